@@ -1,0 +1,23 @@
+"""The pieces a transformer is put together from. They take plain arguments or built parts, never a config."""
+
+from dunes.parts.attention import Attention
+from dunes.parts.cache import Cache
+from dunes.parts.context import Context
+from dunes.parts.decoder import Block, Decoder
+from dunes.parts.embedding import Embedding
+from dunes.parts.mlp import MLP, GatedMLP
+from dunes.parts.norm import RMSNorm
+from dunes.parts.position import Rotary
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "Cache",
+    "Context",
+    "Decoder",
+    "Embedding",
+    "GatedMLP",
+    "RMSNorm",
+    "Rotary",
+]

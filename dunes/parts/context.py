@@ -1,0 +1,75 @@
+"""What all layers of one forward share: the positions, the cache, and what follows from them."""
+
+# Shapes: B batch, T new tokens, S readable keys, K key/value heads, D head dim.
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dunes.parts.cache import Cache
+
+
+class Context:
+    """Made once per forward and passed to every block.
+
+    `at` holds positions (B or 1, T), -1 for padding. Without a cache, a position that does not
+    follow its neighbour's begins another document, which sees only itself: that is how packed
+    examples stay apart.
+    """
+
+    def __init__(self, at: Tensor, cache: Cache | None = None, consecutive: bool = False) -> None:
+        self.at, self.cache = at, cache
+        # The usual case in training, known without looking at the tensor: 0..T-1 in every row.
+        self.consecutive = consecutive
+        self._made: dict[Hashable, Any] = {}
+
+    @classmethod
+    def of(cls, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None) -> "Context":
+        """For tokens or states whose first two dimensions are (B, T); positions 0..T-1 unless given."""
+        if cache is not None:
+            if at is None:
+                at = cache.start(torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device))
+            return cls(at, cache)
+        if at is not None:
+            return cls(at)
+        return cls(torch.arange(ids.shape[1], device=ids.device)[None], consecutive=True)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """`make()`, computed by the first layer that asks and shared by the others."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, K, S, D) that this layer can read: the new ones, or all in the cache."""
+        return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.at)
+
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """True (B, T, S) where a query may look; None if query t sees exactly keys 0..t.
+
+        With a window, a query sees that many keys, itself included.
+        """
+        if self.consecutive and (window is None or window >= self.at.shape[1]):
+            return None
+        mask: Tensor = self.once(("mask", window), lambda: self._mask(window))
+        return mask
+
+    def _mask(self, window: int | None) -> Tensor:
+        query = self.at[:, :, None]
+        key = self.at if self.cache is None else self.cache.where(self.at.amax(1))
+        key = key[:, None, :]
+        seen = (0 <= key) & (key <= query)
+        if window is not None:
+            seen &= key > query - window
+        if self.cache is None:
+            document = (self.at.diff(prepend=self.at[:, :1]) != 1).cumsum(1)
+            seen &= document[:, :, None] == document[:, None, :]
+        # Padding sees something, whatever it is: a softmax over nothing would be NaN.
+        return seen | (query < 0)
+
+    def close(self) -> None:
+        """The forward is over: the cache, if there is one, now holds the new tokens."""
+        if self.cache is not None:
+            self.cache.advance((self.at >= 0).sum(1))

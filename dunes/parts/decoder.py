@@ -1,0 +1,68 @@
+"""The stack: embedding, blocks, norm, head. Any module fits any hole."""
+
+# Shapes: B batch, T new tokens, V vocabulary.
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dunes.parts.cache import Cache
+from dunes.parts.context import Context
+from dunes.parts.embedding import Embedding
+
+
+class Block(nn.Module):
+    """x + attn(norm(x)), then x + mlp(norm(x)); `dropout` acts on both branches, in training only."""
+
+    def __init__(
+        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, ctx: Context | None = None, layer: int = 0) -> Tensor:
+        """(B, T, dim) -> (B, T, dim)."""
+        x = x + self.dropout(self.attn(self.attn_norm(x), ctx, layer))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """A language model. With head=None the token embedding is read backwards as the head (tied)."""
+
+    def __init__(
+        self, embed: Embedding, blocks: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.norm, self.head = embed, nn.ModuleList(blocks), norm, head
+        if len(set(map(id, blocks))) < len(blocks):
+            raise ValueError("the same block stands twice in the list; build each one anew")
+
+    def forward(
+        self, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None, last: int | None = None
+    ) -> Tensor:
+        """Logits (B, T, V) for ids (B, T), of the last `last` columns only if that is given.
+
+        `at` (B, T) are positions, -1 for padding; a restart begins another document. With a cache
+        they come from `cache.start`, and the new keys and values are added to it.
+        """
+        x = self.hidden(ids, at, cache)
+        return self.logits(x if last is None else x[:, -last:])
+
+    def hidden(self, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """The normalised states (B, T, dim) that the head reads."""
+        ctx = Context.of(ids, at, cache)
+        x = self.embed(ids, ctx)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, ctx, layer)
+        ctx.close()
+        x = self.norm(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., V)."""
+        if self.head is None:
+            return F.linear(x, self.embed.token.weight)
+        logits: Tensor = self.head(x)
+        return logits

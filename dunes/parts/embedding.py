@@ -1,0 +1,30 @@
+"""From ids to vectors."""
+
+# Shapes: B batch, T tokens.
+
+from torch import Tensor, nn
+
+from dunes.parts.context import Context
+
+
+class Embedding(nn.Module):
+    """A vector for each token of the vocabulary, plus one for each of `positions` places if asked.
+
+    `dropout` acts on the sum, in training only.
+    """
+
+    def __init__(self, vocab: int, dim: int, positions: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, dim)
+        self.place = nn.Embedding(positions, dim) if positions else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor, ctx: Context) -> Tensor:
+        """ids (B, T) -> (B, T, dim). Raises ValueError past the last learned position."""
+        x: Tensor = self.token(ids)
+        if self.place is not None:
+            if ctx.consecutive and ids.shape[1] > self.place.num_embeddings:
+                raise ValueError(f"{ids.shape[1]} tokens, but only {self.place.num_embeddings} positions were learned")
+            x = x + self.place(ctx.at.clamp(min=0))
+        x = self.dropout(x)
+        return x

@@ -1,0 +1,37 @@
+"""What a block does to each token by itself."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Act = Callable[[Tensor], Tensor]
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, dim: int, hidden: int, act: Act = F.gelu, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias)
+        self.down = nn.Linear(hidden, dim, bias)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)): SwiGLU with silu. https://arxiv.org/abs/2002.05202"""
+
+    def __init__(self, dim: int, hidden: int, act: Act = F.silu, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias)
+        self.up = nn.Linear(dim, hidden, bias)
+        self.down = nn.Linear(hidden, dim, bias)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        return y
