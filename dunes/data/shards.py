@@ -1,0 +1,149 @@
+"""Tokens of a corpus on disk: private, immutable, digested, mapped into memory.
+
+A shard is a folder with `tokens.bin` (little-endian ids, one document after another, each closed by
+the end token) and `shard.json`. It is kept under a key made of the documents' contents, the tokenizer
+and the settings, so a changed corpus or tokenizer never meets old tokens.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dunes.data.sources import Document
+from dunes.text import Tokenizer
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`length` token ids, all below `vocab`, that stand for `size` bytes of text in `documents` files."""
+
+    folder: Path
+    length: int
+    size: int
+    documents: int
+    vocab: int
+    key: str
+
+    @cached_property
+    def tokens(self) -> NDArray[np.uint16] | NDArray[np.uint32]:
+        """All ids, mapped from the file."""
+        return np.memmap(self.folder / "tokens.bin", _dtype(self.vocab), "r", shape=(self.length,))
+
+
+def default_cache() -> Path:
+    """Where shards are kept: $DUNES_HOME, or the user's cache folder."""
+    home = os.environ.get("DUNES_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dunes"
+    return Path(home) / "tokens"
+
+
+def cached(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    cache: Path | None = None,
+    told: Callable[[int], None] = lambda size: None,
+) -> Shard:
+    """The shard of these documents, from the cache or written now; `told` hears of bytes as they are done.
+
+    Raises ValueError if a document changes under our hands.
+    """
+    key = _key(documents, tokenizer)
+    folder = (cache or default_cache()) / key
+    if (shard := _read(folder, key)) is not None:
+        return shard
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{key[:8]}-", dir=folder.parent))  # private: mode 0700
+    try:
+        _write(made, documents, tokenizer, key, told)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
+        made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    shard = _read(folder, key)
+    assert shard is not None, "a shard that was just written reads back"
+    return shard
+
+
+def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+    seen = blake2b(f"{FORMAT}\n{tokenizer.json()}".encode(), digest_size=20)
+    for document in documents:
+        seen.update(document.digest.encode())
+    return seen.hexdigest()
+
+
+def _dtype(vocab: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
+
+
+def _write(
+    folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, key: str, told: Callable[[int], None]
+) -> None:
+    dtype, end, length, digest = _dtype(tokenizer.vocab), tokenizer.end, 0, sha256()
+    path = folder / "tokens.bin"
+    with path.open("wb") as file:
+        for document in documents:
+            for block in document.text():
+                ids = [i for piece in tokenizer.encode_all(_pieces(block)) for i in piece]
+                length += len(ids)
+                digest.update(data := np.array(ids, dtype).tobytes())
+                file.write(data)
+            digest.update(data := np.array([end], dtype).tobytes())
+            file.write(data)
+            length += 1
+            told(document.size)
+        file.flush()
+        os.fsync(file.fileno())
+    path.chmod(0o400)
+    card = {
+        "format": FORMAT,
+        "key": key,
+        "length": length,
+        "size": sum(d.size for d in documents),
+        "documents": len(documents),
+        "vocab": tokenizer.vocab,
+        "sha256": digest.hexdigest(),
+    }
+    (folder / "shard.json").write_text(json.dumps(card))
+
+
+def _pieces(block: str, size: int = 1 << 16) -> list[str]:
+    """Parts of a block that end at line ends, where tokens end too: work for all cores."""
+    parts, start = [], 0
+    while start < len(block):
+        end = block.find("\n", start + size)
+        end = len(block) if end < 0 else end + 1
+        parts.append(block[start:end])
+        start = end
+    return parts
+
+
+def _read(folder: Path, key: str) -> Shard | None:
+    """The shard in this folder if it is whole: the right size, and the digest it was written with."""
+    try:
+        card = json.loads((folder / "shard.json").read_text())
+        size = (folder / "tokens.bin").stat().st_size
+        whole = card["format"] == FORMAT and card["key"] == key
+        whole = whole and size == card["length"] * _dtype(card["vocab"]).itemsize
+        if not whole or _digest(folder / "tokens.bin") != card["sha256"]:
+            return None
+        return Shard(folder, card["length"], card["size"], card["documents"], card["vocab"], key)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _digest(path: Path) -> str:
+    seen = sha256()
+    with path.open("rb") as file:
+        while data := file.read(1 << 22):
+            seen.update(data)
+    return seen.hexdigest()

@@ -1,0 +1,94 @@
+"""Windows over a long row of tokens, in an order that is a pure function of (seed, epoch, position).
+
+So the cursor of a run is one number, a resumed run begins at once, and how many workers or
+accelerators share the work does not matter.
+"""
+
+# Shapes: B batch, T tokens.
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Every token of `tokens` is met once an epoch, in windows of `length` + 1 ids that share their ends.
+
+    Each epoch cuts at another place and shuffles anew. Raises ValueError if there is not one window.
+    """
+
+    tokens: NDArray[Any]
+    length: int
+    batch: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < self.length + 1:
+            raise ValueError(f"{len(self.tokens)} tokens, and one window needs {self.length + 1}; give more text")
+
+    @property
+    def epoch(self) -> int:
+        """Windows in an epoch. The cut moves from epoch to epoch, which costs up to one window."""
+        return max(1, (len(self.tokens) - 1) // self.length - 1)
+
+    def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the windows begin that stand at these positions of the endless order."""
+        epochs, within = np.divmod(positions, self.epoch)
+        starts = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            slack = len(self.tokens) - 1 - self.epoch * self.length
+            cut = _hash(self.seed, int(epoch), 0) % (min(slack, self.length) + 1)
+            starts[here] = cut + self.length * shuffled(within[here], self.epoch, (self.seed, int(epoch)))
+        return starts
+
+    def at(self, number: int) -> Tensor:
+        """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64."""
+        starts = self.starts(np.arange(number * self.batch, (number + 1) * self.batch, dtype=np.int64))
+        return torch.from_numpy(self.tokens[starts[:, None] + np.arange(self.length + 1)].astype(np.int64))
+
+    def batches(self, start: int = 0) -> Iterator[Tensor]:
+        """Endless batches from number `start` on."""
+        while True:
+            yield self.at(start)
+            start += 1
+
+
+def shuffled(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
+    """Where a permutation of 0..size-1 sends these indices, without writing the permutation down.
+
+    A Feistel network over the next power of four, walked until it falls below `size`.
+    https://en.wikipedia.org/wiki/Format-preserving_encryption
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = [np.uint64(_hash(*key, 1 + r)) for r in range(ROUNDS)]
+    x = index.astype(np.uint64)
+    outside = np.ones(len(x), bool)
+    while outside.any():
+        left, right = x[outside] >> np.uint64(half), x[outside] & mask
+        for k in keys:
+            left, right = right, left ^ (_mixed(right ^ k) & mask)
+        x[outside] = (left << np.uint64(half)) | right
+        outside = x >= size
+    return x.astype(np.int64)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finisher: every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _hash(*numbers: int) -> int:
+    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=7).digest())

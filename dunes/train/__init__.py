@@ -1,0 +1,23 @@
+"""The step loop and what it needs. It knows no model and no tokenizer: any nn.Module, any loss."""
+
+from dunes.train.loss import IGNORE, cross_entropy, mean_squared, next_token
+from dunes.train.optim import adamw, muon, rmsprop, sgd
+from dunes.train.schedule import Clock, Record, Schedule
+from dunes.train.trainer import Diverged, Step, Trainer
+
+__all__ = [
+    "IGNORE",
+    "Clock",
+    "Diverged",
+    "Record",
+    "Schedule",
+    "Step",
+    "Trainer",
+    "adamw",
+    "cross_entropy",
+    "mean_squared",
+    "muon",
+    "next_token",
+    "rmsprop",
+    "sgd",
+]

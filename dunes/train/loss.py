@@ -1,0 +1,52 @@
+"""What a Trainer makes small: `loss(model, batch) -> (sum, count)`, never a mean.
+
+Means of unequal micro-batches do not add up; sums and counts do, so that accumulating over several
+micro-batches equals one large batch.
+"""
+
+# Shapes: B batch, T tokens, V vocabulary.
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -100
+"""The target of a token that is not trained on."""
+
+Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+
+
+def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Summed loss in nats and the number of trained tokens.
+
+    The batch is windows of ids (B, T + 1), or (ids, targets) of (B, T) each with IGNORE where
+    nothing is asked, or (ids, targets, at) with positions for packed documents.
+    """
+    ids, targets, *at = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+    return _summed(model(ids, *at).flatten(0, 1), targets.flatten())
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed loss of the class scores model(x) (B, classes) for labels y (B,), and their number."""
+    x, y = batch
+    return _summed(model(x), y)
+
+
+def mean_squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed squared difference of model(x) and y, and the number of elements.
+
+    Raises ValueError if the shapes differ, which would silently broadcast.
+    """
+    x, y = batch
+    guess = model(x)
+    if guess.shape != y.shape:
+        raise ValueError(f"the model gives {tuple(guess.shape)} where the targets are {tuple(y.shape)}")
+    return (guess.float() - y).square().sum(), torch.tensor(y.numel(), device=y.device)
+
+
+def _summed(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    total = F.cross_entropy(scores.float(), targets, ignore_index=IGNORE, reduction="sum")
+    return total, (targets != IGNORE).sum()

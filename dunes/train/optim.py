@@ -1,0 +1,90 @@
+"""Optimizers for a model's parameters, grouped as each needs it. All are `torch.optim.Optimizer`s.
+
+Matrices decay, vectors (norms, biases) do not. A parameter that is frozen is left out. Raises
+ValueError if nothing is left to train.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Group = dict[str, Any]
+
+
+def adamw(
+    model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), decay: float = 0.1
+) -> Optimizer:
+    """AdamW. https://arxiv.org/abs/1711.05101"""
+    matrices, vectors = _split(model, lambda name, p: p.dim() >= 2)
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(_filled(groups), lr, betas, fused=_fusable(model))
+
+
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
+    """Gradient descent with momentum."""
+    everything, _ = _split(model, lambda name, p: True)
+    groups = _filled([{"params": everything}])
+    return torch.optim.SGD(groups, lr, momentum, weight_decay=decay, fused=_fusable(model))
+
+
+def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentum: float = 0.0) -> Optimizer:
+    """RMSprop: steps divided by a running root mean square of the gradient."""
+    everything, _ = _split(model, lambda name, p: True)
+    return torch.optim.RMSprop(_filled([{"params": everything}]), lr, smoothing, momentum=momentum)
+
+
+def muon(
+    model: nn.Module, lr: float = 0.02, adam_lr: float = 3e-3, momentum: float = 0.95, decay: float = 0.01
+) -> Optimizer:
+    """Muon for the matrices inside, AdamW for the rest. https://arxiv.org/abs/2502.16982
+
+    Inside means: not an embedding and not a head, which have one side as long as the vocabulary.
+    """
+    outside = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    outside |= {p for name, p in model.named_parameters() if name.startswith("head.")}
+    inside, rest = _split(model, lambda name, p: p.dim() == 2 and p not in outside)
+    groups = _filled([{"params": rest}])
+    adam = torch.optim.AdamW(groups, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model))
+    if not inside:
+        return adam
+    return Together([torch.optim.Muon(inside, lr, decay, momentum), adam])
+
+
+class Together(Optimizer):
+    """Several optimizers as one: their groups stand behind each other, their states keep apart."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+        self.param_groups = [g for o in optimizers for g in o.param_groups]
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "a step takes no closure here"
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): o.state_dict() for i, o in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for i, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state_dict[str(i)])
+        self.param_groups = [g for o in self.optimizers for g in o.param_groups]
+
+
+def _split(model: nn.Module, chosen: Callable[[str, Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("nothing to train: no parameter of the model requires a gradient")
+    return [p for n, p in named if chosen(n, p)], [p for n, p in named if not chosen(n, p)]
+
+
+def _filled(groups: list[Group]) -> list[Group]:
+    return [g for g in groups if g["params"]]
+
+
+def _fusable(model: nn.Module) -> bool:
+    return all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for p in model.parameters())

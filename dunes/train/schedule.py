@@ -1,0 +1,76 @@
+"""The learning rate as a pure function of the step and of written records.
+
+Warm-up, plateau, linear fall (https://arxiv.org/abs/2405.18392). Where the fall begins and where the
+run ends is a record. A run of so many steps has its record from the beginning; a run of so many
+minutes gets it from a clock on the way, and once more when the end is near. The clock's readings
+never enter the rate by any other way, so a resumed run that has the records repeats exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Record:
+    """From step `begin` the rate falls, to reach its lowest when `end` steps are done."""
+
+    begin: int
+    end: int
+
+
+@dataclass
+class Schedule:
+    """The share of the full learning rate at each step (0, 1, 2, ...), and when to stop.
+
+    `warmup` steps rise linearly; the last part falls linearly to `lowest`, a share of the full rate.
+    """
+
+    warmup: int = 0
+    lowest: float = 0.0
+    records: list[Record] = field(default_factory=list)
+
+    @classmethod
+    def steps(cls, total: int, warmup: int = 0, fall: float = 0.5, lowest: float = 0.0) -> "Schedule":
+        """A schedule of a known length, whose last `fall` (a share of all steps) goes down."""
+        return cls(warmup, lowest, [Record(total - round(total * fall), total)])
+
+    def rate(self, step: int) -> float:
+        """The share of the full rate for this step."""
+        rising = min(1.0, (step + 1) / (self.warmup + 1))
+        return min(rising, self._fallen(step, self.records))
+
+    def _fallen(self, step: int, records: Sequence[Record]) -> float:
+        active = [r for r in records if r.begin <= step]
+        if not active:
+            return 1.0
+        last = active[-1]
+        height = self._fallen(last.begin, active[:-1])
+        left = max(0.0, (last.end - step) / max(1, last.end - last.begin))
+        return self.lowest + (height - self.lowest) * left
+
+    def over(self, step: int) -> bool:
+        """Whether `step` steps are all there are to do."""
+        return bool(self.records) and step >= self.records[-1].end
+
+
+@dataclass
+class Clock:
+    """Writes a schedule's records so that the run ends `seconds` after its start.
+
+    Tell it after each step; it notes the beginning of the fall when its time has come, and corrects
+    the end once, half-way down.
+    """
+
+    schedule: Schedule
+    seconds: float
+    fall: float = 0.5
+
+    def tell(self, step: int, elapsed: float) -> None:
+        """`step` steps took `elapsed` seconds since the start, all that happened between included."""
+        records = self.schedule.records
+        rate = elapsed / max(1, step)
+        end = max(step + 1, step + round((self.seconds - elapsed) / max(rate, 1e-9)))
+        if (not records and elapsed >= (1 - self.fall) * self.seconds) or (
+            len(records) == 1 and elapsed >= (1 - self.fall / 2) * self.seconds
+        ):
+            records.append(Record(step, end))
