@@ -43,7 +43,9 @@ class Shard:
 
 def default_cache() -> Path:
     """Where shards are kept: $DUNES_HOME, or the user's cache folder."""
-    home = os.environ.get("DUNES_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dunes"
+    home = (
+        os.environ.get("DUNES_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dunes"
+    )
     return Path(home) / "tokens"
 
 

@@ -41,8 +41,7 @@ class Document:
         Raises ValueError if the file is no longer what it was when it was collected.
         """
         seen = blake2b(digest_size=16)
-        for block in _decoded(self.path, seen):
-            yield block
+        yield from _decoded(self.path, seen)
         if seen.hexdigest() != self.digest:
             raise ValueError(f"{self.path}: changed while it was being read; start again")
 
@@ -90,7 +89,9 @@ def collect(sources: Sequence[str | Path], share: float = 0.05) -> Corpus:
             documents[found.digest] = found
     if not documents:
         where = ", ".join(map(str, sources))
-        raise ValueError(f"{where}: no text to learn from ({corpus.report()}); give files or folders of UTF-8 text")
+        raise ValueError(
+            f"{where}: no text to learn from ({corpus.report()}); give files or folders of UTF-8 text"
+        )
     order = sorted(documents.values(), key=lambda d: (d.place, d.name))
     held = max(sum(d.place < share for d in order), len(order) > 1)
     corpus.valid, corpus.train = sorted(order[:held], key=_name), sorted(order[held:], key=_name)

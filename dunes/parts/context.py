@@ -60,7 +60,7 @@ class Context:
         query = self.at[:, :, None]
         key = self.at if self.cache is None else self.cache.where(self.at.amax(1))
         key = key[:, None, :]
-        seen = (0 <= key) & (key <= query)
+        seen = (key >= 0) & (key <= query)
         if window is not None:
             seen &= key > query - window
         if self.cache is None:

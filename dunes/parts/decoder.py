@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dunes.ops.cross_entropy import IGNORE
+from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.parts.cache import Cache
 from dunes.parts.context import Context
 from dunes.parts.embedding import Embedding
@@ -25,7 +27,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ctx: Context | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
         x = x + self.dropout(self.attn(self.attn_norm(x), ctx, layer))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return y
 
 
 class Decoder(nn.Module):
@@ -57,8 +60,18 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             x = block(x, ctx, layer)
         ctx.close()
-        x = self.norm(x)
-        return x
+        states: Tensor = self.norm(x)
+        return states
+
+    def nats(self, ids: Tensor, targets: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The summed loss of the targets (B, T), IGNORE counting nothing, and their number.
+
+        Equal to `next_token` of this model's logits, which a plain head never has to hold.
+        """
+        x, y = self.hidden(ids, at).flatten(0, 1), targets.flatten()
+        head = self.embed.token if self.head is None else self.head
+        assert isinstance(head, nn.Embedding | nn.Linear), "only a plain head has one matrix"
+        return linear_cross_entropy(x, head.weight, y), (y != IGNORE).sum()
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., V)."""

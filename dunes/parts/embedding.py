@@ -24,7 +24,9 @@ class Embedding(nn.Module):
         x: Tensor = self.token(ids)
         if self.place is not None:
             if ctx.consecutive and ids.shape[1] > self.place.num_embeddings:
-                raise ValueError(f"{ids.shape[1]} tokens, but only {self.place.num_embeddings} positions were learned")
+                raise ValueError(
+                    f"{ids.shape[1]} tokens, but only {self.place.num_embeddings} positions were learned"
+                )
             x = x + self.place(ctx.at.clamp(min=0))
-        x = self.dropout(x)
-        return x
+        y: Tensor = self.dropout(x)
+        return y

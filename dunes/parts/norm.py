@@ -1,12 +1,13 @@
-"""Root mean square norm: https://arxiv.org/abs/1910.07467"""
+"""Norms that hold weights."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dunes.ops.rms_norm import fused
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, reduced in float32 whatever the dtypes are."""
+    """x / rms(x) * weight over the last dimension, reduced in float32. https://arxiv.org/abs/1910.07467"""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -14,5 +15,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim), dtype of x."""
-        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).type_as(x) * self.weight.type_as(x)
+        """(..., dim) -> (..., dim) in x's dtype, or in autocast's under autocast."""
+        return fused(x, self.weight, self.eps)

@@ -55,7 +55,9 @@ class Tokenizer:
         if kind != "bpe":
             raise ValueError(f"no tokenizer is called {kind!r}; there are {', '.join(KINDS)}")
         if vocab < len(_ALPHABET) + len(SPECIAL):
-            raise ValueError(f"a bpe vocabulary of {vocab} cannot hold 256 bytes and {len(SPECIAL)} special tokens")
+            raise ValueError(
+                f"a bpe vocabulary of {vocab} cannot hold 256 bytes and {len(SPECIAL)} special tokens"
+            )
         inner = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab - len(SPECIAL),

@@ -57,7 +57,13 @@ class Trainer:
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, at least 1, not {accumulate}")
         self.model, self.optimizer, self.loss, self.rate = model, optimizer, loss, rate
-        self.accumulate, self.clip, self.dtype, self.seed, self.patience = accumulate, clip, dtype, seed, patience
+        self.accumulate, self.clip, self.dtype, self.seed, self.patience = (
+            accumulate,
+            clip,
+            dtype,
+            seed,
+            patience,
+        )
         self.number = 0
         self.bad = 0
         self.base = [float(group["lr"]) for group in optimizer.param_groups]

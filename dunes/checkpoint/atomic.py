@@ -1,0 +1,85 @@
+"""Writing so that after any crash the old or the new is there, whole.
+
+Data is forced to the disk before a name points at it, and the name before we call it done.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def sync(path: Path) -> None:
+    """Force a file's data, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    seen = sha256()
+    with path.open("rb") as file:
+        while data := file.read(1 << 22):
+            seen.update(data)
+    return seen.hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace one file."""
+    staged = path.with_name(f".{path.name}.new")
+    staged.write_bytes(data)
+    sync(staged)
+    os.replace(staged, path)
+    sync(path.parent)
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder that appears whole or not at all; `fill` writes plain files into a staging folder.
+
+    A manifest with each file's size and SHA-256 is written last. Raises OSError, and leaves what was
+    there untouched, if anything cannot be written.
+    """
+    staged = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        staged.mkdir(parents=True)
+        fill(staged)
+        files = sorted(staged.iterdir())
+        for file in files:
+            sync(file)
+        card = {f.name: {"size": f.stat().st_size, "sha256": digest(f)} for f in files}
+        (staged / MANIFEST).write_text(json.dumps(card, indent=1))
+        sync(staged / MANIFEST)
+        sync(staged)
+        os.rename(staged, folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def verify(folder: Path, card: dict[str, Any] | None = None) -> None:
+    """Raise ValueError that names the first file that is not what the folder's manifest says."""
+    if card is None:
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise ValueError(f"{path}: missing")
+        try:
+            card = json.loads(path.read_text())
+            assert isinstance(card, dict)
+        except (ValueError, AssertionError):
+            raise ValueError(f"{path}: damaged") from None
+    for name, expected in card.items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{file}: missing")
+        if file.stat().st_size != expected["size"] or digest(file) != expected["sha256"]:
+            raise ValueError(f"{file}: not the bytes that were written")

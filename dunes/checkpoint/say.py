@@ -1,0 +1,66 @@
+"""How a model is said in Hugging Face's terms: decided from the tree, never from its history."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dunes.models import FAMILIES
+
+
+class Said(NamedTuple):
+    """The model is exactly what `FAMILIES[family].build(config)` builds."""
+
+    family: str
+    config: Any
+
+
+class Row(NamedTuple):
+    """One module as far as it matters to what the model computes, weights' values aside."""
+
+    place: str
+    kind: str
+    attributes: dict[str, str]
+    tensors: dict[str, tuple[int, ...]]
+
+
+def said(model: nn.Module, context: int) -> Said | str:
+    """The family and config that build this very tree, or the first difference from the nearest one."""
+    reasons = []
+    for family, module in FAMILIES.items():
+        try:
+            config = module.read(model, context)
+        except (AttributeError, IndexError, TypeError) as error:
+            reasons.append(f"not {family}: {error}")
+            continue
+        with torch.device("meta"):
+            twin = module.build(config)
+        if (difference := _difference(model, twin)) is None:
+            return Said(family, config)
+        reasons.append(f"not {family}: {difference}")
+    return "; ".join(reasons)
+
+
+def _difference(model: nn.Module, twin: nn.Module) -> str | None:
+    ours, theirs = list(rows(model)), list(rows(twin))
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b:
+            return f"{a.place or 'the model'} is {_short(a, b)}"
+    return None if len(ours) == len(theirs) else f"{len(ours)} modules, not {len(theirs)}"
+
+
+def _short(a: Row, b: Row) -> str:
+    for mine, other in zip(a, b, strict=True):
+        if mine != other:
+            return f"{mine}, not {other}"
+    raise AssertionError("called with two rows that differ")
+
+
+def rows(model: nn.Module) -> Iterator[Row]:
+    """Names, classes, plain attributes and shapes of every module: two trees with equal rows are one model."""
+    for place, module in model.named_modules():
+        plain = {k: repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        held = {**module._parameters, **module._buffers}
+        shapes = {name: tuple(t.shape) for name, t in held.items() if t is not None}
+        yield Row(place, type(module).__qualname__, plain, shapes)

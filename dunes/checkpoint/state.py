@@ -1,0 +1,104 @@
+"""The state of a run, to go on from: one folder a step, newest whole one counts.
+
+`<run>/state/step-000123/` holds tensors as safetensors and all else as JSON; a manifest with
+digests is written last, then the folder gets its name. No pickle.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dunes.checkpoint import atomic
+
+KEPT = 2
+
+Told = Callable[[str], None]
+
+
+def store(run: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Write a state, a nested dict of tensors and JSON values, and drop all but the newest two."""
+    folder = run / "state" / f"step-{step:06d}"
+    tensors, plain = _split(state)
+
+    def fill(staged: Path) -> None:
+        save_file(tensors, staged / "tensors.safetensors")
+        (staged / "state.json").write_text(json.dumps(plain))
+
+    if folder.exists():
+        if _whole(folder):
+            return folder  # the same step of the same run is the same state
+        shutil.rmtree(folder)
+    atomic.write_folder(folder, fill)
+    for old in _folders(run)[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def latest(run: Path, told: Told = lambda line: None) -> Path | None:
+    """The newest state that is whole; `told` hears of each newer one that is damaged."""
+    for folder in _folders(run):
+        try:
+            atomic.verify(folder)
+            return folder
+        except ValueError as error:
+            told(f"{error}; going back to an older state")
+    return None
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        atomic.verify(folder)
+        return True
+    except ValueError:
+        return False
+
+
+def restore(folder: Path) -> dict[str, Any]:
+    """The nested dict that was stored."""
+    plain = json.loads((folder / "state.json").read_text())
+    state: dict[str, Any] = _join(plain, load_file(folder / "tensors.safetensors"))
+    return state
+
+
+def _folders(run: Path) -> list[Path]:
+    """The states of a run, newest first."""
+    found = [p for p in (run / "state").glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """The tensors under their dotted paths, and the rest with each tensor's path in its place."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[path] = value.detach().cpu().contiguous().clone()
+            return {"tensor": path}
+        if isinstance(value, Mapping):
+            # Optimizers number their parameters; JSON has text keys only.
+            keys = [[k, plain(v, f"{path}.{k}" if path else str(k))] for k, v in value.items()]
+            return {"dict": keys}
+        if isinstance(value, (list, tuple)):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"{path}: cannot keep a {type(value).__name__} in a training state")
+
+    return tensors, plain(state, "")
+
+
+def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {k: _join(v, tensors) for k, v in content}
+    return (tuple if kind == "tuple" else list)(_join(v, tensors) for v in content)

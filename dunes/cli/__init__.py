@@ -1,0 +1,1 @@
+"""dunes <verb>: parses, calls, prints. No logic of its own."""

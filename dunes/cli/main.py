@@ -1,0 +1,32 @@
+"""The command. Torch is loaded by the verb that needs it, so that help comes at once."""
+
+import os
+import sys
+from typing import Any
+
+VERBS = ("train", "generate", "complete", "eval")
+
+
+def main() -> None:
+    """Run the command line; exit with 2 and one line for a user's mistake."""
+    from dunes.cli import verbs
+
+    try:
+        status = run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
+    except (ValueError, OSError) as error:
+        if os.environ.get("DUNES_TRACEBACK"):
+            raise
+        print(f"dunes: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def run(arguments: list[str], verbs: dict[str, Any]) -> int:
+    """Parse the arguments and call the verb they name."""
+    import tyro
+
+    description = "Build, train, change and use small transformers on your own machine."
+    chosen = tyro.extras.subcommand_cli_from_dict(verbs, args=arguments, prog="dunes", description=description)
+    return int(chosen or 0)

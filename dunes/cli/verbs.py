@@ -1,0 +1,131 @@
+"""The verbs. Each docstring is the verb's help; each body imports what it needs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+Model = Annotated[Path, tyro.conf.Positional]
+
+
+def train(
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    *,
+    out: Path,
+    steps: int | None = None,
+    minutes: float = 15.0,
+    size: str = "4m",
+    family: Literal["qwen3", "llama", "gpt2"] = "qwen3",
+    tokenizer: Literal["bpe", "bytes", "chars"] = "bpe",
+    split: Literal["files", "tails"] = "files",
+    context: int = 256,
+    seed: int = 0,
+    resume: bool = False,
+) -> int:
+    """Train a model from scratch on files and folders.
+
+    Example: dunes train ~/code/project --out runs/project --minutes 15
+
+    Args:
+        sources: Files and folders of text; `stdlib` names the running Python's standard library.
+        out: Folder of the run; the model comes to lie there.
+        steps: End after so many steps instead of minutes.
+        minutes: End after so many minutes.
+        size: Parameters, like 500k or 3m.
+        family: Architecture.
+        tokenizer: What a token is.
+        split: Hold out whole files for validation, or the tails of all files.
+        context: Tokens that the model looks at.
+        seed: Another seed, another run.
+        resume: Go on with the run in --out where it stopped; what was chosen then stays.
+    """
+    from dunes.runs.plan import Plan, parse_size
+    from dunes.runs.progress import Display
+    from dunes.runs.train import train as run
+
+    plan = Plan(
+        sources=sources,
+        steps=steps,
+        minutes=minutes,
+        size=parse_size(size),
+        family=family,
+        tokenizer=tokenizer,
+        split=split,
+        context=context,
+        seed=seed,
+    )
+    return run(plan, out, Display(), resume)
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, tyro.conf.Positional] = "",
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    penalty: float = 1.0,
+    seed: int = 0,
+) -> None:
+    """Write text, as it comes.
+
+    Example: dunes generate runs/project "def main("
+
+    Args:
+        model: A model folder.
+        prompt: The text to go on from; nothing begins a new document.
+        tokens: How many tokens at most.
+        temperature: 0 takes the likeliest token, 1 the model's own odds.
+        top_k: Draw from the so many likeliest tokens.
+        top_p: Draw from the fewest tokens that together have this probability.
+        min_p: Draw from tokens with at least this share of the likeliest one's probability.
+        penalty: Above 1, tokens that were there already become less likely.
+        seed: Another seed, another text.
+    """
+    from dunes import checkpoint, measure
+    from dunes.generate import sampler
+    from dunes.runs.write import write
+
+    loaded = checkpoint.load(model, measure.device())
+    sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
+    print(prompt, end="", flush=True)
+    for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
+        print(piece, end="", flush=True)
+    print()
+
+
+def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+    """The rest of a line.
+
+    Example: dunes complete runs/project src/main.py:12:9
+
+    Args:
+        model: A model folder.
+        place: FILE:LINE:COLUMN, both counted from 1; without it, standard input is what stands before.
+    """
+    from dunes import checkpoint, measure
+    from dunes.runs.write import complete_line, text_before
+
+    prefix = text_before(place) if place else sys.stdin.read()
+    loaded = checkpoint.load(model, measure.device())
+    print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
+
+
+def evaluate(model: Model, sources: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> None:
+    """Loss in nats a token, perplexity, and bits a byte of raw text.
+
+    Example: dunes eval runs/project ~/code/other
+
+    Args:
+        model: A model folder.
+        sources: Files and folders to score; nothing means what the model's training held out.
+    """
+    from dunes.runs.score import score_folder
+
+    score, files = score_folder(model, sources)
+    print(
+        f"{files} files, {score.tokens} tokens: {score.loss:.4f} nats a token, "
+        f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
+    )

@@ -1,0 +1,80 @@
+"""Cross entropy of a linear head, without ever holding all logits.
+
+The plain form writes (N, V) logits, their log-softmax and both gradients to memory: for 4,096 tokens
+and as many words that is 64 MB a time. The fused form goes through the tokens in chunks that fit the
+cache, and computes the gradients while the chunk's probabilities are at hand, since the gradient of
+a sum of losses needs nothing from above but one factor.
+"""
+
+# Shapes: N tokens, D width, V vocabulary.
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dunes.ops.precision import computing
+
+IGNORE = -100
+CHUNK = 1 << 21  # logits in flight
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
+
+
+def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Summed loss (nats, float32) of states x (N, D) under the head (V, D) for targets (N,).
+
+    Targets equal to IGNORE count nothing.
+    """
+    loss: Tensor = _Fused.apply(x, weight, targets, computing(x))  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        wanted = any(ctx.needs_input_grad)
+        loss = x.new_zeros((), dtype=torch.float32)
+        dx, dw = (torch.zeros_like(t, dtype=torch.float32) if wanted else None for t in (x, weight))
+        head = weight.to(dtype)
+        size = max(1, CHUNK // len(weight))
+        with torch.autocast(x.device.type, enabled=False):
+            for start in range(0, len(x), size):
+                rows = slice(start, start + size)
+                states = x[rows].to(dtype)
+                part, slope = _chunk(states, head, targets[rows], wanted)
+                loss += part
+                if dx is not None and dw is not None and slope is not None:
+                    dx[rows] = slope @ head
+                    dw += slope.T @ states
+        ctx.save_for_backward(dx, dw)
+        ctx.dtypes = x.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dx, dw = ctx.saved_tensors
+        return (dx * grad).to(ctx.dtypes[0]), (dw * grad).to(ctx.dtypes[1]), None, None
+
+
+def _chunk(x: Tensor, head: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of some tokens, and its gradient with respect to their logits."""
+    logits = (x @ head.T).float()
+    likely = logits.softmax(-1)
+    counted = targets != IGNORE
+    index = targets.where(counted, 0)[:, None]
+    # The likeliest word's probability never underflows, so log(sum(exp)) follows from it exactly.
+    highest, where = logits.max(-1, keepdim=True)
+    whole = highest - likely.gather(1, where).log()
+    loss = ((whole - logits.gather(1, index))[:, 0] * counted).sum()
+    if not wanted:
+        return loss, None
+    likely.scatter_add_(1, index, torch.full_like(whole, -1.0))
+    if not counted.all():
+        likely[~counted] = 0
+    return loss, likely.to(x.dtype)

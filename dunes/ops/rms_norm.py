@@ -1,0 +1,50 @@
+"""Root mean square norm: https://arxiv.org/abs/1910.07467
+
+Reduced in float32, and given out in the dtype that the next matrix product wants, which spares a
+copy for each of its readers. The fused form keeps one number a row for the backward pass.
+"""
+
+# Shapes: ... any, D width.
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dunes.ops.precision import computing
+
+
+def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return (y * weight.float()).to(computing(x))
+
+
+def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    y: Tensor = _Fused.apply(x, weight, eps, computing(x))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        wide = x.float()
+        inverse = (
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        )
+        ctx.save_for_backward(x, weight, inverse)
+        y: Tensor = (wide * inverse).mul_(weight.float()).to(dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        unit = x.float() * inverse
+        grad = grad.float()
+        slope = grad * unit
+        dw = slope.flatten(0, -2).sum(0)
+        along = (slope @ weight.float()[:, None]).div_(x.shape[-1])
+        dx = (grad * weight.float()).sub_(unit.mul_(along)).mul_(inverse)
+        return dx.to(x.dtype), dw.to(weight.dtype), None, None

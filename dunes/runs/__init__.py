@@ -1,0 +1,1 @@
+"""What the verbs do: bodies of loops, progress, pictures, reports."""

@@ -1,0 +1,102 @@
+"""From a plan's sources to tokens: what is learned from and what is held out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dunes.data import Corpus, Document, Shard, cached, collect
+from dunes.runs.plan import Plan
+from dunes.runs.progress import Display
+from dunes.text import Tokenizer
+
+SAMPLE = 6_000_000
+"""Bytes of text that a tokenizer is trained on: more hardly changes it."""
+
+TAIL = 0.1
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids to learn from and ids held out, of one tokenizer; `key` is a fingerprint of both."""
+
+    tokenizer: Tokenizer
+    train: NDArray[Any]
+    valid: NDArray[Any]
+    key: str
+
+
+def gather(plan: Plan) -> Corpus:
+    """The plan's documents. Raises ValueError if there is nothing to learn from, or nothing to validate on."""
+    corpus = collect(plan.sources)
+    if plan.split == "tails":
+        return Corpus(train=corpus.train + corpus.valid, skipped=corpus.skipped)
+    if not corpus.valid:
+        raise ValueError(
+            "no file is left for validation: the corpus is a single file; "
+            "give more files, or hold out the last tenth of each with --split tails"
+        )
+    return corpus
+
+
+def tokenize(plan: Plan, corpus: Corpus, kept: Path, show: Display) -> Tokens:
+    """Train the tokenizer, or take the one kept in that folder, and turn the documents into tokens.
+
+    Raises ValueError if a side has too little text for one window.
+    """
+    if (kept / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(kept)
+    else:
+        show.line(f"training a {plan.tokenizer} tokenizer")
+        tokenizer = Tokenizer.train(plan.tokenizer, _sample(corpus.train, plan), plan.vocab)
+    shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
+    key = "+".join(s.key for s in shards)
+    if plan.split == "tails":
+        train, valid = _tails(shards[0], tokenizer.end)
+    else:
+        train, valid = shards[0].tokens, shards[1].tokens
+    for side, tokens in (("learn from", train), ("validate on", valid)):
+        if len(tokens) < plan.context + 1:
+            raise ValueError(
+                f"{len(tokens)} tokens to {side}, and one window needs {plan.context + 1}; "
+                "give more text or a smaller --context"
+            )
+    return Tokens(tokenizer, train, valid, key)
+
+
+def _sample(documents: Sequence[Document], plan: Plan) -> Iterator[str]:
+    """About SAMPLE bytes of text, from documents all over the corpus; all of it for characters."""
+    total = sum(d.size for d in documents)
+    every = 1 if plan.tokenizer == "chars" else max(1, total // SAMPLE)
+    for i, document in enumerate(documents):
+        left = SAMPLE
+        for block in document.text() if i % every == 0 else ():
+            if plan.tokenizer == "chars" or left > 0:
+                yield block
+            left -= len(block)
+
+
+def _shard(documents: Sequence[Document], tokenizer: Tokenizer, show: Display) -> Shard:
+    total, done = sum(d.size for d in documents), 0
+
+    def told(size: int) -> None:
+        nonlocal done
+        done += size
+        show.state("turning text into tokens", done / max(1, total))
+
+    return cached(documents, tokenizer, told=told)
+
+
+def _tails(shard: Shard, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Each document without its last tenth, and the last tenths."""
+    ends = np.flatnonzero(shard.tokens == end) + 1
+    heads, tails, start = [], [], 0
+    for stop in ends.tolist():
+        cut = stop - round((stop - start) * TAIL)
+        heads.append(shard.tokens[start:cut])
+        tails.append(shard.tokens[cut:stop])
+        start = stop
+    return np.concatenate(heads), np.concatenate(tails)

@@ -1,0 +1,84 @@
+"""How well a model knows a text: nats a token, perplexity, bits a byte."""
+
+# Shapes: B batch, T tokens.
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dunes import tree
+from dunes.parts import Decoder
+from dunes.train import IGNORE
+
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Score:
+    """Summed loss in nats of `tokens` tokens that stand for `size` bytes of raw text."""
+
+    nats: float
+    tokens: int
+    size: int
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers: what a compressor using this model would need."""
+        return self.nats / math.log(2) / max(1, self.size)
+
+
+def widths(pieces: list[bytes]) -> NDArray[np.int64]:
+    """The number of bytes that each id stands for."""
+    return np.array([len(p) for p in pieces], np.int64)
+
+
+def evaluate(
+    model: Decoder,
+    tokens: NDArray[Any],
+    width: NDArray[np.int64],
+    context: int,
+    dtype: torch.dtype = torch.float32,
+    limit: int | None = None,
+) -> Score:
+    """Score the tokens in windows of `context`, each predicted from those before it in its window.
+
+    With a `limit`, about so many tokens in windows spread evenly over the text. Raises ValueError if
+    there are fewer than two tokens.
+    """
+    if len(tokens) < 2:
+        raise ValueError(f"{len(tokens)} tokens cannot be scored; two are needed at least")
+    starts = np.arange(0, len(tokens) - 1, context)
+    if limit is not None and limit < len(tokens):
+        starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
+    nats, count, size = 0.0, 0, 0
+    device = next(model.parameters()).device
+    with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
+        for i in range(0, len(starts), BATCH):
+            ids, targets = _rectangle(tokens, starts[i : i + BATCH], context)
+            total, counted = model.nats(ids.to(device), targets.to(device))
+            nats, count = nats + float(total), count + int(counted)
+            kept = targets.numpy()
+            size += int(width[kept[kept != IGNORE]].sum())
+    return Score(nats, count, size)
+
+
+def _rectangle(tokens: NDArray[Any], starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and targets (B, T) of windows; what lies past the end of the text is not asked."""
+    index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
+    window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
+    ids, targets = window[:, :-1], window[:, 1:].clone()
+    targets[torch.from_numpy(index[:, 1:] >= len(tokens))] = IGNORE
+    return ids, targets

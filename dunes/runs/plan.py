@@ -1,0 +1,76 @@
+"""What a training run is asked to do, and the model that follows from it."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dunes.models import FAMILIES
+from dunes.text import KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that decides what a run computes. Stored in the run; a resumed run keeps it.
+
+    It ends after `steps` if given, else after `minutes`. `size` counts parameters.
+    """
+
+    sources: tuple[str, ...]
+    family: str = "qwen3"
+    tokenizer: str = "bpe"
+    vocab: int = 4096
+    size: int = 4_000_000
+    context: int = 256
+    batch: int = 8
+    steps: int | None = None
+    minutes: float = 15.0
+    split: str = "files"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be done, before anything is."""
+        least = {"vocab": 1, "size": 1, "context": 2, "batch": 1, "minutes": 0.01}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least {minimum}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"--steps is {self.steps}; it must be at least 1")
+        for name, known in {"family": FAMILIES, "tokenizer": KINDS, "split": ("files", "tails")}.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"--{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+
+    def differences(self, earlier: "Plan", asked_only: bool = False) -> str:
+        """What an earlier plan says differently, field by field; empty if nothing.
+
+        With `asked_only`, a field that stands at its default here was not asked for, and so agrees.
+        """
+        default = Plan(sources=())
+        found = [(f.name, getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)]
+        if asked_only:
+            found = [(name, was, now) for name, was, now in found if now != getattr(default, name)]
+        return "; ".join(f"{name} was {was!r}, now {now!r}" for name, was, now in found if was != now)
+
+
+def parse_size(text: str) -> int:
+    """'3m' is three million parameters; k, m and b are understood. Raises ValueError otherwise."""
+    units = {"k": 1e3, "m": 1e6, "b": 1e9}
+    number, unit = text.lower()[:-1], text.lower()[-1:]
+    try:
+        return int(float(number) * units[unit]) if unit in units else int(text)
+    except ValueError:
+        raise ValueError(f"--size is {text!r}; write a number of parameters like 3m or 500k") from None
+
+
+def config_for(plan: Plan, vocab: int) -> Any:
+    """The family's config whose parameters, embeddings included, come nearest to the plan's size.
+
+    Depth grows with width, at 64 of width a layer and two layers at least.
+    """
+
+    def shape(dim: int) -> tuple[int, int]:
+        return dim, max(2, round(dim / 64))
+
+    def count(dim: int) -> int:
+        return vocab * dim + 12 * dim * dim * shape(dim)[1]
+
+    dim = min(range(32, 8193, 32), key=lambda d: abs(count(d) - plan.size))
+    return FAMILIES[plan.family].Config.sized(vocab, *shape(dim), plan.context)

@@ -1,0 +1,60 @@
+"""What a person sees while a run goes on: a bar on a terminal, a plain line now and then elsewhere."""
+
+from dataclasses import dataclass, field
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+EVERY = 10.0
+"""Seconds between plain lines."""
+
+
+@dataclass
+class Display:
+    """`with Display(console) as show:` then `show.state(...)` after each step and `show.line(text)` between."""
+
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+
+    def __enter__(self) -> Self:
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
+        self._task = self._bar.add_task("", total=1.0, start=True)
+        self._spoken = -EVERY
+        if self.console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self._bar.stop()
+
+    def state(self, text: str, done: float) -> None:
+        """The state of the run, and the share of it that is done."""
+        if self.console.is_terminal:
+            self._bar.update(self._task, description=text, completed=min(1.0, done))
+        elif monotonic() - self._spoken >= EVERY:
+            self._spoken = monotonic()
+            self.line(f"{done:4.0%}  {text}")
+
+    def line(self, text: str = "") -> None:
+        """A line that stays."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """1:05, or 2:03:09."""
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def quantity(number: float) -> str:
+    """12.3M, 4.1k, 87."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"

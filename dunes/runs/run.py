@@ -1,0 +1,163 @@
+"""A run in progress: made from a plan, kept on disk, found again."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+
+from dunes import checkpoint, measure
+from dunes.checkpoint.atomic import write_file
+from dunes.models import FAMILIES
+from dunes.models.start import initialise
+from dunes.parts import Decoder
+from dunes.runs.corpus import Tokens
+from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.plan import Plan, config_for
+from dunes.train import Record, Schedule, Trainer, muon
+
+FALL = 0.5
+WARMUP = 20
+
+
+@dataclass
+class Run:
+    """What a run computes with, and what it remembers beside the trainer's own state."""
+
+    folder: Path
+    plan: Plan
+    tokens: Tokens
+    model: Decoder
+    trainer: Trainer
+    schedule: Schedule
+    dtype: torch.dtype
+    elapsed: float = 0.0
+    best: Score | None = None
+    best_step: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    last: Score | None = None
+
+    def done(self, step: int) -> float:
+        """The share of the run that is over."""
+        return step / self.plan.steps if self.plan.steps else self.elapsed / (self.plan.minutes * 60)
+
+    def score(self, limit: int | None = None) -> Score:
+        """The model's score on the held-out text, or on about `limit` tokens spread over it."""
+        width = widths(self.tokens.tokenizer.pieces())
+        return evaluate(self.model, self.tokens.valid, width, self.plan.context, self.dtype, limit)
+
+    def check(self, limit: int) -> Score:
+        """Score the model; the best weights so far are remembered."""
+        self.last = score = self.score(limit)
+        if self.best is None or score.bits_per_byte < self.best.bits_per_byte:
+            self.best, self.best_step = score, self.trainer.number
+            self.best_weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+        return score
+
+
+def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
+    """A run at its first step."""
+    device = measure.device()
+    dtype = measure.dtype(device)
+    config = config_for(plan, tokens.tokenizer.vocab)
+    model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
+    schedule = Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
+    trainer = Trainer(model, muon(model), _nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    return Run(folder, plan, tokens, model, trainer, schedule, dtype)
+
+
+def _nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    assert isinstance(model, Decoder), "built above"
+    return model.nats(batch[:, :-1], batch[:, 1:])
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the run's lock, which a dead process lets go by itself. Raises ValueError if another has it."""
+    (folder / "state").mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "state" / "lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(
+            f"{folder}: another process is training here; wait for it or choose another --out"
+        ) from None
+
+
+def begin(plan: Plan, folder: Path) -> None:
+    """Write down what the run is to do."""
+    (folder / "state").mkdir(parents=True, exist_ok=True)
+    write_file(folder / "state" / "plan.json", json.dumps(asdict(plan), indent=1).encode())
+
+
+def begun(folder: Path) -> Plan | None:
+    """The plan of the run in this folder, if there is a run."""
+    path = folder / "state" / "plan.json"
+    return Plan(**_tupled(json.loads(path.read_text()))) if path.is_file() else None
+
+
+def _tupled(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+
+
+def save(run: Run) -> None:
+    """Write the whole state of the run."""
+    state = {
+        "plan": asdict(run.plan),
+        "corpus": run.tokens.key,
+        "weights": run.model.state_dict(),
+        "trainer": run.trainer.state_dict(),
+        "records": [[r.begin, r.end] for r in run.schedule.records],
+        "elapsed": run.elapsed,
+        "best": [*asdict(run.best).values()] if run.best else None,
+        "last": [*asdict(run.last).values()] if run.last else None,
+        "best_step": run.best_step,
+        "best_weights": run.best_weights,
+    }
+    checkpoint.store(run.folder, run.trainer.number, state)
+
+
+def resume(run: Run, told: Callable[[str], None]) -> None:
+    """Go back to the newest whole state, if there is one.
+
+    Raises ValueError, and changes nothing, if the plan or the corpus is not the one of the state.
+    """
+    if (folder := checkpoint.latest(run.folder, told)) is None:
+        told("nothing was saved yet; beginning anew")
+        cut(run.folder / "metrics.jsonl", 0)
+        return
+    state = checkpoint.restore(folder)
+    differences = [d for d in [run.plan.differences(Plan(**_tupled(state["plan"])))] if d]
+    if state["corpus"] != run.tokens.key:
+        differences.append("the corpus or the tokenizer is another")
+    if differences:
+        raise ValueError(f"{run.folder}: cannot go on: {'; '.join(differences)}; begin anew with another --out")
+    run.model.load_state_dict(state["weights"])
+    run.trainer.load_state_dict(state["trainer"])
+    run.schedule.records[:] = [Record(*r) for r in state["records"]]
+    run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
+    run.best, run.last = (Score(*state[k]) if state[k] else None for k in ("best", "last"))
+    cut(run.folder / "metrics.jsonl", run.trainer.number)
+    told(f"going on after step {run.trainer.number}")
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; one that a crash cut short, and what follows, is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def cut(path: Path, step: int) -> None:
+    """Keep the metrics up to this step: those after it will be made again."""
+    kept = [r for r in records(path) if r["step"] <= step]
+    write_file(path, "".join(json.dumps(r) + "\n" for r in kept).encode())
