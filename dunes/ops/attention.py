@@ -20,7 +20,7 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
     """Mix the values each query may see.
 
-    q is (B, H, T, D), k and v are (B, K, S, D), mask is bool (T, S) or (B, T, S), True where a query
+    q is (B, H, T, D), k and v are (B, K, S, D), mask is bool (T, S), (1, T, S) or (B, T, S), True where a query
     may look; without a mask, query t sees keys 0..t. A query that may see nothing gives NaN.
     Returns (B, H, T, D) in q's dtype.
     """
@@ -48,7 +48,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
     # The heads that share keys stand below each other, so that no key is ever copied.
     bias = bias.repeat(*[1] * (mask.dim() - 2), h // kv, 1)
     if mask.dim() == 3:
-        bias = bias.repeat_interleave(kv, 0)
+        bias = bias.expand(b, -1, -1).repeat_interleave(kv, 0)
     q = q.reshape(b * kv, h // kv * t, d)
     k, v = k.reshape(b * kv, s, d), v.reshape(b * kv, s, d)
     scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(d))

@@ -68,9 +68,13 @@ class Clock:
     def tell(self, step: int, elapsed: float) -> None:
         """`step` steps took `elapsed` seconds since the start, all that happened between included."""
         records = self.schedule.records
-        rate = elapsed / max(1, step)
-        end = max(step + 1, step + round((self.seconds - elapsed) / max(rate, 1e-9)))
-        if (not records and elapsed >= (1 - self.fall) * self.seconds) or (
-            len(records) == 1 and elapsed >= (1 - self.fall / 2) * self.seconds
-        ):
-            records.append(Record(step, end))
+        falling = (1 - self.fall) * self.seconds
+        if not records and elapsed >= falling:
+            records.append(Record(step, self._end(step, elapsed, elapsed / step)))
+        elif len(records) == 1 and elapsed >= (falling + self.seconds) / 2:
+            # The fall began when its time had come, so what it took since then is known.
+            pace = (elapsed - falling) / max(1, step - records[0].begin)
+            records.append(Record(step, self._end(step, elapsed, pace)))
+
+    def _end(self, step: int, elapsed: float, pace: float) -> int:
+        return step + max(1, round((self.seconds - elapsed) / max(pace, 1e-9)))

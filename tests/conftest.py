@@ -1,0 +1,33 @@
+"""One thread in each worker, a private cache, and small things that many tests need."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path_factory.getbasetemp() / "dunes-home"))
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder of forty small made-up programs."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    for i in range(40):
+        lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(12)]
+        (folder / f"module_{i}.py").write_text("\n".join(lines))
+    return folder
+
+
+def data(name: str) -> Path:
+    """A file of the test data, or a skip where there is none."""
+    root = os.environ.get("DUNES_TEST_DATA")
+    if not root:
+        pytest.skip("DUNES_TEST_DATA is not set")
+    return Path(root) / name

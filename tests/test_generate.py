@@ -1,0 +1,164 @@
+"""Decoding equals the cache-less forward; sampling equals transformers' filters."""
+
+import warnings
+
+import pytest
+import torch
+
+from dunes.generate import begun, generate, generate_all, sampler
+from dunes.models import FAMILIES, qwen3
+from dunes.models.start import initialise
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import generation
+
+VOCAB, CONTEXT = 61, 32
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7]]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    module = FAMILIES[request.param]
+    model = initialise(module.build(module.Config.sized(VOCAB, 64, 2, CONTEXT)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.2)
+    return model
+
+
+@torch.no_grad()
+def greedy(model, prompt, limit):
+    model.eval()
+    ids = list(prompt)
+    for _ in range(limit):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(model):
+    want = [greedy(model, p, 20) for p in PROMPTS]
+    assert [[t.id for t in generate(model, p, limit=20, context=CONTEXT)] for p in PROMPTS] == want
+    rows = list(generate_all(model, PROMPTS, limit=20, context=CONTEXT))
+    assert [[row[i].id for row in rows] for i in range(3)] == want
+    assert len({i for ids in want for i in ids}) > 4, "the text must not be trivial"
+
+
+@torch.no_grad()
+def test_logprobs_are_the_models_own(model):
+    for token, step in zip(generate(model, [3, 4], limit=5, context=CONTEXT), range(5), strict=True):
+        ids = [3, 4, *greedy(model, [3, 4], step)]
+        want = model(torch.tensor([ids]))[0, -1].log_softmax(-1)[token.id]
+        assert token.logprob == pytest.approx(float(want), abs=1e-5)
+
+
+def test_a_text_longer_than_the_context_goes_on_from_its_last_half(model):
+    text = [t.id for t in generate(model, [1], limit=100, context=CONTEXT)]
+    assert len(text) == 100
+    assert text[: CONTEXT - 1] == greedy(model, [1], CONTEXT - 1)
+    long = list(range(60))
+    first = next(generate(model, long, limit=1, context=CONTEXT))
+    assert first.id == greedy(model, long[-CONTEXT:], 1)[0]
+
+
+def test_a_row_that_stops_does_not_disturb_the_others(model):
+    want = [greedy(model, p, 12) for p in PROMPTS]
+    stop = want[0][3]
+    rows = list(generate_all(model, PROMPTS, limit=12, context=CONTEXT, stop={stop}))
+    for i, ids in enumerate(want):
+        ended = ids.index(stop) if stop in ids else 12
+        assert [row[i].id for row in rows if row[i]] == ids[:ended]
+
+
+def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
+    def text(prompts, seed):
+        sample = sampler(1.0, seed=seed)
+        rows = list(generate_all(model, prompts, limit=10, context=CONTEXT, sample=sample))
+        return [[row[i].id for row in rows] for i in range(len(prompts))]
+
+    assert text(PROMPTS, 1) == text(PROMPTS, 1)
+    assert text(PROMPTS, 1) != text(PROMPTS, 2)
+    assert text(PROMPTS[:1], 1)[0] == text(PROMPTS, 1)[0]
+
+
+def test_mode_and_gradients_are_left_as_they_were(model):
+    model.train()
+    tokens = generate(model, [1], limit=3, context=CONTEXT)
+    next(tokens)
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+def theirs(settings):
+    """Transformers' processors for the same settings, in its order."""
+    made = []
+    if "penalty" in settings:
+        made.append(generation.RepetitionPenaltyLogitsProcessor(settings["penalty"]))
+    made.append(generation.TemperatureLogitsWarper(settings.get("temperature", 1.0)))
+    for key, kind in (
+        ("top_k", generation.TopKLogitsWarper),
+        ("top_p", generation.TopPLogitsWarper),
+        ("min_p", generation.MinPLogitsWarper),
+    ):
+        if key in settings:
+            made.append(kind(settings[key]))
+    return generation.LogitsProcessorList(made)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"penalty": 1.5},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "penalty": 1.2},
+    ],
+)
+def test_the_distribution_is_that_of_transformers(settings, monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(3, 40) * 2
+    history = torch.randint(40, (3, 6))
+    seen = []
+    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: (seen.append(p), p.argmax()[None])[1])
+    sampler(**settings)(logits, history.tolist())
+    want = theirs(settings)(history, logits.clone()).softmax(-1)
+    assert (torch.stack(seen) - want).abs().max() < 1e-6
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]])
+    sample = sampler(1.0, seed=3)
+    drawn = torch.tensor([int(sample(logits, [[]])) for _ in range(4000)])
+    share = torch.bincount(drawn, minlength=4) / 4000
+    assert (share - logits[0].softmax(-1)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"min_p": 2}, {"penalty": 0}])
+def test_settings_without_a_meaning_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        sampler(**{"temperature": 1.0, **bad})
+
+
+def test_an_empty_prompt_is_refused():
+    model = qwen3.build(qwen3.Config.sized(VOCAB, 64, 2, CONTEXT))
+    for prompts in ([], [[]], [[1], []]):
+        with pytest.raises(ValueError, match="a prompt has no tokens"):
+            next(generate_all(model, prompts, limit=1, context=CONTEXT))
+
+
+def test_a_begun_sampler_spells_what_it_must_begin_with():
+    pieces = [b"im", b"port", b"import", b"i", b"x", b"mp", b"", b"importer"]
+    logits = torch.zeros(1, 8)
+    logits[0, 4], logits[0, 6] = 9.0, 9.0  # what the model would like does not fit
+    sample = begun(sampler(0.0), pieces, b"impo")
+    text, history = b"", []
+    for _ in range(4):
+        chosen = int(sample(logits, [history]))
+        text += pieces[chosen]
+        history.append(chosen)
+        if len(text) >= 4:
+            break
+    assert text.startswith(b"impo")
+    assert int(sample(logits, [history])) == 4, "then it is free"

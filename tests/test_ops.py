@@ -1,0 +1,101 @@
+"""Every fast form against its plain twin: values and gradients."""
+
+import math
+
+import pytest
+import torch
+
+from dunes.ops import attention, cross_entropy, rms_norm
+
+
+def close(got, want, limit=2e-6):
+    scale = max(1.0, float(want.detach().abs().max()))
+    assert float((got - want).detach().abs().max()) <= limit * scale
+
+
+def both(fused, plain, inputs, *rest):
+    """Values and gradients of two forms for the same upstream gradient."""
+    results = []
+    for form in (fused, plain):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        y = form(*leaves, *rest)
+        weight = torch.linspace(-1, 2, y.numel()).view(y.shape)
+        results.append([y, *torch.autograd.grad((y * weight).sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        close(got, want)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "batched"])
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2), (5, 1)])
+def test_attention(mask, heads, kv):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 8) for h in (heads, kv, kv))
+    allowed = torch.ones(9, 9, dtype=torch.bool).tril()
+    given = {"causal": None, "window": allowed.triu(-3), "batched": torch.stack([allowed, allowed.triu(-2)])}[mask]
+    both(attention.fused, attention.plain, [q, k, v], given)
+
+
+def test_attention_drops_weights_only_when_told():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in "qkv")
+    ones = torch.ones_like(v)
+    close(attention.plain(q, k, ones, None, 0.0), ones)
+    for form in (attention.plain, attention.fused):
+        dropped = form(q, k, ones, None, 0.5)
+        assert not torch.allclose(dropped, ones)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("chunk", [7 * 50, 1 << 20])
+def test_cross_entropy(ignored, chunk, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK", chunk)
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(33, 16), torch.randn(50, 16), torch.randint(50, (33,))
+    if ignored:
+        targets[::3] = cross_entropy.IGNORE
+    both(cross_entropy.fused, cross_entropy.plain, [x, weight], targets)
+
+
+def test_cross_entropy_of_a_hopeless_guess_is_finite():
+    x, weight = torch.ones(1, 1), torch.tensor([[500.0], [0.0]])
+    assert float(cross_entropy.fused(x, weight, torch.tensor([1]))) == 500.0
+
+
+def test_cross_entropy_where_nothing_is_asked_is_zero():
+    targets = torch.full((4,), cross_entropy.IGNORE)
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = cross_entropy.fused(x, torch.randn(5, 3), targets)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (1, 16)])
+def test_rms_norm(shape):
+    torch.manual_seed(0)
+    both(rms_norm.fused, rms_norm.plain, [torch.randn(shape) * 3, torch.randn(16)], 1e-5)
+
+
+def test_rms_norm_is_reduced_in_float32():
+    x = torch.full((1, 1000), 300.0, dtype=torch.float16)  # the squares overflow float16
+    assert torch.allclose(rms_norm.fused(x, torch.ones(1000), 1e-6).float(), torch.ones(1000), atol=1e-3)
+
+
+def test_gradients_of_the_fused_forms_are_the_derivatives():
+    torch.manual_seed(0)
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 6), (6,)))
+    # float32 inside: a central difference of 1e-3 is what it can resolve.
+    assert torch.autograd.gradcheck(rms_norm.fused, (x, w, 1e-5), eps=1e-3, atol=1e-3)
+    head = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([1, 8, cross_entropy.IGNORE, 0])
+    assert torch.autograd.gradcheck(cross_entropy.fused, (x, head, targets), eps=1e-3, atol=1e-2)
+
+
+def test_bfloat16_stays_near_float32():
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(64, 32), torch.randn(80, 32) / math.sqrt(32), torch.randint(80, (64,))
+    exact = cross_entropy.plain(x, weight, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = cross_entropy.fused(x, weight, targets)
+    assert rough.dtype == torch.float32
+    assert abs(float(rough / exact) - 1) < 5e-3

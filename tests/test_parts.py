@@ -1,0 +1,233 @@
+"""What the parts promise: causality, positions, caches, packing, and that own parts fit."""
+
+import pytest
+import torch
+from torch import nn
+
+from dunes.models import FAMILIES
+from dunes.models.start import initialise
+from dunes.parts import MLP, Attention, Block, Cache, Context, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
+
+VOCAB, CONTEXT = 61, 40
+
+
+def small(family: str):
+    module = FAMILIES[family]
+    config = module.Config.sized(VOCAB, 64, 3, CONTEXT)
+    torch.manual_seed(0)
+    model = initialise(module.build(config)).eval()
+    with torch.no_grad():  # so that nothing is zero, and logits are of the size that a trained model's are
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def windowed():
+    """A decoder whose second layer sees four tokens only, with grouped heads."""
+    torch.manual_seed(0)
+    rotary = Rotary(8)
+    blocks = [
+        Block(RMSNorm(32), Attention(32, 4, 2, position=rotary, window=w), RMSNorm(32), GatedMLP(32, 48))
+        for w in (None, 4)
+    ]
+    return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), nn.Linear(32, VOCAB, bias=False)).eval()
+
+
+MODELS = {**{name: (lambda name=name: small(name)) for name in FAMILIES}, "windowed": windowed}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]()
+
+
+def tokens(rows=2, length=17):
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_a_token_is_unmoved_by_the_next_and_moved_by_the_one_before(model):
+    ids = tokens()
+    other = ids.clone()
+    other[:, 9] = (other[:, 9] + 1) % VOCAB
+    before, after = model(ids), model(other)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 10] - after[:, 10]).abs().max() > 1e-4
+    assert (before[:, 9] - after[:, 9]).abs().max() > 1e-4
+
+
+def test_every_parameter_gets_a_gradient_and_changes_after_a_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model(tokens(4)).square().sum().backward()
+    optimizer.step()
+    still = [n for n, p in model.named_parameters() if p.grad is None or torch.equal(p, before[n])]
+    # Learned positions past the sequence have no gradient, but their table has.
+    assert still == []
+
+
+def test_from_a_fresh_start_all_learn_within_two_steps():
+    for name in FAMILIES:
+        module = FAMILIES[name]
+        model = initialise(module.build(module.Config.sized(VOCAB, 64, 2, CONTEXT)))
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
+        for _ in range(2):
+            total, count = model.nats(tokens()[:, :-1], tokens()[:, 1:])
+            (total / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [n for n, p in model.named_parameters() if torch.equal(p, before[n])] == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [[17], [5, 1, 1, 10], [1] * 17])
+def test_cached_is_full_in_any_chunks(model, cuts):
+    ids = tokens()
+    cache = Cache(2, 32)
+    got = torch.cat([model(part, cache=cache) for part in ids.split(cuts, 1)], 1)
+    assert (got - model(ids)).abs().max() < 1e-5
+    assert cache.length.tolist() == [17, 17]
+
+
+@torch.no_grad()
+def test_cached_is_full_in_a_ragged_batch_after_rollback_and_in_picked_rows(model):
+    ids, lengths = tokens(3), [9, 4, 1]
+    cache = Cache(3, 64)
+    padded = torch.zeros(3, 9, dtype=torch.long)
+    real = torch.zeros(3, 9, dtype=torch.bool)
+    for row, n in enumerate(lengths):
+        padded[row, 9 - n :], real[row, 9 - n :] = ids[row, :n], True
+    logits = model(padded, at=cache.start(real), cache=cache, last=1)[:, -1]
+    for row, n in enumerate(lengths):
+        assert (logits[row] - model(ids[row : row + 1, :n])[0, -1]).abs().max() < 1e-5
+    # All rows go on by three tokens, then fall back to their first two or fewer, then go on otherwise.
+    step = torch.stack([ids[row, n : n + 3] for row, n in enumerate(lengths)])
+    model(step, cache=cache)
+    assert cache.keep(torch.tensor([2, 2, 2])).tolist() == [2, 2, 2]
+    picked = cache.take(torch.tensor([2, 0, 0]))
+    got = model(ids[[2, 0, 0], 2:8], cache=picked)
+    want = model(ids[[2, 0, 0], :8])[:, 2:]
+    assert (got - want).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_a_cache_that_is_too_small_says_so():
+    cache = Cache(1, 8)
+    model = windowed()
+    model(tokens(1, 6), cache=cache)
+    with pytest.raises(ValueError, match="9 tokens do not fit into a cache of 8"):
+        model(tokens(1, 3), cache=cache)
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(model):
+    first, second, third = tokens(1, 6), tokens(2, 9)[1:], tokens(3, 2)[2:]
+    packed = torch.cat([first, second, third, torch.zeros(1, 3, dtype=torch.long)], 1)
+    at = torch.cat([torch.arange(6), torch.arange(9), torch.arange(2), torch.full((3,), -1)])[None]
+    got = model(packed, at=at)
+    assert torch.isfinite(got).all()
+    for part, rows in ((first, slice(0, 6)), (second, slice(6, 15)), (third, slice(15, 17))):
+        assert (got[:, rows] - model(part)).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_a_window_sees_so_many_tokens_itself_included():
+    ctx = Context.of(tokens(1, 10))
+    assert ctx.mask(10) is None
+    assert ctx.mask(4)[0].sum(-1).tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]
+    attn = Attention(16, 2, window=3)
+    x = torch.randn(1, 8, 16)
+    moved = x.clone()
+    moved[:, 0] += 1
+    same = (attn(x) - attn(moved)).abs().amax(-1)[0] < 1e-6
+    assert same.tolist() == [False] * 3 + [True] * 5
+
+
+@torch.no_grad()
+def test_rotary_depends_on_distances_only():
+    rotary = Rotary(16)
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+
+    def score(at_q, at_k):
+        turned = [rotary(x, Context(torch.tensor([[at]]))) for x, at in ((q, at_q), (k, at_k))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
+    assert score(3, 1) != pytest.approx(score(4, 1), abs=1e-4)
+    with pytest.raises(ValueError, match="even head_dim, not 7"):
+        Rotary(7)
+
+
+def test_dropout_acts_in_training_only():
+    torch.manual_seed(0)
+    attn = Attention(32, 4, dropout=0.5)
+    model = Decoder(Embedding(VOCAB, 32, 40, 0.5), [Block(RMSNorm(32), attn, RMSNorm(32), MLP(32, 64), 0.5)], RMSNorm(32))
+    ids = tokens()
+    assert not torch.equal(model.train()(ids), model(ids))
+    assert torch.equal(model.eval()(ids), model(ids))
+
+
+def test_bfloat16_weights_do_train():
+    model = windowed().to(torch.bfloat16).train()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(20):
+        total, count = model.nats(tokens()[:, :-1], tokens()[:, 1:])
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total.detach() / count))
+    assert losses[-1] < losses[0] - 1
+    assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+class SquaredReLU(nn.Module):
+    """A user's own mlp."""
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu().square())
+
+
+class Average(nn.Module):
+    """A user's own attention: each token gets the mean of all before it."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.value = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x, ctx=None, layer=0):
+        return self.value(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+@pytest.mark.parametrize("attention", [lambda: Attention(32, 4, position=Rotary(8)), lambda: Average(32)])
+def test_a_decoder_of_own_parts_learns(attention):
+    torch.manual_seed(0)
+    blocks = [Block(nn.LayerNorm(32), attention(), RMSNorm(32), SquaredReLU(32, 64)) for _ in range(2)]
+    model = Decoder(Embedding(VOCAB, 32), blocks, nn.LayerNorm(32))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(30):
+        total, count = model.nats(tokens()[:, :-1], tokens()[:, 1:])
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float((total / count).detach()))
+    assert losses[-1] < losses[0] / 2
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match="5 heads cannot share 2"):
+        Attention(40, 5, 2)
+    with pytest.raises(ValueError, match="at least the token itself"):
+        Attention(32, 4, window=0)
+    block = Block(RMSNorm(8), Attention(8, 2), RMSNorm(8), MLP(8, 8))
+    with pytest.raises(ValueError, match="same block stands twice"):
+        Decoder(Embedding(5, 8), [block, block], RMSNorm(8))
+    with pytest.raises(ValueError, match="only 4 positions were learned"):
+        Decoder(Embedding(5, 8, 4), [block], RMSNorm(8))(torch.zeros(1, 5, dtype=torch.long))

@@ -1,0 +1,303 @@
+"""The step loop: exact accumulation, skipped steps, keyed randomness, any module, any optimizer."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dunes import checkpoint, train
+from dunes.train import Clock, Diverged, Record, Schedule, Trainer, next_token
+from dunes.train.loss import IGNORE
+
+VOCAB = 23
+
+
+class Tiny(nn.Module):
+    """A hand-written language model with dropout and a buffer that forward changes."""
+
+    def __init__(self, dropout=0.2):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.mix, self.dropout, self.norm = nn.Linear(16, 16), nn.Dropout(dropout), nn.BatchNorm1d(16)
+
+    def forward(self, ids):
+        x = self.dropout(self.mix(self.embed(ids)).relu())
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def build(seed=0, **changes):
+    torch.manual_seed(seed)
+    return Tiny(**changes)
+
+
+def batch(number, rows=4):
+    return torch.randint(VOCAB, (rows, 9), generator=torch.Generator().manual_seed(number))
+
+
+def batches(start=0):
+    while True:
+        yield batch(start)
+        start += 1
+
+
+def run(trainer, steps, stream=None):
+    return [step for _, step in zip(range(steps), trainer.run(stream or batches(trainer.consumed)), strict=False)]
+
+
+def weights(model):
+    return torch.cat([t.detach().flatten().double() for t in model.state_dict().values()])
+
+
+OPTIMIZERS = {
+    "adamw": lambda m: train.adamw(m, 1e-2),
+    "muon": lambda m: train.muon(m, 1e-2),
+    "sgd": lambda m: train.sgd(m, 0.1, momentum=0.9),
+    "rmsprop": lambda m: train.rmsprop(m, 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_learns(name):
+    model = build(dropout=0.0)
+    losses = [s.loss for s in run(Trainer(model, OPTIMIZERS[name](model), next_token), 60, iter([batch(0)] * 60))]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def masked(number):
+    """Targets asked in very unequal numbers from row to row; one row has none."""
+    ids = batch(number, 8)
+    targets = ids[:, 1:].clone()
+    for row, asked in enumerate((1, 2, 8, 0, 8, 8, 3, 8)):
+        targets[row, asked:] = IGNORE
+    return ids[:, :-1], targets
+
+
+def plain(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB))
+
+
+def test_accumulation_equals_the_large_batch_also_with_masked_targets():
+    whole, parts = plain(), plain()
+    ids, targets = masked(0)
+    [big] = run(Trainer(whole, train.sgd(whole, 0.5), next_token), 1, iter([(ids, targets)]))
+    pieces = [(ids[i : i + 2], targets[i : i + 2]) for i in range(0, 8, 2)]
+    [small] = run(Trainer(parts, train.sgd(parts, 0.5), next_token, accumulate=4), 1, iter(pieces))
+    assert small.count == big.count == 38
+    assert small.loss == pytest.approx(big.loss, rel=1e-6)
+    assert small.norm == pytest.approx(big.norm, rel=1e-5)
+    assert (weights(whole) - weights(parts)).abs().max() < 1e-7
+
+
+def test_the_gradient_is_that_of_the_mean_over_counted_targets():
+    model, twin = plain(), plain()
+    ids, targets = masked(1)
+    loss = nn.functional.cross_entropy(twin(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+    torch.optim.SGD(twin.parameters(), 0.5).step()
+    [step] = run(Trainer(model, train.sgd(model, 0.5), next_token, clip=0.05), 1, iter([(ids, targets)]))
+    assert step.norm == pytest.approx(float(norm), rel=1e-5)
+    assert step.loss == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert (weights(model) - weights(twin)).abs().max() < 1e-7
+
+
+def test_a_stream_that_ends_inside_an_accumulation_drops_that_part():
+    model = plain()
+    trainer = Trainer(model, train.sgd(model), next_token, accumulate=3)
+    assert len(list(trainer.run(batch(i) for i in range(8)))) == 2
+    assert trainer.consumed == 6
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_the_caller_draws_changes_nothing_and_nothing_is_drawn_from_the_caller():
+    quiet, noisy = build(), build()
+    run(Trainer(quiet, train.adamw(quiet), next_token, seed=5), 6)
+    torch.manual_seed(1)
+    want = torch.rand(3)
+    torch.manual_seed(1)
+    for i, _ in enumerate(Trainer(noisy, train.adamw(noisy), next_token, seed=5).run(batches())):
+        if i == 0:
+            assert torch.equal(torch.rand(3), want)
+        if i == 5:
+            break
+    assert torch.equal(weights(quiet), weights(noisy))
+    other = build()
+    run(Trainer(other, train.adamw(other), next_token, seed=6), 6)
+    assert not torch.equal(weights(quiet), weights(other)), "another seed drops others"
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient", "inf"])
+def test_a_step_that_is_not_finite_changes_nothing_and_costs_only_itself(where):
+    def loss(model, ids):
+        total, count = next_token(model, ids)
+        if trainer.number == 3 and where != "gradient":
+            total = total * float("nan" if where == "loss" else "inf")
+        if trainer.number == 3 and where == "gradient":
+            model.head.bias.register_hook(lambda g: g * float("nan"))
+        return total, count
+
+    model = build()
+    trainer = Trainer(model, train.adamw(model, 1e-2), loss)
+    run(trainer, 3)
+    before, state = weights(model), trainer.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    [step] = run(trainer, 1)
+    assert step.skipped
+    assert math.isnan(step.loss) == (where == "loss")
+    assert torch.equal(weights(model), before), "weights and buffers"
+    assert torch.equal(trainer.optimizer.state_dict()["state"][0]["exp_avg"], state)
+    if where != "gradient":  # the hook stays
+        [after] = run(trainer, 1)
+        assert not after.skipped
+        assert not torch.equal(weights(model), before)
+
+
+def test_ten_in_a_row_end_the_run_with_the_last_good_weights():
+    model = build()
+    trainer = Trainer(model, train.adamw(model), lambda m, b: (next_token(m, b)[0] * float("nan"), torch.tensor(1)))
+    before, steps = weights(model), []
+    with pytest.raises(Diverged, match="not finite for 10 steps in a row, up to step 10"):
+        steps.extend(trainer.run(batches()))
+    assert torch.equal(weights(model), before)
+
+
+def test_a_batch_that_asks_nothing_is_skipped():
+    model = plain()
+    ids = batch(0)
+    empty = (ids[:, :-1], torch.full_like(ids[:, 1:], IGNORE))
+    [step] = run(Trainer(model, train.sgd(model), next_token), 1, iter([empty]))
+    assert step.skipped
+    assert step.count == 0
+
+
+def test_mode_is_set_for_the_step_and_put_back():
+    model = build().eval()
+    [step] = run(Trainer(model, train.sgd(model), next_token), 1)
+    assert not model.training
+    assert step.number == 1
+
+
+def encoder():
+    """A module of PyTorch's own, with a loss of one's own."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.Sequential(nn.Embedding(VOCAB, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, VOCAB))
+
+
+@pytest.mark.parametrize("make", [encoder, build])
+def test_any_module_trains_saves_and_restores_in_ten_lines(make, tmp_path):
+    straight = make()
+    run(Trainer(straight, train.adamw(straight), next_token), 8)
+
+    model = make()
+    trainer = Trainer(model, train.adamw(model), next_token)
+    for step in trainer.run(batches()):
+        if step.number == 5:
+            break
+    checkpoint.store(tmp_path, 5, {"weights": model.state_dict(), "trainer": trainer.state_dict()})
+
+    model = make()
+    trainer = Trainer(model, train.adamw(model), next_token)
+    state = checkpoint.restore(checkpoint.latest(tmp_path))
+    model.load_state_dict(state["weights"])
+    trainer.load_state_dict(state["trainer"])
+    run(trainer, 3)
+    assert torch.equal(weights(model), weights(straight))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
+    def trained(steps, accumulate=2):
+        model = build()
+        trainer = Trainer(
+            model, OPTIMIZERS[name](model), next_token, accumulate=accumulate, rate=Schedule.steps(9, 2).rate
+        )
+        losses = []
+        for count in steps:
+            if losses:  # everything is made anew, as in a new process
+                state = checkpoint.restore(checkpoint.store(tmp_path, len(losses), saved))
+                model = build(seed=7)
+                trainer = Trainer(
+                    model, OPTIMIZERS[name](model), next_token, accumulate=accumulate, rate=Schedule.steps(9, 2).rate
+                )
+                model.load_state_dict(state["weights"])
+                trainer.load_state_dict(state["trainer"])
+            losses += [s.loss.hex() for s in run(trainer, count)]
+            saved = {"weights": model.state_dict(), "trainer": trainer.state_dict()}
+        return losses, weights(model)
+
+    one, two = trained([9]), trained([2, 4, 3])
+    assert one[0] == two[0]
+    assert torch.equal(one[1], two[1])
+
+
+def test_own_optimizer_and_loss_are_plain_callables():
+    model = nn.Linear(3, 1)
+    x = torch.randn(20, 3)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.3
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.5)
+    trainer = Trainer(model, optimizer, lambda m, b: ((m(b[0]) - b[1]).abs().sum(), torch.tensor(20)), clip=None)
+    steps = run(trainer, 200, iter([(x, y)] * 200))
+    assert steps[-1].loss < steps[0].loss / 10
+
+
+def test_mean_squared_and_cross_entropy():
+    model = nn.Linear(4, 3)
+    x, y, label = torch.randn(5, 4), torch.randn(5, 3), torch.randint(3, (5,))
+    total, count = train.mean_squared(model, (x, y))
+    assert float((total / count).detach()) == pytest.approx(float(nn.functional.mse_loss(model(x), y).detach()))
+    total, count = train.cross_entropy(model, (x, label))
+    assert float((total / count).detach()) == pytest.approx(
+        float(nn.functional.cross_entropy(model(x), label).detach())
+    )
+    with pytest.raises(ValueError, match=r"\(5, 3\) where the targets are \(5,\)"):
+        train.mean_squared(model, (x, label.float()))
+
+
+def test_nothing_to_train_is_refused():
+    model = plain().requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        train.adamw(model)
+
+
+def test_muon_takes_the_matrices_inside_and_adam_the_rest():
+    model = build()
+    inside = {id(p) for g in train.muon(model).param_groups if "momentum" in g for p in g["params"]}
+    assert inside == {id(model.mix.weight)}
+
+
+def test_a_schedule_rises_holds_falls_and_ends():
+    schedule = Schedule.steps(100, warmup=4, fall=0.4, lowest=0.1)
+    rates = [schedule.rate(step) for step in range(100)]
+    assert rates[:4] == [0.2, 0.4, 0.6, 0.8]
+    assert rates[4:61] == [1.0] * 57
+    assert rates[80] == pytest.approx(0.55)
+    assert rates[99] == pytest.approx(0.1 + 0.9 / 40)
+    assert [schedule.over(step) for step in (99, 100)] == [False, True]
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3, 0.7])
+def test_a_clock_ends_the_run_in_time_and_enters_the_rate_only_by_its_records(slower):
+    schedule = Schedule()
+    clock, elapsed, step = Clock(schedule, 100.0, fall=0.5), 0.0, 0
+    rates = []
+    while not schedule.over(step):
+        rates.append(schedule.rate(step))
+        step += 1
+        elapsed += 0.1 * (slower if step > 600 else 1.0)
+        clock.tell(step, elapsed)
+    assert elapsed == pytest.approx(100, rel=0.03)
+    assert len(schedule.records) == 2
+    assert rates[-1] < 0.02
+    assert all(a >= b - 1e-9 for a, b in zip(rates, rates[1:], strict=False))
+    again = Schedule(records=[Record(r.begin, r.end) for r in schedule.records])
+    late = schedule.records[-1].begin
+    assert [again.rate(s) for s in range(late, step)] == rates[late:]
+
+
+def test_a_clock_that_is_told_late_still_ends():
+    schedule = Schedule()
+    Clock(schedule, 1.0).tell(1, 50.0)
+    assert schedule.records
+    assert schedule.over(2)
