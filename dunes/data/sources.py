@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from pathspec import GitIgnoreSpec
+from dunes.data.ignore import Rules, above, ignored, parsed, rules
 
 BLOCK = 1 << 20
 GIANT = 400_000
 NEVER = {".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "site-packages"}
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
-
-
-Rules = list[tuple[Path, GitIgnoreSpec]]
 
 
 @dataclass(frozen=True)
@@ -40,15 +37,19 @@ class Document:
 
         Raises ValueError if the file is no longer what it was when it was collected.
         """
-        seen = blake2b(digest_size=16)
-        yield from _decoded(self.path, seen)
-        if seen.hexdigest() != self.digest:
+        seen, whole = blake2b(digest_size=16), False
+        try:
+            yield from _decoded(self.path, seen)
+            whole = seen.hexdigest() == self.digest
+        except (OSError, UnicodeDecodeError):
+            pass
+        if not whole:
             raise ValueError(f"{self.path}: changed while it was being read; start again")
 
     @property
     def place(self) -> float:
         """Where the path's hash falls in [0, 1)."""
-        return int.from_bytes(blake2b(self.name.encode(), digest_size=8).digest()) / 2**64
+        return int.from_bytes(blake2b(self.name.encode(errors="surrogateescape"), digest_size=8).digest()) / 2**64
 
 
 @dataclass
@@ -74,8 +75,8 @@ class Corpus:
 def collect(sources: Sequence[str | Path], share: float = 0.05) -> Corpus:
     """The corpus of some files and folders; `stdlib` names the running Python's standard library.
 
-    About `share` of the files, and at least one of several, go to validation. Raises ValueError if a
-    source is missing, or if no text is found.
+    About `share` of the files, and of several at least one, but never all, go to validation. Raises
+    ValueError if a source is missing, or if no text is found.
     """
     corpus = Corpus()
     documents: dict[str, Document] = {}
@@ -93,7 +94,7 @@ def collect(sources: Sequence[str | Path], share: float = 0.05) -> Corpus:
             f"{where}: no text to learn from ({corpus.report()}); give files or folders of UTF-8 text"
         )
     order = sorted(documents.values(), key=lambda d: (d.place, d.name))
-    held = max(sum(d.place < share for d in order), len(order) > 1)
+    held = min(max(sum(d.place < share for d in order), 1), len(order) - 1)
     corpus.valid, corpus.train = sorted(order[:held], key=_name), sorted(order[held:], key=_name)
     return corpus
 
@@ -106,56 +107,40 @@ def _files(sources: Sequence[str | Path], corpus: Corpus) -> Iterator[tuple[Path
     """(path, name within its source, whether the user named the file itself)."""
     for source in sources:
         if str(source) == "stdlib":
-            root = Path(sysconfig.get_paths()["stdlib"])
-            yield from _walk(root, root, [(root, GitIgnoreSpec.from_lines(STDLIB_TESTS))], corpus)
+            root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+            yield from _walk(root, root, [(root, parsed(STDLIB_TESTS))], corpus)
             continue
         path = Path(source).expanduser()
         if path.is_dir():
-            yield from _walk(path, path, _above(path), corpus)
+            if (found := above(path)) is None:
+                corpus.skipped.setdefault("ignored", []).append(path.name)
+            else:
+                yield from _walk(path, path, found, corpus)
         elif path.exists():
             yield path, path.name, True
         else:
             raise ValueError(f"{path}: no such file or folder")
 
 
-def _above(folder: Path) -> Rules:
-    """The rules of the .gitignore files above a folder that lies inside a git checkout."""
-    folder = folder.resolve()
-    parents = [folder, *folder.parents]
-    top = next((i for i, parent in enumerate(parents) if (parent / ".git").exists()), 0)
-    return [rule for parent in reversed(parents[1 : top + 1]) for rule in _rules(parent)]
-
-
-def _rules(folder: Path) -> Rules:
-    listing = folder / ".gitignore"
-    if not listing.is_file():
-        return []
-    return [(folder.resolve(), GitIgnoreSpec.from_lines(listing.read_text(errors="replace").splitlines()))]
-
-
-def _walk(folder: Path, root: Path, rules: Rules, corpus: Corpus) -> Iterator[tuple[Path, str, bool]]:
+def _walk(folder: Path, root: Path, found: Rules, corpus: Corpus) -> Iterator[tuple[Path, str, bool]]:
     """Every file below, in the order of names. A link to a folder is not followed: it may lead back."""
-    rules = [*rules, *_rules(folder)]
-    for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+    try:
+        entries = sorted(os.scandir(folder), key=lambda e: e.name)
+    except OSError:
+        corpus.skipped.setdefault("unreadable", []).append(folder.relative_to(root).as_posix())
+        return
+    found, real = [*found, *rules(folder)], folder.resolve()
+    for entry in entries:
         path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=False)
         name = path.relative_to(root).as_posix()
-        if entry.name in NEVER or (entry.is_symlink() and path.is_dir()):
+        if entry.name in NEVER or (entry.is_symlink() and os.path.isdir(path)):
             continue
-        if _ignored(folder.resolve() / entry.name, is_folder, rules):
+        if ignored(real / entry.name, is_folder, found):
             corpus.skipped.setdefault("ignored", []).append(name)
         elif is_folder:
-            yield from _walk(path, root, rules, corpus)
+            yield from _walk(path, root, found, corpus)
         else:
             yield path, name, False
-
-
-def _ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """By git's rule that the deepest .gitignore with something to say decides."""
-    for base, spec in reversed(rules):
-        verdict = spec.check_file(path.relative_to(base).as_posix() + "/" * is_folder).include
-        if verdict is not None:
-            return verdict
-    return False
 
 
 def _examine(path: Path, name: str, named: bool) -> Document | str:

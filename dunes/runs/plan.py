@@ -72,5 +72,5 @@ def config_for(plan: Plan, vocab: int) -> Any:
     def count(dim: int) -> int:
         return vocab * dim + 12 * dim * dim * shape(dim)[1]
 
-    dim = min(range(32, 8193, 32), key=lambda d: abs(count(d) - plan.size))
+    dim = min([*range(32, 256, 16), *range(256, 8193, 32)], key=lambda d: abs(count(d) - plan.size))
     return FAMILIES[plan.family].Config.sized(vocab, *shape(dim), plan.context)

@@ -22,7 +22,7 @@ def score_folder(folder: Path, sources: Sequence[str] = ()) -> tuple[Score, int]
         raise ValueError(f"{folder}: does not say which files were held out; name the sources to score")
     corpus = collect(sources or trained["sources"])
     documents = corpus.valid + corpus.train if sources else corpus.valid
-    tokenizer, ids = loaded.tokenizer, [loaded.tokenizer.end]
+    tokenizer, ids = loaded.tokenizer, list[int]()
     for document in documents:
         for block in document.text():
             ids += tokenizer.encode(block)

@@ -28,14 +28,12 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int 
 def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: str, limit: int = 48) -> str:
     """The likeliest rest of the line that the prefix ends in, without the line end.
 
-    A prefix that ends inside a token is healed: the last token is taken back, and what it stood for
-    is what the model must begin with.
+    A prefix that ends inside a token is healed: its last tokens are taken back, and what they stood
+    for is what the model must begin with.
     """
-    ids = tokenizer.encode(prefix[-8 * context :])[-context + limit :]
     pieces = tokenizer.pieces()
-    healed = b""
-    if ids and b"\n" not in pieces[ids[-1]]:
-        healed = pieces[ids.pop()]
+    room = max(context // 2, context - limit)
+    ids, healed = taken_back(tokenizer.encode(prefix[-8 * context :])[-room:], pieces)
     text = b""
     sample = begun(sampler(0.0), pieces, healed)
     for token in generate(model, [tokenizer.end, *ids], limit=limit, context=context, sample=sample):
@@ -43,6 +41,18 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
             break
         text += pieces[token.id]
     return text[len(healed) :].decode(errors="ignore")
+
+
+def taken_back(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
+    """The ids without as many at their end as one longer token could stand for, and the bytes of those.
+
+    Text that goes on may have been one token where the text up to here is several.
+    """
+    for cut in range(max(0, len(ids) - 8), len(ids)):
+        tail = b"".join(pieces[i] for i in ids[cut:])
+        if any(len(p) > len(tail) and p.startswith(tail) for p in pieces):
+            return ids[:cut], tail
+    return ids, b""
 
 
 def text_before(place: str) -> str:

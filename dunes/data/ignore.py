@@ -1,0 +1,84 @@
+"""What .gitignore files exclude, by git's rules: https://git-scm.com/docs/gitignore
+
+The last line that matches decides, in the deepest file that has such a line. A line speaks of one path, not of
+what lies below it: that is excluded because nobody walks there.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+Lines = list[tuple[re.Pattern[str], bool, bool]]
+"""What a line matches, whether it excludes or takes back, whether it is for folders only."""
+
+Rules = list[tuple[Path, Lines]]
+"""Lines and the folder that they speak of, the deepest folder last."""
+
+_GLOB = re.compile(
+    r"(?P<all>^\*\*$) | (?P<lead>^(?:\*\*/)+) | (?P<inner>(?:/\*\*)+/) | (?P<tail>(?:/\*\*)+$) | (?P<stars>\*+)"
+    r"| (?P<one>\?) | (?P<set>\[([!^]?)(\]?(?:\\.|[^\]\\])*)\]) | \\(?P<quoted>.) | (?P<plain>[^\[\\])",
+    re.VERBOSE | re.DOTALL,
+)
+_REGEX = {"all": ".+", "lead": "(?:.*/)?", "inner": "/(?:.*/)?", "tail": "/.+", "stars": "[^/]*", "one": "[^/]"}
+
+
+def parsed(lines: Iterable[str]) -> Lines:
+    """The lines of a .gitignore, without those that say nothing."""
+    return [rule for line in lines if (rule := _parsed(line)) is not None]
+
+
+def rules(folder: Path) -> Rules:
+    """The rules in a folder's own .gitignore; none if it cannot be read, as git has it too."""
+    try:
+        # File names need not be UTF-8, and neither need what is written about them.
+        text = (folder / ".gitignore").read_text("utf-8-sig", "surrogateescape")
+    except OSError:
+        return []
+    return [(folder.resolve(), parsed(text.split("\n")))]
+
+
+def above(folder: Path) -> Rules | None:
+    """The rules in the folders above one inside a git checkout; None if they exclude the folder itself."""
+    parents = [folder.resolve(), *folder.resolve().parents]
+    top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
+    found: Rules = []
+    for parent, child in zip(parents[top:0:-1], parents[top - 1 :: -1], strict=False):
+        found += rules(parent)
+        if ignored(child, True, found):
+            return None
+    return found
+
+
+def ignored(path: Path, is_folder: bool, found: Rules) -> bool:
+    """Whether the rules exclude this path, which has no link in it, and whose parents they do not exclude."""
+    for base, lines in reversed(found):
+        name = path.relative_to(base).as_posix()
+        for regex, excludes, folders in reversed(lines):
+            if (is_folder or not folders) and regex.fullmatch(name):
+                return excludes
+    return False
+
+
+def _parsed(line: str) -> tuple[re.Pattern[str], bool, bool] | None:
+    if line.startswith("#"):
+        return None
+    line = re.sub(r"(?<!\\) +$", "", line)
+    excludes, line = not line.startswith("!"), line.removeprefix("!")
+    folders, line = line.endswith("/"), line.removesuffix("/")
+    if not line:
+        return None
+    anywhere = "" if "/" in line else "(?:.*/)?"
+    try:
+        return re.compile(anywhere + _GLOB.sub(_regex, line.removeprefix("/")), re.DOTALL), excludes, folders
+    except re.error:  # such as a [ that is never closed
+        return None
+
+
+def _regex(found: re.Match[str]) -> str:
+    kind = str(found.lastgroup)
+    if kind == "set":
+        negated, inside = found[8], found[9]
+        inside = re.sub(r"\\(.)|([^-\w])", lambda m: re.escape(m[1] or m[2]), inside, flags=re.DOTALL)
+        return f"(?!/)[{'^' if negated else ''}{inside}]"
+    return _REGEX.get(kind) or re.escape(found[kind])

@@ -1,0 +1,236 @@
+"""Folders on disk: whole or refused, and what a state gives back."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dunes import checkpoint
+from dunes.checkpoint import atomic, state
+from dunes.models import FAMILIES, llama, qwen3
+from dunes.models.start import initialise
+from dunes.parts import MLP, RMSNorm
+from dunes.text import Tokenizer
+
+TOKENIZER = Tokenizer.train("bytes", [])
+
+
+def build(family="qwen3"):
+    module = FAMILIES[family]
+    return initialise(module.build(module.Config.sized(TOKENIZER.vocab, 32, 2, 16)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    checkpoint.save(build(), tmp_path / "model", TOKENIZER, 16, {"trained": {"steps": 3}})
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
+    model = build(family)
+    checkpoint.save(model, tmp_path, TOKENIZER, 16, {"note": "x"})
+    loaded = checkpoint.load(tmp_path)
+    assert loaded.model.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in loaded.model.state_dict().items())
+    assert loaded.card["note"] == "x"
+    assert loaded.context == 16
+    assert not loaded.model.training
+    assert loaded.tokenizer.json() == TOKENIZER.json()
+
+
+def test_saving_over_an_earlier_model_leaves_only_the_new_one(folder):
+    other = initialise(build(), seed=9)
+    checkpoint.save(other, folder, TOKENIZER, 16)
+    assert torch.equal(checkpoint.load(folder).model.embed.token.weight, other.embed.token.weight)
+    assert not list(folder.glob(".*"))
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "a flipped bit": (lambda f: flip(f / "model.safetensors"), "model.safetensors: not the bytes"),
+    "a cut file": (lambda f: os.truncate(f / "model.safetensors", 100), "model.safetensors: not the bytes"),
+    "missing weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: missing"),
+    "another tokenizer": (lambda f: flip(f / "tokenizer.json"), "tokenizer.json: not the bytes"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "a card that is not JSON": (lambda f: (f / "dunes.json").write_text("{"), "dunes.json: not JSON"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_in_one_line(folder, damage):
+    harm, words = DAMAGE[damage]
+    harm(folder)
+    with pytest.raises(ValueError, match=words) as error:
+        checkpoint.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def rewrite(folder, change):
+    """Change the weights behind the card's back, and the card with them."""
+    (folder / "dunes.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_every_difference_of_the_weights_is_listed(folder):
+    def change(weights):
+        del weights["model.norm.weight"]
+        weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 3)
+
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=r"norm\.weight is missing; blocks\.0\.mlp\.up\.weight is \(3, 3\), not"):
+        checkpoint.load(folder)
+    rewrite_again = lambda weights: weights.update({"model.extra": torch.zeros(1)})
+    (folder / "dunes.json").write_text("{}")
+    rewrite(folder, rewrite_again)
+    with pytest.raises(ValueError, match=r"does not have: model\.extra \(1,\)"):
+        checkpoint.load(folder)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
+    Tokenizer.train("bpe", ["def main():\n" * 9], 300).save(folder)
+    (folder / "dunes.json").unlink()
+    with pytest.raises(ValueError, match="tokenizer has .* ids, the model has embeddings for 265"):
+        checkpoint.load(folder)
+
+
+def test_an_unknown_family_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "dunes.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(ValueError, match="model_type 'mamba' is not one of"):
+        checkpoint.load(folder)
+    del config["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="'hidden_size' is missing"):
+        checkpoint.load(folder)
+
+
+def test_what_a_model_is_called_follows_from_its_tree():
+    for family, module in FAMILIES.items():
+        config = module.Config.sized(50, 64, 2, 16)
+        assert checkpoint.said(module.build(config), 16) == (family, config)
+    changed = build()
+    changed.blocks[1].mlp = MLP(32, 64)
+    assert "blocks.1.mlp" in checkpoint.said(changed, 16)
+    changed = build()
+    changed.blocks[1].attn.window = 4
+    assert "'window': '4'" in checkpoint.said(changed, 16)
+    changed = build()
+    changed.blocks[0].attn.q_norm = RMSNorm(32, 1e-2)
+    reason = checkpoint.said(changed, 16)
+    assert "eps" in reason
+    shorter = llama.build(llama.Config.sized(50, 64, 3, 16))
+    shorter.blocks = shorter.blocks[:2]
+    assert checkpoint.said(shorter, 16).config.depth == 2
+
+
+def test_a_model_without_a_name_is_refused_before_anything_is_written(tmp_path):
+    model = build()
+    model.blocks[1].attn.window = 4
+    with pytest.raises(ValueError, match="cannot be said in Hugging Face's terms: .*window"):
+        checkpoint.save(model, tmp_path / "model", TOKENIZER, 16)
+    assert not (tmp_path / "model").exists()
+
+
+NESTED = {
+    "tensor": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    "empty": {},
+    "numbers": {0: {"step": torch.tensor(3.0), "pair": (0.9, 0.95), "none": None}, 1: {}},
+    "list": [1, "two", True, [torch.zeros(2)]],
+    "nan": 0.1 + 0.2,
+}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    path = checkpoint.store(tmp_path, 12, NESTED)
+    assert path.name == "step-000012"
+    assert same(checkpoint.restore(path), NESTED)
+    with pytest.raises(TypeError, match=r"a\.b: cannot keep a set"):
+        checkpoint.store(tmp_path, 13, {"a": {"b": {1}}})
+    assert checkpoint.latest(tmp_path) == path, "a state that cannot be written leaves the old one"
+
+
+def test_the_newest_whole_state_counts_and_old_ones_go(tmp_path):
+    for step in (5, 10, 15):
+        checkpoint.store(tmp_path, step, {"step": step})
+    names = sorted(p.name for p in (tmp_path / "state").iterdir())
+    assert names == ["step-000010", "step-000015"]
+    flip(tmp_path / "state" / "step-000015" / "state.json")
+    told = []
+    newest = checkpoint.latest(tmp_path, told.append)
+    assert checkpoint.restore(newest) == {"step": 10}
+    assert len(told) == 1
+    assert "state.json" in told[0]
+    shutil.rmtree(newest)
+    assert checkpoint.latest(tmp_path) is None
+
+
+CALLS = ("mkdir", "rename", "replace", "fsync", "open")
+
+
+@pytest.mark.parametrize("crash", range(1, 40))
+def test_a_crash_at_any_call_of_a_save_leaves_the_old_or_the_new(tmp_path, monkeypatch, crash):
+    """Every call that names or forces something to the disk is counted; number `crash` dies."""
+    checkpoint.store(tmp_path, 1, {"value": torch.ones(3)})
+    count = 0
+
+    def counted(real):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == crash:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(atomic.os, name, counted(getattr(os, name)))
+    try:
+        checkpoint.store(tmp_path, 2, {"value": torch.zeros(3)})
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert count >= 5, "the calls must have been seen"
+    monkeypatch.undo()
+    newest = checkpoint.latest(tmp_path, lambda line: pytest.fail(f"a torn state: {line}"))
+    value = checkpoint.restore(newest)["value"]
+    assert torch.equal(value, torch.ones(3) if newest.name.endswith("1") else torch.zeros(3))
+    checkpoint.store(tmp_path, 3, {"value": torch.zeros(3)})
+    assert checkpoint.latest(tmp_path).name == "step-000003"
+    assert not list((tmp_path / "state").glob(".*"))
+
+
+def test_a_state_that_is_there_already_is_not_written_again_unless_damaged(tmp_path):
+    path = checkpoint.store(tmp_path, 4, {"a": 1})
+    before = (path / "state.json").stat().st_mtime_ns
+    checkpoint.store(tmp_path, 4, {"a": 1})
+    assert (path / "state.json").stat().st_mtime_ns == before
+    flip(path / "state.json")
+    checkpoint.store(tmp_path, 4, {"a": 1})
+    assert checkpoint.restore(state.latest(tmp_path)) == {"a": 1}
+
+
+def test_qwen3_is_the_first_family_because_it_is_the_default():
+    assert next(iter(FAMILIES.values())) is qwen3

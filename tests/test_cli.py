@@ -1,0 +1,75 @@
+"""The command, as a person types it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dunes.cli import main as command
+
+
+def dunes(*arguments, text=None):
+    line = [sys.executable, "-m", "dunes", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
+
+
+def test_help_comes_without_torch_and_each_verb_shows_an_example():
+    script = (
+        "import sys; from dunes.cli import main; sys.argv = ['dunes', *sys.argv[1:]]\n"
+        "try: main.main()\n"
+        "finally: assert 'torch' not in sys.modules, 'torch was loaded'"
+    )
+    for verb in ("", *command.VERBS):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *filter(None, [verb]), "--help"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "AssertionError" not in done.stderr
+        assert f"dunes {verb}".strip() in done.stdout
+        assert "Example: dunes" in done.stdout
+
+
+def test_importing_the_package_is_light():
+    script = "import sys, dunes; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "nowhere", "--out", "run"], "nowhere: no such file or folder"),
+        (["train", "--out", "run"], "no sources"),
+        (["train", "x", "--out", "run", "--size", "huge"], "--size is 'huge'"),
+        (["generate", "nowhere"], "nowhere is not a model folder"),
+        (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
+        (["eval", "nowhere"], "nowhere is not a model folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = dunes(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("dunes: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_generate_complete_eval(code, tmp_path):
+    run = tmp_path / "run"
+    done = dunes("train", code, "--out", run, "--steps", 20, "--size", "60k", "--context", 32)
+    assert done.returncode == 0, done.stderr
+    assert "done after 20 steps" in done.stdout
+    first, second, other = (dunes("generate", run, "def ", "--tokens", 9, "--seed", s) for s in (1, 1, 2))
+    assert first.stdout.startswith("def ")
+    assert first.stdout == second.stdout != other.stdout
+    greedy = [dunes("generate", run, "def ", "--tokens", 9, "--temperature", 0, "--seed", s).stdout for s in (1, 2)]
+    assert greedy[0] == greedy[1]
+    file = code / "module_1.py"
+    at_place = dunes("complete", run, f"{file}:1:5")
+    from_stdin = dunes("complete", run, text=file.read_text()[:4])
+    assert at_place.returncode == from_stdin.returncode == 0
+    assert at_place.stdout == from_stdin.stdout
+    assert "bits a byte" in dunes("eval", run).stdout
+    assert "1 files" in dunes("eval", run, file).stdout

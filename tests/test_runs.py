@@ -1,0 +1,332 @@
+"""Whole runs at toy size: what they leave behind, and that stopping loses nothing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from dunes import checkpoint
+from dunes.data import collect
+from dunes.models import FAMILIES
+from dunes.runs import run as run_module
+from dunes.runs import train as train_module
+from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.plan import Plan, config_for, parse_size
+from dunes.runs.progress import Display, duration, quantity
+from dunes.runs.run import records
+from dunes.runs.score import score_folder
+from dunes.runs.train import overfitting, train
+from dunes.runs.write import complete_line, text_before
+from dunes.text import KINDS, Tokenizer
+from dunes.tree import count
+
+
+@pytest.fixture(autouse=True)
+def _still(monkeypatch):
+    """The machine's threads and dtype are settled, so that two runs compute alike."""
+    monkeypatch.setattr(run_module.measure, "dtype", lambda device: torch.float32)
+    monkeypatch.setattr(train_module.measure, "threads", lambda: 1)
+
+
+def display():
+    out = StringIO()
+    return Display(Console(file=out, width=100)), out
+
+
+def toy(code, **changes):
+    fixed = {"sources": (str(code),), "size": 60_000, "vocab": 300, "context": 32, "batch": 4, "steps": 12}
+    return Plan(**fixed | changes)
+
+
+def weights(folder):
+    state = checkpoint.restore(checkpoint.latest(folder))
+    return {**state["weights"], **flat(state["trainer"]["optimizer"])}
+
+
+def flat(value, path=""):
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {k: t for key, v in items for k, t in flat(v, f"{path}.{key}").items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_from_scratch_with_every_tokenizer(family, kind, code, tmp_path):
+    show, out = display()
+    assert train(toy(code, family=family, tokenizer=kind, steps=2), tmp_path / "run", show) == 0
+    loaded = checkpoint.load(tmp_path / "run")
+    assert loaded.card["family"] == family
+    assert loaded.card["trained"]["steps"] == 2
+    assert "done after 2 steps" in out.getvalue()
+
+
+def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
+    folder = tmp_path / "run"
+    show, out = display()
+    train(toy(code, steps=60), folder, show)
+    lines = records(folder / "metrics.jsonl")
+    assert [r["step"] for r in lines] == list(range(1, 61))
+    assert lines[-1]["loss"] < lines[0]["loss"] / 2
+    assert all(float.fromhex(r["exact"]) == r["loss"] for r in lines)
+    assert [r["step"] for r in lines if "bits_per_byte" in r] == [10, 25, 50]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert re.findall("## After ([0-9]+) steps", (folder / "samples.md").read_text()) == ["5", "50", "60"]
+    card = json.loads((folder / "dunes.json").read_text())
+    assert card["measured"]["perplexity"] == pytest.approx(np.exp(card["measured"]["loss"]))
+    score, files = score_folder(folder)
+    assert files == len(collect([code]).valid)
+    assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
+    assert "bits/byte" in out.getvalue()
+    assert "dunes generate" in out.getvalue().splitlines()[-1]
+
+
+def stopping_at(step, monkeypatch):
+    """A person who presses Ctrl-C during this step."""
+    real = train_module._note
+
+    def note(path, done, bits):
+        real(path, done, bits)
+        if done.number == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(train_module, "_note", note)
+
+
+def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
+    plan = toy(code, steps=90, batch=16)
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    train(plan, straight, display()[0])
+    with monkeypatch.context() as patch:
+        stopping_at(37, patch)
+        show, out = display()
+        assert train(plan, halves, show) == 130
+        assert "stopped after 37 steps" in out.getvalue()
+        assert "--resume" in out.getvalue().splitlines()[-1]
+        assert checkpoint.load(halves).card["trained"]["steps"] == 37
+    assert train(Plan(sources=()), halves, display()[0], again=True) == 0
+    tokens = np.prod([90, 16, 32])
+    assert tokens > 2 * 32 * 40 * 12, "more than one epoch"
+    one, two = weights(straight), weights(halves)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    exact = [[(r["step"], r["exact"], r["rate"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)]
+    assert exact[0] == exact[1]
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (straight / name).read_bytes() == (halves / name).read_bytes()
+
+
+def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
+    train(toy(code), tmp_path / "run", display()[0])
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert train(toy(code), tmp_path / "run", display()[0], again=True) == 0
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path):
+    train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
+    card = json.loads((tmp_path / "run" / "dunes.json").read_text())
+    assert 2.4 < card["trained"]["seconds"] < 4.5
+    rates = [r["rate"] for r in records(tmp_path / "run" / "metrics.jsonl")]
+    assert max(rates) == 1.0
+    assert rates[-1] < 0.1
+
+
+def refused(plan, folder, again=False):
+    show, _ = display()
+    with pytest.raises(ValueError, match=r".") as error:
+        train(plan, folder, show, again)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
+    folder = tmp_path / "run"
+    assert "no run to go on with" in refused(toy(code), folder, again=True)
+    assert "no sources" in refused(Plan(sources=()), folder)
+    assert not folder.exists(), "nothing is written before all is known to be well"
+    train(toy(code, steps=2), folder, display()[0])
+    assert "holds a run already" in refused(toy(code), folder)
+    changed = refused(toy(code, steps=2, size=70_000, family="gpt2"), folder, again=True)
+    assert "size was 60000, now 70000" in changed
+    assert "family was 'qwen3', now 'gpt2'" in changed
+    (code / "module_3.py").write_text("something = 'else'\n" * 50)
+    assert "the corpus or the tokenizer is another" in refused(Plan(sources=()), folder, again=True)
+    (tmp_path / "file").write_text("x")
+    assert "is not a folder" in refused(toy(code), tmp_path / "file")
+
+
+def test_two_processes_do_not_train_in_one_folder(code, tmp_path):
+    from filelock import FileLock
+
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    with FileLock(tmp_path / "run" / "state" / "lock"):
+        assert "another process is training here" in refused(toy(code), tmp_path / "run")
+    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "a lock file left behind does not matter"
+
+
+CORPORA = {
+    "nothing": ({}, "no text to learn from"),
+    "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to learn from .*2 empty"),
+    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to .* one window needs 33"),
+    "shorter than a window": ({"a.py": b"x = 1\n", "b.py": b"y = 2\n"}, "one window needs 33; give more text"),
+    "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to learn from .*1 binary"),
+    "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to learn from .*1 not UTF-8"),
+    "one file": ({"a.txt": b"one file only\n" * 500}, "no file is left for validation: .*--split tails"),
+}
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_a_corpus_that_cannot_be_learned_says_what_is_needed(corpus, tmp_path):
+    files, words = CORPORA[corpus]
+    (tmp_path / "corpus").mkdir()
+    for name, content in files.items():
+        (tmp_path / "corpus" / name).write_bytes(content)
+    found = refused(toy(tmp_path / "corpus", tokenizer="bytes"), tmp_path / "run")
+    assert re.search(words, found), found
+    assert not (tmp_path / "run" / "state" / "plan.json").exists()
+
+
+def test_one_file_trains_when_its_tail_is_held_out(tmp_path):
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n" * 200)
+    plan = toy(tmp_path / "book.txt", tokenizer="chars", split="tails", steps=3)
+    assert train(plan, tmp_path / "run", display()[0]) == 0
+
+
+def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
+    tokenizer = Tokenizer.train("bpe", ["def task(value):\n    return value\n"], 280)
+    model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.sized(tokenizer.vocab, 32, 2, 16)).eval()
+    text = "def task(héllo):\n    return 1\n" * 9
+    ids = [tokenizer.end, *tokenizer.encode(text)]
+    score = evaluate(model, np.array(ids), widths(tokenizer.pieces()), 16)
+    nats = 0.0
+    for start in range(0, len(ids) - 1, 16):
+        window = torch.tensor(ids[start : start + 17])
+        with torch.no_grad():
+            likely = model(window[None, :-1])[0].log_softmax(-1)
+        nats -= float(likely.gather(1, window[1:, None]).sum())
+    assert score.size == len(text.encode())
+    assert score.tokens == len(ids) - 1
+    assert score.nats == pytest.approx(nats, rel=1e-5)
+    assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
+    part = evaluate(model, np.array(ids), widths(tokenizer.pieces()), 16, limit=40)
+    assert 16 < part.tokens <= 32
+
+
+def test_overfitting_is_said_in_words():
+    class Fake:
+        best, best_step = Score(100.0, 10, 10), 50
+        last = Score(102.0, 10, 10)
+
+    assert "best after 50 steps" in overfitting(Fake)
+    Fake.last = Score(100.1, 10, 10)
+    assert overfitting(Fake) == ""
+
+
+def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
+    """Validation that is best at the first check and worse ever after."""
+    scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
+    monkeypatch.setattr(run_module.Run, "score", lambda self, limit=None: next(scores))
+    kept = {}
+    real = run_module.Run.check
+
+    def check(self, limit):
+        score = real(self, limit)
+        kept.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
+        return score
+
+    monkeypatch.setattr(run_module.Run, "check", check)
+    show, out = display()
+    train(toy(code, steps=30), tmp_path / "run", show)
+    saved = checkpoint.load(tmp_path / "run").model.state_dict()
+    assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
+    assert "learn its text by heart" in out.getvalue()
+
+
+@pytest.mark.parametrize(("text", "size"), [("3m", 3_000_000), ("500k", 500_000), ("1.5M", 1_500_000), ("42", 42)])
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+def test_nonsense_in_a_plan_is_refused_by_name():
+    for words in ("many", "", "3x", "m"):
+        with pytest.raises(ValueError, match="--size"):
+            parse_size(words)
+    for field, value in {"steps": 0, "minutes": 0, "context": 1, "family": "rnn", "split": "lines"}.items():
+        with pytest.raises(ValueError, match=f"--{field} is"):
+            Plan(sources=("x",), **{field: value})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [300_000, 1_000_000, 4_000_000, 30_000_000])
+def test_a_size_asked_for_is_about_the_size_built(family, size):
+    with torch.device("meta"):
+        model = FAMILIES[family].build(config_for(Plan(sources=("x",), family=family, size=size), 2048))
+    assert count(model) == pytest.approx(size, rel=0.2)
+
+
+def test_the_rest_of_a_line_is_learned(tmp_path):
+    (tmp_path / "code").mkdir()
+    for i in range(30):
+        (tmp_path / "code" / f"m{i}.py").write_text(f"import itertools\n\nvalue_{i} = itertools.count()\n" * 8)
+    plan = toy(tmp_path / "code", steps=150, vocab=320, size=100_000)
+    train(plan, tmp_path / "run", display()[0])
+    loaded = checkpoint.load(tmp_path / "run")
+    for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
+        prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
+        rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix)
+        assert cut + rest == "import itertools"
+
+
+def test_places_in_files(tmp_path):
+    file = tmp_path / "a:b.py"
+    file.write_text("one\ntwo\n")
+    assert text_before(f"{file}:2:3") == "one\ntw"
+    assert text_before(f"{file}:1:1") == ""
+    assert text_before(f"{file}:2:4") == "one\ntwo"
+    for place in (f"{file}:2:5", f"{file}:9:1"):
+        with pytest.raises(ValueError, match="no such place"):
+            text_before(place)
+    for place in (f"{file}", f"{file}:0:1", f"{file}:x:1"):
+        with pytest.raises(ValueError, match="expected FILE:LINE:COLUMN"):
+            text_before(place)
+
+
+def test_numbers_as_people_read_them():
+    assert [duration(s) for s in (0, 65, 7389)] == ["0:00", "1:05", "2:03:09"]
+    assert [quantity(n) for n in (87, 4100, 12.3e6, 2e9)] == ["87", "4.1k", "12.3M", "2.0G"]
+
+
+def start(code, folder):
+    command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(folder), "--size", "60k"]
+    return subprocess.Popen(
+        [*command, "--context", "32", "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
+    folder: Path = tmp_path / "run"
+    process = start(code, folder)
+    limit = time.monotonic() + 90
+    while len(records(folder / "metrics.jsonl")) < 8:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert f"dunes train --out {folder} --resume" in output
+    done = int(re.search(r"stopped after (\d+) steps", output)[1])
+    assert checkpoint.latest(folder).name == f"step-{done:06}"
+    assert checkpoint.load(folder).card["trained"]["steps"] == done
+    assert (folder / "loss.png").is_file()
