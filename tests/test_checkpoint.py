@@ -100,7 +100,7 @@ def test_every_difference_of_the_weights_is_listed(folder):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
     Tokenizer.train("bpe", ["def main():\n" * 9], 300).save(folder)
     (folder / "dunes.json").unlink()
-    with pytest.raises(ValueError, match="tokenizer has .* ids, the model has embeddings for 265"):
+    with pytest.raises(ValueError, match=r"tokenizer has .* ids, the model has embeddings for 265"):
         checkpoint.load(folder)
 
 
@@ -138,7 +138,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
 def test_a_model_without_a_name_is_refused_before_anything_is_written(tmp_path):
     model = build()
     model.blocks[1].attn.window = 4
-    with pytest.raises(ValueError, match="cannot be said in Hugging Face's terms: .*window"):
+    with pytest.raises(ValueError, match=r"cannot be said in Hugging Face's terms: .*window"):
         checkpoint.save(model, tmp_path / "model", TOKENIZER, 16)
     assert not (tmp_path / "model").exists()
 

@@ -64,7 +64,9 @@ def test_train_generate_complete_eval(code, tmp_path):
     first, second, other = (dunes("generate", run, "def ", "--tokens", 9, "--seed", s) for s in (1, 1, 2))
     assert first.stdout.startswith("def ")
     assert first.stdout == second.stdout != other.stdout
-    greedy = [dunes("generate", run, "def ", "--tokens", 9, "--temperature", 0, "--seed", s).stdout for s in (1, 2)]
+    greedy = [
+        dunes("generate", run, "def ", "--tokens", 9, "--temperature", 0, "--seed", s).stdout for s in (1, 2)
+    ]
     assert greedy[0] == greedy[1]
     file = code / "module_1.py"
     at_place = dunes("complete", run, f"{file}:1:5")

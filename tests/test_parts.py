@@ -162,7 +162,9 @@ def test_rotary_depends_on_distances_only():
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
     attn = Attention(32, 4, dropout=0.5)
-    model = Decoder(Embedding(VOCAB, 32, 40, 0.5), [Block(RMSNorm(32), attn, RMSNorm(32), MLP(32, 64), 0.5)], RMSNorm(32))
+    model = Decoder(
+        Embedding(VOCAB, 32, 40, 0.5), [Block(RMSNorm(32), attn, RMSNorm(32), MLP(32, 64), 0.5)], RMSNorm(32)
+    )
     ids = tokens()
     assert not torch.equal(model.train()(ids), model(ids))
     assert torch.equal(model.eval()(ids), model(ids))

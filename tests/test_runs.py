@@ -87,7 +87,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     score, files = score_folder(folder)
     assert files == len(collect([code]).valid)
     assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
-    assert "bits/byte" in out.getvalue()
+    assert "bits a byte" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
 
 
@@ -120,7 +120,9 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
-    exact = [[(r["step"], r["exact"], r["rate"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)]
+    exact = [
+        [(r["step"], r["exact"], r["rate"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)
+    ]
     assert exact[0] == exact[1]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (straight / name).read_bytes() == (halves / name).read_bytes()
@@ -172,14 +174,19 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path):
     (tmp_path / "run" / "state").mkdir(parents=True)
     with FileLock(tmp_path / "run" / "state" / "lock"):
         assert "another process is training here" in refused(toy(code), tmp_path / "run")
-    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "a lock file left behind does not matter"
+    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, (
+        "a lock file left behind does not matter"
+    )
 
 
 CORPORA = {
     "nothing": ({}, "no text to learn from"),
     "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to learn from .*2 empty"),
-    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to .* one window needs 33"),
-    "shorter than a window": ({"a.py": b"x = 1\n", "b.py": b"y = 2\n"}, "one window needs 33; give more text"),
+    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to learn from, and 33 are needed"),
+    "shorter than a window": (
+        {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
+        "tokens to learn from, and 33 are needed at least; give more text",
+    ),
     "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to learn from .*1 binary"),
     "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to learn from .*1 not UTF-8"),
     "one file": ({"a.txt": b"one file only\n" * 500}, "no file is left for validation: .*--split tails"),
@@ -310,7 +317,10 @@ def test_numbers_as_people_read_them():
 def start(code, folder):
     command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(folder), "--size", "60k"]
     return subprocess.Popen(
-        [*command, "--context", "32", "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "--context", "32", "--steps", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

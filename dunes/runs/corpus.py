@@ -45,7 +45,7 @@ def gather(plan: Plan) -> Corpus:
 def tokenize(plan: Plan, corpus: Corpus, kept: Path, show: Display) -> Tokens:
     """Train the tokenizer, or take the one kept in that folder, and turn the documents into tokens.
 
-    Raises ValueError if a side has too little text for one window.
+    Raises ValueError if there is not one window to learn from, or nothing to predict in what is held out.
     """
     if (kept / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(kept)
@@ -58,10 +58,10 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path, show: Display) -> Tokens:
         train, valid = _tails(shards[0], tokenizer.end)
     else:
         train, valid = shards[0].tokens, shards[1].tokens
-    for side, tokens in (("learn from", train), ("validate on", valid)):
-        if len(tokens) < plan.context + 1:
+    for side, tokens, least in (("learn from", train, plan.context + 1), ("validate on", valid, 2)):
+        if len(tokens) < least:
             raise ValueError(
-                f"{len(tokens)} tokens to {side}, and one window needs {plan.context + 1}; "
+                f"{len(tokens)} tokens to {side}, and {least} are needed at least; "
                 "give more text or a smaller --context"
             )
     return Tokens(tokenizer, train, valid, key)

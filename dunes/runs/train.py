@@ -237,6 +237,6 @@ def overfitting(run: Run) -> str:
         return ""
     return (
         f"the model began to learn its text by heart: held-out text was best after {run.best_step} steps "
-        f"({run.best.bits_per_byte:.3f} bits a byte) and is at {run.last.bits_per_byte:.3f} now. The best was kept; "
-        "more text, a smaller model or fewer steps would help"
+        f"({run.best.bits_per_byte:.3f} bits a byte) and is at {run.last.bits_per_byte:.3f} now. "
+        "The best was kept; more text, a smaller model or fewer steps would help"
     )

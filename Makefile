@@ -1,0 +1,30 @@
+# Everything runs in a virtual environment in this folder, made on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-more check
+
+demo: .venv/demo
+	$(BIN)/python recipes/demo.py
+
+test: .venv/test
+	$(BIN)/python -m pytest -n 2
+
+test-more: .venv/test
+	$(BIN)/python -m pytest -n 2 -m slow -rs
+
+check: .venv/test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.venv/demo: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	touch $@
+
+.venv/test: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,dev]'
+	touch $@ .venv/demo

@@ -1,0 +1,42 @@
+"""Characters of Shakespeare, the classic split (last tenth held out), every part in sight.
+
+python recipes/shakespeare.py tinyshakespeare.txt [STEPS]
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from dunes import checkpoint, tree
+from dunes.data import Windows
+from dunes.models import llama
+from dunes.models.start import initialise
+from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.write import sample_text
+from dunes.text import Tokenizer
+from dunes.train import Schedule, Trainer, muon
+
+
+def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
+    text = Path(file).read_text()
+    tokenizer = Tokenizer.train("chars", [text])
+    ids = np.array(tokenizer.encode(text))
+    cut = int(0.9 * len(ids))
+    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, dim=128, depth=4, context=64)))
+    print(f"{tree.count(model):,} parameters")
+    schedule = Schedule.steps(steps, warmup=10)
+    trainer = Trainer(model, muon(model), lambda m, b: m.nats(b[:, :-1], b[:, 1:]), rate=schedule.rate)
+    for step in trainer.run(Windows(ids[:cut], length=64, batch=32).batches()):
+        if step.number % 100 == 0:
+            score = evaluate(model, ids[cut:], widths(tokenizer.pieces()), 64, limit=20_000)
+            print(f"step {step.number}: loss {step.loss:.3f}, held out {score.loss:.3f}")
+            print(sample_text(model, tokenizer, 64), "\n")
+        if schedule.over(step.number):
+            break
+    checkpoint.save(model, out, tokenizer, 64)
+    return evaluate(model, ids[cut:], widths(tokenizer.pieces()), 64).loss
+
+
+if __name__ == "__main__":
+    print(f"held out: {main(sys.argv[1], *map(int, sys.argv[2:])):.3f} nats a character")

@@ -1,0 +1,31 @@
+"""A folder of Zig: where the project began, with 118,000 lines of the Zig compiler.
+
+    python recipes/zig.py path/to/zig/lib/std [MINUTES]
+
+No Zig at hand? `pip download --no-deps ziglang==0.17.0` brings it inside a wheel, which is a zip file.
+"""
+
+import sys
+from pathlib import Path
+
+from dunes import checkpoint
+from dunes.generate import sampler
+from dunes.runs.plan import Plan
+from dunes.runs.progress import Display
+from dunes.runs.train import train
+from dunes.runs.write import complete_line, write
+
+
+def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
+    if status := train(Plan(sources=(folder,), minutes=minutes), Path(out), Display()):
+        return status
+    zig = checkpoint.load(out)
+    sample = sampler(0.7, top_k=50)
+    print("".join(write(zig.model, zig.tokenizer, zig.context, "pub fn ", limit=200, sample=sample)))
+    for prefix in ("const std = @im", "    for (items) |", "pub fn deinit(self: *S"):
+        print(f"{prefix}▏{complete_line(zig.model, zig.tokenizer, zig.context, prefix)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(float, sys.argv[2:])))
