@@ -16,11 +16,20 @@ Rules = list[tuple[Path, Lines]]
 """Lines and the folder that they speak of, the deepest folder last."""
 
 _GLOB = re.compile(
-    r"(?P<all>^\*\*$) | (?P<lead>^(?:\*\*/)+) | (?P<inner>(?:/\*\*)+/) | (?P<tail>(?:/\*\*)+$) | (?P<stars>\*+)"
-    r"| (?P<one>\?) | (?P<set>\[([!^]?)(\]?(?:\\.|[^\]\\])*)\]) | \\(?P<quoted>.) | (?P<plain>[^\[\\])",
+    r"""(?P<all>^\*\*$) | (?P<lead>^(?:\*\*/)+) | (?P<inner>(?:/\*\*)+/) | (?P<tail>(?:/\*\*)+$) | (?P<stars>\*+)
+    | (?P<one>\?) | (?P<set>\[(?P<none>[!^]?)(?P<of>\]?(?:\\.|[^\]\\])*)\]) | \\(?P<quoted>.)
+    | (?P<unclosed>[\[\\]) | (?P<plain>.)""",
     re.VERBOSE | re.DOTALL,
 )
-_REGEX = {"all": ".+", "lead": "(?:.*/)?", "inner": "/(?:.*/)?", "tail": "/.+", "stars": "[^/]*", "one": "[^/]"}
+_REGEX = {
+    "all": ".+",
+    "lead": "(?:.*/)?",
+    "inner": "/(?:.*/)?",
+    "tail": "/.+",
+    "stars": "[^/]*",
+    "one": "[^/]",
+    "unclosed": "(?!)",
+}
 
 
 def parsed(lines: Iterable[str]) -> Lines:
@@ -71,14 +80,13 @@ def _parsed(line: str) -> tuple[re.Pattern[str], bool, bool] | None:
     anywhere = "" if "/" in line else "(?:.*/)?"
     try:
         return re.compile(anywhere + _GLOB.sub(_regex, line.removeprefix("/")), re.DOTALL), excludes, folders
-    except re.error:  # such as a [ that is never closed
+    except re.error:  # such as [z-a]
         return None
 
 
 def _regex(found: re.Match[str]) -> str:
     kind = str(found.lastgroup)
     if kind == "set":
-        negated, inside = found[8], found[9]
-        inside = re.sub(r"\\(.)|([^-\w])", lambda m: re.escape(m[1] or m[2]), inside, flags=re.DOTALL)
-        return f"(?!/)[{'^' if negated else ''}{inside}]"
+        members = re.sub(r"\\(.)|([^-\w])", lambda m: re.escape(m[1] or m[2]), found["of"], flags=re.DOTALL)
+        return f"(?!/)[{'^' if found['none'] else ''}{members}]"
     return _REGEX.get(kind) or re.escape(found[kind])
