@@ -31,13 +31,6 @@ from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
 
 
-@pytest.fixture(autouse=True)
-def _still(monkeypatch):
-    """The machine's threads and dtype are settled, so that two runs compute alike."""
-    monkeypatch.setattr(run_module.measure, "dtype", lambda device: torch.float32)
-    monkeypatch.setattr(train_module.measure, "threads", lambda: 1)
-
-
 def display():
     out = StringIO()
     return Display(Console(file=out, width=100)), out
@@ -45,7 +38,7 @@ def display():
 
 def toy(code, **changes):
     fixed = {"sources": (str(code),), "size": 60_000, "vocab": 300, "context": 32, "batch": 4, "steps": 12}
-    return Plan(**fixed | changes)
+    return Plan(**fixed | {"dtype": "float32", "threads": 1} | changes)
 
 
 def weights(folder):

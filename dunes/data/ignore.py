@@ -17,7 +17,7 @@ Rules = list[tuple[Path, Lines]]
 
 _GLOB = re.compile(
     r"""(?P<all>^\*\*$) | (?P<lead>^(?:\*\*/)+) | (?P<inner>(?:/\*\*)+/) | (?P<tail>(?:/\*\*)+$) | (?P<stars>\*+)
-    | (?P<one>\?) | (?P<set>\[(?P<none>[!^]?)(?P<of>\]?(?:\\.|[^\]\\])*)\]) | \\(?P<quoted>.)
+    | (?P<one>\?) | (?P<set>\[(?P<none>[!^]?)(?P<of>\]?+(?:\\.|[^\]\\])*)\]) | \\(?P<quoted>.)
     | (?P<unclosed>[\[\\]) | (?P<plain>.)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -39,9 +39,10 @@ def parsed(lines: Iterable[str]) -> Lines:
 
 def rules(folder: Path) -> Rules:
     """The rules in a folder's own .gitignore; none if it cannot be read, as git has it too."""
+    listing = folder / ".gitignore"
     try:
         # File names need not be UTF-8, and neither need what is written about them.
-        text = (folder / ".gitignore").read_text("utf-8-sig", "surrogateescape")
+        text = listing.read_text("utf-8-sig", "surrogateescape") if os.path.isfile(listing) else ""
     except OSError:
         return []
     return [(folder.resolve(), parsed(text.split("\n")))]
@@ -52,9 +53,9 @@ def above(folder: Path) -> Rules | None:
     parents = [folder.resolve(), *folder.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
     found: Rules = []
-    for parent, child in zip(parents[top:0:-1], parents[top - 1 :: -1], strict=False):
-        found += rules(parent)
-        if ignored(child, True, found):
+    for i in range(top, 0, -1):
+        found += rules(parents[i])
+        if ignored(parents[i - 1], True, found):
             return None
     return found
 

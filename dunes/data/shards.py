@@ -59,21 +59,33 @@ def cached(
 
     Raises ValueError if a document changes under our hands.
     """
-    key = _key(documents, tokenizer)
-    folder = (cache or default_cache()) / key
-    if (shard := _read(folder, key)) is not None:
+    card = _card(documents, tokenizer)
+    folder = (cache or default_cache()) / str(card["key"])
+    if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{key[:8]}-", dir=folder.parent))  # private: mode 0700
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:8]}-", dir=folder.parent))  # private: mode 0700
     try:
-        _write(made, documents, tokenizer, key, told)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
-        made.rename(folder)
+        _write(made, documents, tokenizer, card, told)
+        if _read(folder, card) is None:  # or another process was faster, and its shard may be in use
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
+            made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    shard = _read(folder, key)
+    shard = _read(folder, card)
     assert shard is not None, "a shard that was just written reads back"
     return shard
+
+
+def _card(documents: Sequence[Document], tokenizer: Tokenizer) -> dict[str, str | int]:
+    """What shard.json will say, as far as that is known before a token is made."""
+    return {
+        "format": FORMAT,
+        "key": _key(documents, tokenizer),
+        "size": sum(d.size for d in documents),
+        "documents": len(documents),
+        "vocab": tokenizer.vocab,
+    }
 
 
 def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
@@ -88,7 +100,11 @@ def _dtype(vocab: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
 
 
 def _write(
-    folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, key: str, told: Callable[[int], None]
+    folder: Path,
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    card: dict[str, str | int],
+    told: Callable[[int], None],
 ) -> None:
     dtype, end, length, digest = _dtype(tokenizer.vocab), tokenizer.end, 0, sha256()
     path = folder / "tokens.bin"
@@ -106,16 +122,7 @@ def _write(
         file.flush()
         os.fsync(file.fileno())
     path.chmod(0o400)
-    card = {
-        "format": FORMAT,
-        "key": key,
-        "length": length,
-        "size": sum(d.size for d in documents),
-        "documents": len(documents),
-        "vocab": tokenizer.vocab,
-        "sha256": digest.hexdigest(),
-    }
-    (folder / "shard.json").write_text(json.dumps(card))
+    (folder / "shard.json").write_text(json.dumps(card | {"length": length, "sha256": digest.hexdigest()}))
 
 
 def _pieces(block: str, size: int = 1 << 16) -> list[str]:
@@ -129,17 +136,17 @@ def _pieces(block: str, size: int = 1 << 16) -> list[str]:
     return parts
 
 
-def _read(folder: Path, key: str) -> Shard | None:
-    """The shard in this folder if it is whole: the right size, and the digest it was written with."""
+def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
+    """The shard in this folder if it is whole: the card, the size, and the digest it was written with."""
     try:
-        card = json.loads((folder / "shard.json").read_text())
-        size = (folder / "tokens.bin").stat().st_size
-        whole = card["format"] == FORMAT and card["key"] == key
-        whole = whole and size == card["length"] * _dtype(card["vocab"]).itemsize
-        if not whole or _digest(folder / "tokens.bin") != card["sha256"]:
+        found = json.loads((folder / "shard.json").read_text())
+        length, path = found["length"], folder / "tokens.bin"
+        whole = all(found[k] == v for k, v in card.items())
+        whole = whole and path.stat().st_size == length * _dtype(found["vocab"]).itemsize
+        if not whole or _digest(path) != found["sha256"]:
             return None
-        return Shard(folder, card["length"], card["size"], card["documents"], card["vocab"], key)
-    except (OSError, ValueError, KeyError):
+        return Shard(folder, length, found["size"], found["documents"], found["vocab"], found["key"])
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 

@@ -21,9 +21,10 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Windows:
-    """Every token of `tokens` is met once an epoch, in windows of `length` + 1 ids that share their ends.
+    """Tokens are met once an epoch, in windows of `length` + 1 ids that share their ends.
 
-    Each epoch cuts at another place and shuffles anew. Raises ValueError if there is not one window.
+    Each epoch cuts at another place and shuffles anew. What is left over at the two ends is less than two
+    windows, and met in other epochs. Raises ValueError if there is not one window.
     """
 
     tokens: NDArray[Any]
@@ -47,7 +48,7 @@ class Windows:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             slack = len(self.tokens) - 1 - self.epoch * self.length
-            cut = _hash(self.seed, int(epoch), 0) % (min(slack, self.length) + 1)
+            cut = _hash(self.seed, int(epoch), 0) % (slack + 1)
             starts[here] = cut + self.length * shuffled(within[here], self.epoch, (self.seed, int(epoch)))
         return starts
 

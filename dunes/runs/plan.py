@@ -11,7 +11,8 @@ from dunes.text import KINDS
 class Plan:
     """Everything that decides what a run computes. Stored in the run; a resumed run keeps it.
 
-    It ends after `steps` if given, else after `minutes`. `size` counts parameters.
+    It ends after `steps` if given, else after `minutes`. `size` counts parameters. What is None of
+    `dtype` and `threads` is measured when the run begins.
     """
 
     sources: tuple[str, ...]
@@ -25,6 +26,8 @@ class Plan:
     minutes: float = 15.0
     split: str = "files"
     seed: int = 0
+    dtype: str | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be done, before anything is."""

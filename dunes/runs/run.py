@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,16 @@ class Run:
     model: Decoder
     trainer: Trainer
     schedule: Schedule
-    dtype: torch.dtype
     elapsed: float = 0.0
     best: Score | None = None
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     last: Score | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products are computed in."""
+        return self.trainer.dtype
 
     def done(self, step: int) -> float:
         """The share of the run that is over."""
@@ -60,15 +64,25 @@ class Run:
         return score
 
 
+def settled(plan: Plan) -> Plan:
+    """The plan with dtype and threads as this machine likes them best, where it leaves them open."""
+    threads = plan.threads or measure.threads()
+    torch.set_num_threads(threads)
+    dtype = plan.dtype or str(measure.dtype(measure.device())).removeprefix("torch.")
+    return replace(plan, dtype=dtype, threads=threads)
+
+
 def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
-    """A run at its first step."""
-    device = measure.device()
-    dtype = measure.dtype(device)
+    """A run at its first step, for a settled plan."""
+    assert plan.dtype is not None, "settled"
+    assert plan.threads is not None, "settled"
+    torch.set_num_threads(plan.threads)
+    device, dtype = measure.device(), getattr(torch, plan.dtype)
     config = config_for(plan, tokens.tokenizer.vocab)
     model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
     schedule = Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
     trainer = Trainer(model, muon(model), _nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
-    return Run(folder, plan, tokens, model, trainer, schedule, dtype)
+    return Run(folder, plan, tokens, model, trainer, schedule)
 
 
 def _nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:

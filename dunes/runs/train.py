@@ -12,16 +12,14 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-import torch
-
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint.atomic import write_file
 from dunes.data import Windows
-from dunes.runs.corpus import gather, tokenize
+from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.picture import loss_picture, smoothed
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display, duration, quantity
-from dunes.runs.run import FALL, Run, alone, begin, begun, prepare, records, resume, save
+from dunes.runs.run import FALL, Run, alone, begin, begun, prepare, records, resume, save, settled
 from dunes.runs.write import sample_text
 from dunes.train import Clock, Diverged, Step
 
@@ -43,19 +41,26 @@ def train(plan: Plan, folder: Path, show: Display, again: bool = False) -> int:
     Returns an exit status: 0, or 128 + the signal that ended the run early. Raises ValueError, before
     anything is written, for what cannot be done.
     """
-    plan = admitted(plan, folder, again)
+    start = monotonic()
+    plan = settled(admitted(plan, folder, again))
     measure.keep_memory()
-    torch.set_num_threads(measure.threads())
     corpus = gather(plan)
     show.line(corpus.report())
-    with alone(folder), show:
+    with show:
         tokens = tokenize(plan, corpus, folder / "state", show)
+        return _run(plan, folder, tokens, show, again, start)
+
+
+def _run(plan: Plan, folder: Path, tokens: Tokens, show: Display, again: bool, start: float) -> int:
+    with alone(folder):
         run = prepare(plan, folder, tokens)
         if again:
             resume(run, show.line)
         else:
             begin(plan, folder)
             write_file(folder / "state" / "tokenizer.json", tokens.tokenizer.json().encode())
+        # Time spent on preparing counts: a person waits for that, too.
+        run.elapsed += monotonic() - start
         show.line(_opening(run))
         with _signals() as wish:
             loop(run, wish, show)
@@ -183,11 +188,11 @@ def _sample(run: Run, show: Display) -> None:
 
 def _opening(run: Run) -> str:
     ends = f"{run.plan.steps} steps" if run.plan.steps else f"{run.plan.minutes:g} minutes"
-    tokens, threads = len(run.tokens.train), torch.get_num_threads()
+    tokens = len(run.tokens.train)
     return (
         f"{run.plan.family}, {quantity(tree.count(run.model))} parameters; {quantity(tokens)} tokens of "
         f"{run.tokens.tokenizer.vocab} kinds; {run.plan.batch} x {run.plan.context} a step; "
-        f"{str(run.dtype).removeprefix('torch.')} on {run.trainer.device.type}, {threads} threads; for {ends}"
+        f"{run.plan.dtype} on {run.trainer.device.type}, {run.plan.threads} threads; for {ends}"
     )
 
 

@@ -82,7 +82,7 @@ class Tokenizer:
 
     def save(self, folder: Path | str) -> None:
         """Write tokenizer.json into the folder."""
-        (Path(folder) / "tokenizer.json").write_text(self.json())
+        (Path(folder) / "tokenizer.json").write_text(self.json(), encoding="utf-8")
 
     def json(self) -> str:
         """The whole tokenizer as the text of its tokenizer.json."""
@@ -134,10 +134,18 @@ class Tokenizer:
     def pieces(self) -> list[bytes]:
         """The bytes that each id stands for; empty for special tokens. For byte-level tokenizers and chars."""
         plain = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
-        added = {t.content for t in self.inner.get_added_tokens_decoder().values()}
-        if isinstance(self.inner.decoder, decoders.ByteLevel):
-            return [b"" if t in added else bytes(_BYTE[c] for c in t) for t in plain]
-        return [b"" if t in added or t == UNKNOWN else t.encode() for t in plain]
+        added = {
+            t.content: b"" if t.special else t.content.encode()
+            for t in self.inner.get_added_tokens_decoder().values()
+        }
+        if self.byte_level:
+            return [added[t] if t in added else bytes(_BYTE[c] for c in t) for t in plain]
+        return [added[t] if t in added else b"" if t == UNKNOWN else t.encode() for t in plain]
+
+    @property
+    def byte_level(self) -> bool:
+        """Whether ids stand for bytes, whatever these are, rather than for characters."""
+        return isinstance(self.inner.decoder, decoders.ByteLevel)
 
 
 def _letters() -> dict[int, str]:
