@@ -72,7 +72,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     assert [r["step"] for r in lines] == list(range(1, 61))
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
     assert all(float.fromhex(r["exact"]) == r["loss"] for r in lines)
-    assert [r["step"] for r in lines if "bits_per_byte" in r] == [10, 25, 50]
+    assert [r["step"] for r in lines if "bits_per_byte" in r] == [10, 25, 50, 60]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert re.findall("## After ([0-9]+) steps", (folder / "samples.md").read_text()) == ["5", "50", "60"]
     card = json.loads((folder / "dunes.json").read_text())

@@ -121,15 +121,16 @@ def loop(run: Run, wish: Wish, show: Display) -> None:
     steps = run.trainer.run(windows.batches(run.trainer.consumed)) if not over else iter(())
     try:
         for step in steps:
-            checked = run.check(CHECK_TOKENS) if _check_due(step.number) else None
-            _note(run.folder / "metrics.jsonl", step, checked.bits_per_byte if checked else None)
-            if step.number in SAMPLES:
-                _sample(run, show)
             run.elapsed = monotonic() - began
             if clock is not None:
                 clock.tell(step.number, run.elapsed)
+            over = run.schedule.over(step.number)
+            checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
+            _note(run.folder / "metrics.jsonl", step, checked.bits_per_byte if checked else None)
+            if over or step.number in SAMPLES:
+                _sample(run, show)
             told(step)
-            if wish.signal or run.schedule.over(step.number):
+            if over or wish.signal:
                 return
             if monotonic() - saved > SAVE_SECONDS:
                 save(run)
@@ -199,11 +200,7 @@ def _opening(run: Run) -> str:
 def _finish(run: Run, wish: Wish, show: Display) -> None:
     """Save the state and the best model, draw the picture, and say what there is and what to do next."""
     step = run.trainer.number
-    if not wish.signal and not _check_due(step):
-        run.check(CHECK_TOKENS)
     save(run)
-    if not wish.signal and step not in SAMPLES:
-        _sample(run, show)
     if run.best_weights:
         run.model.load_state_dict(run.best_weights)
     score = run.score()

@@ -1,0 +1,278 @@
+"""Text to ids and back: nothing is lost, lines stay apart, and Hugging Face's tools agree."""
+
+import os
+import random
+import re
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from dunes.text import END, KINDS, SPECIAL, Stream, Tokenizer
+
+ALPHABET = "abc äβ漢😀\t\r\n\ufeff\u2028<|>"
+"""All that the chars tokenizer here knows."""
+
+
+def corpus() -> str:
+    """Lines of made-up code, whose words and pairs of words come again and again."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz_", k=chance.randint(2, 8))) for _ in range(120)]
+    lines = ["", "    return value", "    for item in range(limit):", "naïve = 'größer 漢字 😀'"]
+    for _ in range(900):
+        a, b, c = chance.choices(words, k=3)
+        lines += [chance.choice(lines[:4]), f"def {a}({b}, {c}):", f"    {b} = {c} + {a}"]
+    return "\n".join(lines)
+
+
+TOKENIZERS = {
+    "bpe": Tokenizer.train("bpe", [corpus()], 600),
+    "bytes": Tokenizer.train("bytes", []),
+    "chars": Tokenizer.train("chars", [ALPHABET[:5], ALPHABET[5:]]),
+}
+BYTE_LEVEL = ["bpe", "bytes"]
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+"""All that UTF-8 can say: everything but surrogates."""
+awkward = st.sampled_from(
+    [*SPECIAL, "<|unk|>", "\n", "\r\n", "\n\n\n", "    ", "\t", "\0", "\ufeff", "\ufffd", "e\u0301"]
+)
+mixed = st.lists(st.one_of(any_text, awkward, st.sampled_from(corpus().splitlines()[:40]))).map("".join)
+
+
+def many(examples):
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+@many(5000)
+@given(text=mixed)
+@example(text="\u2028\u2029\x85\x0b\x0c")
+def test_every_text_comes_back_from_its_ids(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@many(1000)
+@given(text=st.text(ALPHABET))
+def test_characters_come_back_from_their_ids_one_each(text):
+    ids = TOKENIZERS["chars"].encode(text)
+    assert len(ids) == len(text)
+    assert TOKENIZERS["chars"].decode(ids) == text
+
+
+def test_an_unknown_character_takes_one_id_that_stands_for_no_bytes():
+    tokenizer = TOKENIZERS["chars"]
+    ids = tokenizer.encode("aZb")
+    assert len(ids) == 3
+    assert [tokenizer.pieces()[i] for i in ids] == [b"a", b"", b"b"]
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+@many(1000)
+@given(data=st.lists(st.one_of(st.binary(), mixed.map(str.encode))).map(b"".join))
+@example(data=bytes(range(256)))
+@example(data=bytes(range(255, -1, -1)))
+@example(data="€".encode()[:2] + b"\n" + "😀".encode()[:3])
+def test_any_bytes_come_back_from_their_ids(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    ids = tokenizer.encode_bytes(data)
+    pieces = tokenizer.pieces()
+    assert b"".join(pieces[i] for i in ids) == data
+    assert tokenizer.decode(ids) == data.decode(errors="replace")
+
+
+@many(300)
+@given(text=mixed)
+def test_valid_bytes_get_the_ids_of_their_text(text):
+    assert TOKENIZERS["bpe"].encode_bytes(text.encode()) == TOKENIZERS["bpe"].encode(text)
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+def test_each_byte_has_its_own_token(kind):
+    pieces = TOKENIZERS[kind].pieces()
+    assert {bytes([b]) for b in range(256)} <= set(pieces)
+    assert len(set(pieces)) == len(pieces) - len(SPECIAL) + 1, "no two ids stand for the same bytes"
+
+
+def test_pairs_merge_across_spaces_but_never_across_a_line_end():
+    pieces = TOKENIZERS["bpe"].pieces()
+    assert [p for p in pieces if b"\n" in p] == [b"\n"]
+    assert any(re.fullmatch(rb"\w+ \w+.*", p) for p in pieces)
+    assert any(re.fullmatch(rb" +\w+", p) for p in pieces)
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+@many(500)
+@given(lines=st.lists(st.one_of(any_text, awkward, st.sampled_from(corpus().splitlines()))), data=st.data())
+def test_blocks_of_lines_get_the_same_ids_as_the_whole(kind, lines, data):
+    tokenizer = TOKENIZERS[kind]
+    pieces = re.findall(r"[^\n]*\n|[^\n]+", "\n".join(lines))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(pieces)), max_size=5)))
+    blocks = ["".join(pieces[a:b]) for a, b in zip([0, *cuts], [*cuts, len(pieces)], strict=True)]
+    whole = tokenizer.encode("".join(pieces))
+    assert [i for block in blocks for i in tokenizer.encode(block)] == whole
+    assert [i for ids in tokenizer.encode_all(blocks) for i in ids] == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_come_after_the_vocabulary_and_stand_for_no_text(kind):
+    tokenizer = TOKENIZERS[kind]
+    ids = [tokenizer.special(token) for token in SPECIAL]
+    assert ids == list(range(tokenizer.vocab - len(SPECIAL), tokenizer.vocab))
+    assert ids[0] == tokenizer.end == tokenizer.special(END)
+    assert {tokenizer.pieces()[i] for i in ids} == {b""}
+    assert tokenizer.decode([*ids, *tokenizer.encode("a b"), *ids]) == "a b"
+    with pytest.raises(ValueError, match=r"no token '<\|eot\|>'"):
+        tokenizer.special("<|eot|>")
+
+
+def test_special_tokens_are_spelled_as_qwen_spells_them():
+    fim = {f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix", "pad")}
+    assert set(SPECIAL) == fim | {"<|endoftext|>", "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>"}
+    assert len(SPECIAL) == len(set(SPECIAL))
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+@pytest.mark.parametrize("token", SPECIAL)
+def test_a_special_token_in_a_text_is_plain_text(kind, token, tmp_path):
+    tokenizer = TOKENIZERS[kind]
+    tokenizer.save(tmp_path)
+    text = f"before {token}{token} after\n{token}"
+    for each in (tokenizer, Tokenizer.load(tmp_path)):
+        (ids,) = each.encode_all([text])
+        assert ids == each.encode(text)
+        assert max(ids) < each.end
+        assert each.decode(ids) == text
+
+
+@pytest.mark.parametrize("vocab", [256 + len(SPECIAL), 300, 1000])
+def test_the_vocabulary_has_the_size_that_was_asked_for(vocab):
+    tokenizer = Tokenizer.train("bpe", [corpus()], vocab)
+    assert tokenizer.vocab == len(tokenizer.pieces()) == vocab
+
+
+def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
+    small, large = (Tokenizer.train("bpe", [corpus()], vocab) for vocab in (300, 1000))
+    assert len(large.encode(corpus())) < 0.8 * len(small.encode(corpus()))
+    learned = small.vocab - len(SPECIAL)
+    assert large.pieces()[:learned] == small.pieces()[:learned]
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(ValueError, match=r"vocabulary of 264 cannot hold 256 bytes and 9 special tokens"):
+        Tokenizer.train("bpe", [corpus()], 264)
+    with pytest.raises(ValueError, match=r"no tokenizer is called 'words'; there are bpe, bytes, chars"):
+        Tokenizer.train("words", [corpus()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_corpus_trains_the_same_tokenizer(kind):
+    halves = corpus()[:20_000], corpus()[20_000:]
+    one, two = (Tokenizer.train(kind, iter(halves), 400) for _ in range(2))
+    assert one.json() == two.json()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(kind, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = TOKENIZERS[kind]
+    tokenizer.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert again.json() == tokenizer.json()
+    assert len(oracle) == tokenizer.vocab
+    assert oracle.convert_tokens_to_ids(list(SPECIAL)) == [tokenizer.special(t) for t in SPECIAL]
+
+    @many(500)
+    @given(text=st.text(ALPHABET) if kind == "chars" else mixed.filter(lambda t: "<|" not in t))
+    @example(text=ALPHABET)
+    def agree(text):
+        ids = tokenizer.encode(text)
+        assert again.encode(text) == ids
+        assert oracle(text, add_special_tokens=False)["input_ids"] == ids
+        assert again.decode(ids) == oracle.decode(ids, clean_up_tokenization_spaces=False) == text
+
+    agree()
+
+
+def test_added_tokens_that_are_not_special_stand_for_their_text(tmp_path):
+    tokenizer = Tokenizer.train("bytes", [])
+    tokenizer.inner.add_tokens(["<think> ö"])
+    tokenizer.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    ids = again.encode("a <think> öb")
+    assert len(ids) == 4
+    assert b"".join(again.pieces()[i] for i in ids).decode() == again.decode(ids) == "a <think> öb"
+
+
+@pytest.mark.parametrize(
+    "broken", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": "1.0"}', b'{"model": {"type": "BPE"}}']
+)
+def test_a_broken_tokenizer_is_named_in_one_line(broken, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(broken)
+    with pytest.raises(ValueError, match=r"not a tokenizer: .") as caught:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["", "absent", f"absent{os.sep}deeper"])
+def test_a_missing_tokenizer_is_named_in_one_line(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"no such file") as caught:
+        Tokenizer.load(tmp_path / folder)
+    assert str(tmp_path / folder / "tokenizer.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def streamed(tokenizer, ids):
+    stream = Stream(tokenizer)
+    return [stream.feed(i) for i in ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@many(700)
+@given(data=st.data())
+def test_a_stream_gives_whole_characters_as_soon_as_they_are_there(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    text = data.draw(st.text(ALPHABET) if kind == "chars" else mixed)
+    ids = tokenizer.encode(text)
+    given_so_far = ""
+    pieces, held = tokenizer.pieces(), b""
+    for i, new in zip(ids, streamed(tokenizer, ids), strict=True):
+        given_so_far += new
+        held = (held + pieces[i])[len(new.encode()) :]
+        assert text.startswith(given_so_far)
+        assert len(held) < 4, "only part of one character is held back"
+        if "\ufffd" not in text:
+            assert "\ufffd" not in new
+    assert given_so_far == text
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+@many(500)
+@given(data=st.data())
+def test_a_stream_of_any_ids_begins_what_they_decode_to(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab - 1)))
+    assert tokenizer.decode(ids).startswith("".join(streamed(tokenizer, ids)))
+    # A line end closes whatever was open.
+    closed = [*ids, *tokenizer.encode("\n")]
+    assert "".join(streamed(tokenizer, closed)) == tokenizer.decode(closed)
+
+
+def test_a_stream_serves_tokenizers_of_other_makes():
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers
+
+    inner = Inner(models.WordLevel({"▁a": 0, "▁bc": 1, "?": 2}, unk_token="?"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = Tokenizer(inner)
+    assert streamed(tokenizer, tokenizer.encode("a bc a")) == ["a", " bc", " a"]
