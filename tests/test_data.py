@@ -1,0 +1,718 @@
+"""From files to batches: what is read, what is kept on disk, and in which order it comes."""
+
+import os
+import random
+import shutil
+import subprocess
+import sysconfig
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dunes.data import Windows, cached, collect, default_cache
+from dunes.data.sources import BLOCK, GIANT
+from dunes.data.windows import shuffled
+from dunes.text import Tokenizer
+
+BYTES = Tokenizer.train("bytes", [])
+
+
+def many(examples):
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+
+
+def put(folder, files):
+    """Write the files of a dictionary from name to text or bytes."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def names(corpus):
+    return sorted(d.name for d in corpus.train + corpus.valid)
+
+
+def one(path):
+    """The document of a single file."""
+    (document,) = collect([path]).train
+    return document
+
+
+# What .gitignore excludes
+
+
+def git(folder, *words):
+    """Run git, deaf to the settings of the user and the machine."""
+    quiet = {
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "HOME": str(folder),
+        "XDG_CONFIG_HOME": "",
+    }
+    done = subprocess.run(
+        ["git", *words], cwd=folder, env={**os.environ, **quiet}, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def listed(folder):
+    return sorted(filter(None, git(folder, "ls-files", "-z", "-co", "--exclude-standard").split("\0")))
+
+
+def found(folder):
+    """What `collect` finds, where each file has a text of its own; a file beside the folder is always found."""
+    (beside := folder.parent / f"beside-{folder.name}").write_text("beside\n")
+    corpus = collect([folder, beside])
+    beside.unlink()
+    assert set(corpus.skipped) <= {"ignored"}
+    return [name for name in names(corpus) if name != beside.name]
+
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is the oracle")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A git checkout whose .gitignore files say all kinds of things."""
+    root = tmp_path / "checkout"
+    rules = {
+        ".gitignore": [
+            "# a comment", "", "*.log", "!keep.log", "/anchored.txt", "build/", "docs/*.html",
+            "**/deep/secret.txt", "a/**/z.txt", "cache*", "trailing.txt   ", r"\#hash.txt", r"\!loud.txt", "[xy]?.dat",
+            "only/*", "!only/this", "vendor/", "!generated/", "notes", "é.txt", "[", "broken\\", "!", "/", "[^ab]_.txt",
+        ],
+        "sub/.gitignore": ["!*.log", "/local.txt", "build", "!vendor/", "*.tmp"],
+        "sub/inner/.gitignore": ["*.log", "!local.txt", "!*.tmp"],
+        "crlf/.gitignore": ["\ufeff*.one\r", "*.two\r"],
+    }  # fmt: skip
+    stems = [
+        "a.py", "x.log", "keep.log", "anchored.txt", "build", "docs/p.html", "docs/q/p.html", "deep/secret.txt",
+        "a/z.txt", "a/b/c/z.txt", "cached.py", "trailing.txt", "#hash.txt", "!loud.txt", "x1.dat", "z1.dat",
+        "only/this", "only/that", "vendor/v.py", "notes", "é.txt", "local.txt", "x.tmp", "c_.txt", "a_.txt",
+        "generated/vendor/v.py", "generated/x.log", "build.d/x.py", "x.one", "x.two",
+    ]  # fmt: skip
+    files = [folder + stem for folder in ("", "sub/", "sub/inner/", "crlf/") for stem in stems]
+    files += [f"{folder}build/out.py" for folder in ("a/", "sub/deeper/", "vendor/kept/", "sub/a/", "lib/")]
+    put(root, {name: f"the text of {name}\n" for name in [*files, "lib/kept.py"]})
+    put(root, {name: "\n".join([*lines, f"# of {name}"]) for name, lines in rules.items()})
+    git(root, "init", "-q")
+    return root
+
+
+@needs_git
+@pytest.mark.parametrize("below", ["", "sub", "sub/inner", "sub/a", "crlf", "lib", "vendor", "lib/build", "a/b/c"])
+def test_what_git_would_not_list_is_passed_over(checkout, below):
+    assert found(checkout / below) == listed(checkout / below)
+
+
+@needs_git
+def test_the_oracle_of_gitignore_has_something_to_say(checkout):
+    everything = [p for p in checkout.rglob("*") if p.is_file() and ".git" not in p.relative_to(checkout).parts]
+    assert 0.2 * len(everything) < len(listed(checkout)) < 0.8 * len(everything)
+    assert listed(checkout / "sub")
+    assert not listed(checkout / "vendor")
+
+
+@needs_git
+@pytest.mark.parametrize("seed", range(4))
+def test_made_up_gitignore_files_are_read_as_git_reads_them(tmp_path, seed):
+    chance = random.Random(seed)
+    parts = ["*", "**", "*.py", "?", "[ab]", "f*", "[!a]", "*o*", "a b", "a", "b", "foo", "build"]
+    for i in range(25):
+        root = tmp_path / str(i)
+        put(root, {"x.py": "the first\n"})
+        git(root, "init", "-q")
+        folders = [root]
+        for _ in range(7):
+            folders.append(chance.choice(folders) / chance.choice(["a", "b", "foo", "build", "a b"]))
+        files = {}
+        for at in folders:
+            for name in chance.sample(["f", "x.py", "y.txt", "foo.c", "oo", "a b.py"], 3):
+                files[(at / name).relative_to(root).as_posix()] = f"{at} {name}\n"
+            lines = [f"# {at}"]
+            for _ in range(chance.choice([0, 3, 5])):
+                line = "/".join(chance.choices(parts, k=chance.choice([1, 1, 2, 3])))
+                line = chance.choice(["", "", "/"]) + line + chance.choice(["", "", "/"])
+                lines.append(chance.choice(["", "", "!"]) + line)
+            files[(at / ".gitignore").relative_to(root).as_posix()] = "\n".join(lines)
+        put(root, files)
+        source = chance.choice([root, *folders])
+        assert found(source) == listed(source), (seed, i, source)
+
+
+def test_a_gitignore_outside_a_checkout_speaks_of_what_is_below_it_only(tmp_path):
+    put(
+        tmp_path,
+        {".gitignore": "*.txt", "in/.gitignore": "*.log", "in/a.txt": "a", "in/b.log": "b", "in/c.py": "c"},
+    )
+    assert names(collect([tmp_path / "in"])) == [".gitignore", "a.txt", "c.py"]
+    assert names(collect([tmp_path])) == [".gitignore", "in/.gitignore", "in/c.py"]
+
+
+def test_folders_of_tools_are_never_entered(tmp_path):
+    tools = (".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "lib/site-packages")
+    put(tmp_path, {f"{tool}/x.py": tool for tool in tools} | {"venv.py": "kept", ".github/x.yml": "kept too"})
+    assert names(collect([tmp_path])) == [".github/x.yml", "venv.py"]
+
+
+# What nobody wants to learn
+
+
+def prose(size):
+    """Lines such as a novel has."""
+    chance = random.Random(1)
+    words = ["the", "sea", "was", "calm", "no", "wind", "came", "over", "hills", "of", "that", "far", "country"]
+    lines = []
+    while size > 0:
+        lines.append(" ".join(chance.choices(words, k=14)).capitalize() + ".\n")
+        size -= len(lines[-1])
+    return "".join(lines)
+
+
+def hexadecimal(size):
+    chance = random.Random(2)
+    return "".join(" ".join(f"0x{b:02x}," for b in chance.randbytes(16)) + "\n" for _ in range(size // 96 + 1))
+
+
+MINIFIED = "var a=function(b){return b.c};" * (GIANT // 30 + 1)
+GENERATED = {
+    "min.js": MINIFIED,
+    "table.c": hexadecimal(GIANT + 1000),
+    "marked.py": "# @generated by a program\n" + prose(GIANT),
+    "edit.go": "// Code written by protoc. DO NOT EDIT.\n" + prose(GIANT),
+}
+
+
+def test_what_is_no_text_is_passed_over_and_counted_with_its_reason(tmp_path):
+    files = {
+        "binary": {
+            "a.bin": b"\x7fELF\0\0\1",
+            "utf16.txt": "text".encode("utf-16"),
+            "late.txt": prose(200_000) + "\0",
+        },
+        "not UTF-8": {
+            "latin.txt": "größe".encode("latin-1"),
+            "cut.txt": "€".encode()[:2],
+            "latest.txt": prose(BLOCK + 9).encode() + b"\xff",
+            "lone.txt": b"\xed\xa0\x80",
+        },
+        "empty": {"nothing.py": "", "blank.py": " \n\t\n"},
+        "duplicates": {"b/copy.py": "x = 1\n", "c.py": "x = 1\n"},
+        "generated": GENERATED,
+    }
+    kept = {"a.py": "x = 1\n", "b/other.py": "x = 1", "novel.txt": prose(1_000_000), "small.js": MINIFIED[:GIANT]}
+    put(tmp_path, kept)
+    for group in files.values():
+        put(tmp_path, group)
+    corpus = collect([tmp_path])
+    assert {reason: sorted(skipped) for reason, skipped in corpus.skipped.items()} == {
+        reason: sorted(group) for reason, group in files.items()
+    }
+    assert corpus.counts == {reason: len(group) for reason, group in files.items()}
+    assert names(corpus) == sorted(kept)
+    assert "\n" not in corpus.report()
+    for reason, group in files.items():
+        assert f"{len(group)} {reason}" in corpus.report()
+
+
+def test_a_novel_in_any_script_is_not_taken_for_generated(tmp_path):
+    chinese = "".join("海風平靜沒有從遠方的山丘吹來他們離開了那裡。\n"[i % 3 :] for i in range(9000))
+    lines = prose(1_000_000).splitlines()
+    paragraphs = "\n".join(" ".join(lines[i : i + 20]) for i in range(0, len(lines), 20))
+    put(tmp_path, {"zh.txt": chinese, "lines.txt": "\n".join(lines), "paragraphs.txt": paragraphs})
+    assert collect([tmp_path]).skipped == {}
+    assert len(chinese.encode()) > GIANT
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_giant_that_the_user_names_himself_is_kept(tmp_path, name):
+    put(tmp_path, GENERATED)
+    corpus = collect([tmp_path / name])
+    assert names(corpus) == [name]
+    assert corpus.skipped == {}
+
+
+def test_the_same_file_named_twice_is_read_once(tmp_path):
+    put(tmp_path, {"a.py": "a", "b.py": "b"})
+    corpus = collect([tmp_path, tmp_path / "a.py"])
+    assert names(corpus) == ["a.py", "b.py"]
+    assert corpus.skipped == {"duplicates": ["a.py"]}
+
+
+@pytest.mark.timeout(30)
+def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path):
+    put(tmp_path, {"a.py": "a", "sub/b.py": "b", "elsewhere.txt": "c"})
+    source = put(tmp_path / "source", {"kept.py": "kept", "sub/kept.py": "kept too"})
+    (source / "loop").symlink_to("loop")
+    (source / "one").symlink_to("two")
+    (source / "two").symlink_to("one")
+    (source / "broken").symlink_to("nowhere")
+    (source / "sub" / "up").symlink_to(source)
+    (source / "file").symlink_to(tmp_path / "elsewhere.txt")
+    (source / "device").symlink_to(os.devnull)
+    os.mkfifo(source / "pipe")
+    os.mkfifo(source / "sub" / ".gitignore")
+    corpus = collect([source])
+    assert names(corpus) == ["file", "kept.py", "sub/kept.py"]
+    assert {reason: sorted(skipped) for reason, skipped in corpus.skipped.items()} == {
+        "unreadable": ["broken", "loop", "one", "two"],
+        "not regular files": ["device", "pipe", "sub/.gitignore"],
+    }
+    with pytest.raises(ValueError, match="1 not regular files"):
+        collect([source / "pipe"])
+
+
+def test_what_may_not_be_read_is_passed_over_and_counted(tmp_path, monkeypatch):
+    put(tmp_path, {"a.py": "a", "closed/b.py": "b", "closed.py": "c", "open/.gitignore": "d", "open/e.py": "e"})
+    scandir, read = os.scandir, Path.open
+
+    def refuse(path):
+        if Path(path).name in ("closed", "closed.py", ".gitignore"):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scandir(path))
+    monkeypatch.setattr(Path, "open", lambda path, *rest, **more: refuse(path) or read(path, *rest, **more))
+    corpus = collect([tmp_path])
+    assert names(corpus) == ["a.py", "open/e.py"]
+    assert sorted(corpus.skipped["unreadable"]) == ["closed", "closed.py", "open/.gitignore"]
+
+
+def test_file_names_that_are_not_utf8_do_no_harm(tmp_path):
+    try:
+        (tmp_path / os.fsdecode(b"caf\xe9.py")).write_text("a")
+        (tmp_path / os.fsdecode(b"caf\xe8.py")).write_text("b")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    put(tmp_path, {"c.py": "c", ".gitignore": b"caf\xe8.py"})
+    corpus = collect([tmp_path])
+    assert names(corpus) == ["c.py", os.fsdecode(b"caf\xe9.py")]
+    assert corpus.skipped == {"ignored": [os.fsdecode(b"caf\xe8.py")], "not UTF-8": [".gitignore"]}
+
+
+def test_the_standard_library_has_a_name_and_leaves_its_tests_out(tmp_path, monkeypatch):
+    library = {"os.py": "a", "json/tool.py": "b", "test/test_os.py": "c", "idlelib/idle_test/x.py": "d"}
+    put(tmp_path / "real", library | {"site-packages/x.py": "e", "unittest/test.py": "f"})
+    (tmp_path / "link").symlink_to("real")  # as some installers have it
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "link")})
+    assert names(collect(["stdlib"])) == ["json/tool.py", "os.py", "unittest/test.py"]
+
+
+@pytest.mark.parametrize("absent", ["absent", "absent.txt", "a.py/below"])
+def test_a_missing_source_is_named_in_one_line(tmp_path, absent):
+    put(tmp_path, {"a.py": "a"})
+    with pytest.raises(ValueError, match="no such file or folder") as caught:
+        collect([tmp_path / "a.py", tmp_path / absent])
+    assert str(tmp_path / absent) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("files", [{}, {"a.bin": b"\0", "b.txt": "", "c.txt": b"\xff"}])
+def test_no_text_at_all_is_an_error_of_one_line_that_says_what_there_was(tmp_path, files):
+    (tmp_path / "source").mkdir()
+    put(tmp_path / "source", files)
+    with pytest.raises(ValueError, match="no text to learn from") as caught:
+        collect([tmp_path / "source"])
+    message = str(caught.value)
+    assert str(tmp_path / "source") in message
+    assert "\n" not in message
+    assert ("1 binary, 1 empty, 1 not UTF-8" if files else "nothing") in message
+
+
+# Validation
+
+
+def sides(corpus):
+    return {d.name: side for side in ("train", "valid") for d in getattr(corpus, side)}
+
+
+def test_a_file_stays_on_its_side_when_others_come_go_and_change(tmp_path):
+    files = {f"part_{i % 7}/module_{i}.py": f"x = {i}\n" for i in range(160)}
+    put(tmp_path / "a", dict(list(files.items())[:120]))
+    before = sides(collect([tmp_path / "a"], 0.2))
+    assert set(before.values()) == {"train", "valid"}
+    put(tmp_path / "a", files | {"part_0/module_0.py": "y = 'edited'\n"})
+    after = sides(collect([tmp_path / "a"], 0.2))
+    assert len(after) == 160
+    assert {name: after[name] for name in before} == before
+    # On another machine the checkout lies elsewhere.
+    put(tmp_path / "b" / "c", files)
+    assert sides(collect([tmp_path / "b" / "c"], 0.2)) == after
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_about_the_share_that_was_asked_for_is_held_out(tmp_path, share):
+    put(tmp_path, {f"module_{i}.py": f"x = {i}\n" for i in range(600)})
+    held = len(collect([tmp_path], share).valid) / 600
+    assert abs(held - share) < 4 * (share * (1 - share) / 600) ** 0.5
+
+
+@pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.95, 1])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_of_several_files_each_side_gets_one_and_a_single_file_is_for_learning(tmp_path, share, count):
+    for i in range(12):
+        put(tmp_path / str(i), {f"{i}_{j}.py": f"{i} {j}" for j in range(count)})
+        corpus = collect([tmp_path / str(i)], share)
+        assert len(corpus.train) >= 1
+        assert len(corpus.valid) >= (count > 1)
+        assert len(corpus.train + corpus.valid) == count
+
+
+# Documents
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"one\r\ntwo\rthree\n\r\n\n",
+        "\ufeffwith a mark\n".encode(),
+        b"no line end",
+        ("x" * 62 + "\n").encode() * (BLOCK // 63) + b"x" * (BLOCK % 63 - 1) + "é".encode() + b"rest\nand more",
+        ("y" * 60 + "\n").encode() * (BLOCK // 61) + b"y" * (BLOCK % 61 - 3) + "😀\n".encode() * 9,
+        "é".encode() * (3 * BLOCK) + b"\nshort\n" * BLOCK,
+        b"z" * (6 * BLOCK + 5),
+        "a\u2028b\x0cc\x85d\n".encode() * 100_000,
+    ],
+    ids=["line ends", "mark", "no end", "boundary 2", "boundary 4", "long line", "one line", "odd breaks"],
+)
+def test_blocks_are_the_text_of_the_file_and_end_at_line_ends(tmp_path, content):
+    (tmp_path / "file.txt").write_bytes(content)
+    document = one(tmp_path / "file.txt")
+    blocks = list(document.text())
+    assert "".join(blocks) == content.decode()
+    assert all(blocks)
+    assert document.size == len(content)
+    assert len(blocks) >= min(2, len(content) // (2 * BLOCK) + 1)
+    if b"z" not in content:
+        assert all(block.endswith("\n") for block in blocks[:-1])
+
+
+CHANGES = {
+    "another text": lambda path: path.write_bytes(b"x = 2\n" * 9),
+    "more": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "less": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff" + path.read_bytes()),
+    "gone": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changed_is_noticed_when_it_is_read(tmp_path, change):
+    put(tmp_path, {"a.py": "x = 1\n" * 9})
+    document = one(tmp_path / "a.py")
+    assert "".join(document.text()) == "x = 1\n" * 9
+    CHANGES[change](tmp_path / "a.py")
+    with pytest.raises(ValueError, match=r"a\.py: changed while it was being read"):
+        list(document.text())
+
+
+def test_a_large_file_is_read_in_little_memory(tmp_path):
+    line = b"def task(value): return value + 1  # " + b"x" * 60 + b"\n"
+    with (tmp_path / "large.py").open("wb") as file:
+        for _ in range(40):
+            file.write(line * (1_000_000 // len(line)))
+    tracemalloc.start()
+    try:
+        document = one(tmp_path / "large.py")
+        size = sum(map(len, document.text()))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size == document.size > 38_000_000
+    assert peak < 25_000_000
+
+
+# Shards
+
+
+@pytest.fixture
+def documents(tmp_path):
+    texts = {
+        f"{i}.py": f"def task_{i}(value):\n    return value * {i}  # größer 漢字 <|endoftext|>\n" for i in range(6)
+    }
+    return collect([put(tmp_path / "source", texts)]).train
+
+
+def expected(documents, tokenizer):
+    return [i for d in documents for i in (*tokenizer.encode(d.path.read_bytes().decode()), tokenizer.end)]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes", "chars"])
+def test_a_shard_holds_the_ids_of_each_document_and_an_end(documents, tmp_path, kind):
+    tokenizer = Tokenizer.train(kind, [block for d in documents for block in d.text()], 300)
+    shard = cached(documents, tokenizer, tmp_path / "cache")
+    assert shard.tokens.tolist() == expected(documents, tokenizer)
+    assert shard.length == len(shard.tokens)
+    assert shard.size == sum(d.path.stat().st_size for d in documents)
+    assert shard.documents == len(documents) == (shard.tokens == tokenizer.end).sum()
+    assert shard.vocab == tokenizer.vocab
+
+
+def test_a_document_of_many_blocks_has_the_ids_of_the_whole(tmp_path):
+    lines = prose(BLOCK + 200_000).replace("hills", "hügel\r\n\n")
+    put(tmp_path, {"long.txt": lines})
+    tokenizer = Tokenizer.train("bpe", [lines[:50_000]], 400)
+    shard = cached([one(tmp_path / "long.txt")], tokenizer)
+    assert len(list(one(tmp_path / "long.txt").text())) > 1
+    assert shard.tokens.tolist() == [*tokenizer.encode(lines), tokenizer.end]
+
+
+def test_bytes_are_reported_as_they_are_done_and_only_once(documents):
+    told = []
+    cached(documents, BYTES, told=told.append)
+    assert told == [d.size for d in documents]
+    cached(documents, BYTES, told=told.append)
+    assert len(told) == len(documents)
+
+
+def state(folder):
+    return {p.name: (s.st_mtime_ns, s.st_ino, s.st_size) for p in sorted(folder.iterdir()) if (s := p.stat())}
+
+
+def test_what_is_cached_is_not_written_again(documents, tmp_path):
+    cache = tmp_path / "a" / "cache"
+    first = cached(documents, BYTES, cache)
+    before = state(first.folder)
+    assert cached(documents, Tokenizer.train("bytes", []), cache) == first
+    assert state(first.folder) == before
+    assert list(cache.iterdir()) == [first.folder]
+
+
+def test_the_cache_lies_where_the_environment_says(documents, tmp_path, monkeypatch):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    assert cached(documents, BYTES).folder.parent == default_cache() == tmp_path / "home" / "tokens"
+    monkeypatch.delenv("DUNES_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_cache() == tmp_path / "xdg" / "dunes" / "tokens"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache() == tmp_path / ".cache" / "dunes" / "tokens"
+
+
+def test_another_text_order_or_tokenizer_has_another_key(documents, tmp_path):
+    bpe = [Tokenizer.train("bpe", [d.path.read_text() for d in documents], vocab) for vocab in (290, 300)]
+    shards = [cached(documents, tokenizer) for tokenizer in (BYTES, *bpe)]
+    shards += [cached(some, BYTES) for some in (documents[1:], documents[::-1])]
+    documents[0].path.write_text("x = 'edited'\n")
+    shards.append(cached(collect([tmp_path / "source"]).train, BYTES))
+    assert len({s.key for s in shards}) == len({s.folder for s in shards}) == len(shards)
+
+
+def test_only_the_owner_may_read_a_shard_and_nobody_may_write_it(documents):
+    shard = cached(documents, BYTES)
+    assert shard.folder.stat().st_mode & 0o777 == 0o700
+    assert (shard.folder / "tokens.bin").stat().st_mode & 0o777 == 0o400
+    with pytest.raises(ValueError, match="read-only"):
+        shard.tokens[0] = 1
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+DAMAGES = {
+    "a bit at the start": lambda data: flipped(data, 0),
+    "a bit in the middle": lambda data: flipped(data, len(data) // 2),
+    "a bit at the end": lambda data: flipped(data, len(data) - 1),
+    "cut": lambda data: data[:-2],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"\0\0",
+    "gone": lambda data: None,
+    "another thing": lambda data: b"[]",
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "shard.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_is_made_again(documents, tmp_path, name, damage):
+    first = cached(documents, BYTES, tmp_path / "cache")
+    want, path = first.tokens.tolist(), first.folder / name
+    data, hurt = path.read_bytes(), DAMAGES[damage](path.read_bytes())
+    path.unlink()
+    if hurt is not None:
+        path.write_bytes(hurt)
+    again = cached(documents, BYTES, tmp_path / "cache")
+    assert again == first
+    assert again.tokens.tolist() == want
+    assert path.read_bytes() == data
+    assert list((tmp_path / "cache").iterdir()) == [first.folder]
+
+
+def test_no_single_bit_of_a_card_can_lie(documents, tmp_path):
+    first = cached(documents, BYTES, tmp_path)
+    path = first.folder / "shard.json"
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(flipped(data, at))
+        assert cached(documents, BYTES, tmp_path) == first
+        assert path.read_bytes() == data, at
+
+
+def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):
+    def stop(size):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(documents, BYTES, tmp_path / "cache", stop)
+    assert list((tmp_path / "cache").iterdir()) == []
+    documents[-1].path.write_text("x = 'edited'\n")
+    with pytest.raises(ValueError, match="changed while it was being read"):
+        cached(documents, BYTES, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_shard_that_another_process_finished_first_is_left_in_its_place(documents, tmp_path):
+    other = []
+
+    def told(size):
+        if not other:
+            shard = cached(documents, BYTES, tmp_path / "cache")
+            other.append((shard, state(shard.folder)))
+
+    shard = cached(documents, BYTES, tmp_path / "cache", told)
+    assert shard == other[0][0]
+    assert state(shard.folder) == other[0][1]
+    assert list((tmp_path / "cache").iterdir()) == [shard.folder]
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_ids_take_two_bytes_as_long_as_they_fit(tmp_path, vocab, dtype):
+    characters = [chr(i) for i in range(0x20, 0x12000) if not 0xD800 <= i < 0xE000][: vocab - 10]
+    tokenizer = Tokenizer.train("chars", characters)
+    assert tokenizer.vocab == vocab
+    put(tmp_path, {"a.txt": "".join(characters[::97]) + characters[-1]})
+    shard = cached([one(tmp_path / "a.txt")], tokenizer)
+    assert shard.tokens.dtype == dtype
+    assert shard.tokens.tolist() == expected([one(tmp_path / "a.txt")], tokenizer)
+    windows = Windows(shard.tokens, shard.length - 1, 1)
+    assert windows.at(0).tolist() == [shard.tokens.tolist()]
+
+
+# Windows
+
+texts = st.integers(1, 40).flatmap(
+    lambda length: st.tuples(st.integers(length + 1, 12 * length + 30), st.just(length))
+)
+"""(how many tokens, how long a window is)"""
+
+
+def starts(windows, epoch):
+    """Where the windows of an epoch begin, in order."""
+    return windows.starts(np.arange(epoch * windows.epoch, (epoch + 1) * windows.epoch, dtype=np.int64))
+
+
+@many(300)
+@given(text=texts, epoch=st.integers(0, 10**6), seed=st.integers(0, 2**40))
+def test_an_epoch_meets_each_token_once_but_for_the_two_ends(text, epoch, seed):
+    size, length = text
+    windows = Windows(np.arange(size), length, 1, seed)
+    rows = np.stack([windows.at(epoch * windows.epoch + i)[0].numpy() for i in range(windows.epoch)])
+    assert (np.diff(rows, axis=1) == 1).all(), "a window is a part of the text"
+    assert rows.min() >= 0
+    assert rows.max() < size
+    targets = np.sort(rows[:, 1:].ravel())
+    assert (np.diff(targets) == 1).all(), "no token is met twice, and none between two others is left out"
+    assert size - 1 - len(targets) < 2 * length
+
+
+@many(15)
+@given(text=texts, seed=st.integers(0, 100))
+def test_every_token_is_met_in_some_epoch(text, seed):
+    size, length = text
+    windows = Windows(np.arange(size), length, 64, seed)
+    met = set()
+    for number in range(20 * length * windows.epoch // 64 + 10):
+        met.update(windows.at(number).ravel().tolist())
+    assert met == set(range(size))
+
+
+@many(200)
+@given(text=texts, batch=st.integers(1, 9), number=st.integers(0, 10**9), seed=st.integers(0, 9))
+def test_a_batch_depends_on_its_number_only(text, batch, number, seed):
+    size, length = text
+    tokens = np.arange(size, dtype=np.uint16)
+    windows = Windows(tokens, length, batch, seed)
+    stream = windows.batches(number)
+    for i in range(3):
+        ids = next(stream)
+        assert ids.shape == (batch, length + 1)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, windows.at(number + i))
+        assert torch.equal(ids, Windows(tokens.copy(), length, batch, seed).at(number + i))
+
+
+def test_iteration_from_the_beginning_reaches_the_same_batches():
+    windows = Windows(np.arange(100), 7, 3)
+    for number, ids in zip(range(40), windows.batches(), strict=False):
+        assert torch.equal(ids, windows.at(number))
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5, 13, 50])
+def test_the_size_of_a_batch_does_not_change_the_order(batch):
+    tokens = np.arange(100)
+    single = Windows(tokens, 7, 1)
+    want = torch.cat([single.at(i) for i in range(4 * batch)])
+    assert torch.equal(torch.cat([Windows(tokens, 7, batch).at(i) for i in range(4)]), want)
+
+
+def test_a_batch_over_the_end_of_an_epoch_takes_the_rest_and_begins_the_next():
+    windows = Windows(np.arange(100), 7, 5)
+    assert windows.epoch == 13
+    first, second = starts(windows, 0).tolist(), starts(windows, 1).tolist()
+    assert windows.at(2)[:, 0].tolist() == first[10:] + second[:2]
+    assert windows.at(3)[:, 0].tolist() == second[2:7]
+    large = Windows(np.arange(100), 7, 30)
+    assert large.at(0)[:, 0].tolist() == first + second + starts(windows, 2)[:4].tolist()
+
+
+def test_epochs_and_seeds_differ_in_order_and_cut():
+    windows = [Windows(np.arange(1000), 10, 1, seed) for seed in (0, 1)]
+    epochs = [starts(w, epoch) for w in windows for epoch in range(20)]
+    cuts = [int(e.min()) for e in epochs]
+    orders = {tuple(((e - cut) // 10).tolist()) for e, cut in zip(epochs, cuts, strict=True)}
+    assert len(orders) == len(epochs)
+    assert len(set(cuts)) > 8
+    assert cuts[:20] != cuts[20:]
+
+
+@many(300)
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**50), epoch=st.integers(0, 2**30))
+@example(size=1, seed=0, epoch=0)
+@example(size=2, seed=0, epoch=0)
+@example(size=4, seed=0, epoch=0)
+@example(size=1 << 16, seed=0, epoch=0)
+@example(size=(1 << 16) + 1, seed=0, epoch=0)
+def test_shuffling_is_a_permutation(size, seed, epoch):
+    order = shuffled(np.arange(size), size, (seed, epoch))
+    assert np.array_equal(np.sort(order), np.arange(size))
+    some = np.arange(size)[:: max(1, size // 5)]
+    assert np.array_equal(shuffled(some, size, (seed, epoch)), order[some])
+
+
+def test_shuffling_leaves_no_trace_of_the_old_order():
+    orders = np.stack([shuffled(np.arange(1000), 1000, (seed, 0)) for seed in range(50)])
+    assert abs(orders.mean(0) - 499.5).max() < 6 * 289 / 50**0.5, "each place gets numbers of all sizes"
+    neighbours = np.abs(np.diff(orders, axis=1)) == 1
+    assert neighbours.mean() < 0.004, "about two in a thousand follow each other by chance"
+    assert (orders == np.arange(1000)).mean() < 0.003
+
+
+def test_shuffling_very_many_needs_no_list_of_them():
+    order = shuffled(np.array([0, 1, 10**12 - 1]), 10**12, (0, 0))
+    assert len(set(order.tolist())) == 3
+    assert 0 <= order.min() <= order.max() < 10**12
+
+
+@pytest.mark.parametrize(("size", "length"), [(8, 8), (0, 1), (5, 64)])
+def test_a_text_without_one_window_is_refused_with_both_numbers(size, length):
+    with pytest.raises(ValueError, match=rf"^{size} tokens, and one window needs {length + 1};"):
+        Windows(np.arange(size), length, 1)
+    assert Windows(np.arange(length + 1), length, 2).at(0).tolist() == [list(range(length + 1))] * 2
