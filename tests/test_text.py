@@ -109,6 +109,16 @@ def test_each_byte_has_its_own_token(kind):
     assert len(set(pieces)) == len(pieces) - len(SPECIAL) + 1, "no two ids stand for the same bytes"
 
 
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+def test_what_a_token_stands_for_is_encoded_as_that_token(kind):
+    tokenizer = TOKENIZERS[kind]
+    whole = {
+        i: p.decode() for i, p in enumerate(tokenizer.pieces()) if p and p == p.decode(errors="ignore").encode()
+    }
+    assert len(whole) > 128
+    assert {i: tokenizer.encode(text) for i, text in whole.items()} == {i: [i] for i in whole}
+
+
 def test_pairs_merge_across_spaces_but_never_across_a_line_end():
     pieces = TOKENIZERS["bpe"].pieces()
     assert [p for p in pieces if b"\n" in p] == [b"\n"]
