@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import sys
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -42,17 +43,18 @@ def threads() -> int:
     else runs too; so the two are tried.
     """
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    before, times = torch.get_num_threads(), {}
-    x = torch.randn(512, 512)
+    before, medians = torch.get_num_threads(), {}
+    x, weight = torch.randn(1024, 256), torch.randn(256, 1024)
     for n in {1, most}:
         torch.set_num_threads(n)
-        (x @ x).relu()
-        start = perf_counter()
-        for _ in range(20):
-            (x @ x).relu()
-        times[n] = perf_counter() - start
+        times = []
+        for _ in range(40):
+            start = perf_counter()
+            (x @ weight).softmax(-1)
+            times.append(perf_counter() - start)
+        medians[n] = median(times)
     torch.set_num_threads(before)
-    return min(times, key=lambda n: times[n])
+    return min(medians, key=lambda n: medians[n])
 
 
 def keep_memory() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dunes.ops import attention, cross_entropy, rms_norm
+from dunes.ops import attention, cross_entropy, rms_norm, rotary
 
 
 def close(got, want, limit=2e-6):
@@ -68,6 +68,12 @@ def test_cross_entropy_where_nothing_is_asked_is_zero():
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert not x.grad.any()
+
+
+def test_rotary():
+    torch.manual_seed(0)
+    angle = torch.randn(2, 1, 5, 4)
+    both(rotary.fused, rotary.plain, [torch.randn(2, 3, 5, 8)], angle.cos(), angle.sin())
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 16), (1, 16)])

@@ -69,8 +69,7 @@ def _chunk(x: Tensor, head: Tensor, targets: Tensor, wanted: bool) -> tuple[Tens
     counted = targets != IGNORE
     index = targets.where(counted, 0)[:, None]
     # The likeliest word's probability never underflows, so log(sum(exp)) follows from it exactly.
-    highest, where = logits.max(-1, keepdim=True)
-    whole = highest - likely.gather(1, where).log()
+    whole = logits.amax(-1, keepdim=True) - likely.amax(-1, keepdim=True).log()
     loss = ((whole - logits.gather(1, index))[:, 0] * counted).sum()
     if not wanted:
         return loss, None

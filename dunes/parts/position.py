@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dunes.ops.rotary import fused
 from dunes.parts.context import Context
 
 
@@ -26,10 +27,9 @@ class Rotary:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
 
     def angles(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, 1, T, D) in float32 for positions (B, T)."""
+        """Cosines and sines (B, 1, T, D/2) in float32 for positions (B, T)."""
         half = torch.arange(0, self.head_dim, 2, device=at.device).float() / self.head_dim
         angle = at[:, None, :, None].float() / self.base**half
-        angle = torch.cat([angle, angle], -1)
         return angle.cos(), angle.sin()
 
     def __call__(self, x: Tensor, ctx: Context) -> Tensor:
@@ -40,6 +40,4 @@ class Rotary:
             return cos.to(x.dtype), sin.to(x.dtype)
 
         cos, sin = ctx.once((self, x.dtype), make)
-        a, b = x.chunk(2, -1)
-        turned: Tensor = x * cos + torch.cat([-b, a], -1) * sin
-        return turned
+        return fused(x, cos, sin)

@@ -21,7 +21,7 @@ class Plan:
     vocab: int = 4096
     size: int = 4_000_000
     context: int = 256
-    batch: int = 8
+    batch: int = 16
     steps: int | None = None
     minutes: float = 15.0
     split: str = "files"
