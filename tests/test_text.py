@@ -115,7 +115,7 @@ def test_what_a_token_stands_for_is_encoded_as_that_token(kind):
     whole = {
         i: p.decode() for i, p in enumerate(tokenizer.pieces()) if p and p == p.decode(errors="ignore").encode()
     }
-    assert len(whole) > 128
+    assert len(whole) >= 128
     assert {i: tokenizer.encode(text) for i, text in whole.items()} == {i: [i] for i in whole}
 
 

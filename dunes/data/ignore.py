@@ -48,15 +48,18 @@ def rules(folder: Path) -> Rules:
     return [(folder.resolve(), parsed(text.split("\n")))]
 
 
-def above(folder: Path) -> Rules | None:
-    """The rules in the folders above one inside a git checkout; None if they exclude the folder itself."""
+def above(folder: Path) -> Rules:
+    """The rules in the folders above one inside a git checkout.
+
+    None, if they exclude the folder itself: whoever names it all the same wants what is in it.
+    """
     parents = [folder.resolve(), *folder.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
     found: Rules = []
     for i in range(top, 0, -1):
         found += rules(parents[i])
         if ignored(parents[i - 1], True, found):
-            return None
+            return []
     return found
 
 

@@ -112,10 +112,7 @@ def _files(sources: Sequence[str | Path], corpus: Corpus) -> Iterator[tuple[Path
             continue
         path = Path(source).expanduser()
         if path.is_dir():
-            if (found := above(path)) is None:
-                corpus.skipped.setdefault("ignored", []).append(path.name)
-            else:
-                yield from _walk(path, path, found, corpus)
+            yield from _walk(path, path, above(path), corpus)
         elif path.exists():
             yield path, path.name, True
         else:

@@ -13,7 +13,7 @@ from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.text import Tokenizer
 
-SAMPLE = 6_000_000
+SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on: more hardly changes it."""
 
 TAIL = 0.1
