@@ -317,14 +317,34 @@ def start(code, folder):
     )
 
 
-def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
-    folder: Path = tmp_path / "run"
+def started(code, folder):
+    """A training process that has done some steps."""
     process = start(code, folder)
     limit = time.monotonic() + 90
     while len(records(folder / "metrics.jsonl")) < 8:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < limit
         time.sleep(0.05)
+    return process
+
+
+def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_path):
+    folder: Path = tmp_path / "run"
+    process = started(code, folder)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.001)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert run_module.begun(folder).steps == 100_000
+    assert not list((folder / "state").glob(".*")), "nothing half-written"
+    told = []
+    assert run_module.checkpoint.latest(folder, told.append) is None or not told
+
+
+def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
+    folder: Path = tmp_path / "run"
+    process = started(code, folder)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dunes import checkpoint, train
+from dunes.data import Windows
 from dunes.train import Clock, Diverged, Record, Schedule, Trainer, next_token
 from dunes.train.loss import IGNORE
 
@@ -36,10 +37,12 @@ def batch(number, rows=4):
     return torch.randint(VOCAB, (rows, 9), generator=torch.Generator().manual_seed(number))
 
 
+TEXT = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(9)).numpy()
+
+
 def batches(start=0):
-    while True:
-        yield batch(start)
-        start += 1
+    """Windows over a text so short that a few steps are an epoch."""
+    return Windows(TEXT, length=8, batch=4).batches(start)
 
 
 def run(trainer, steps, stream=None):
@@ -234,6 +237,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
             saved = {"weights": model.state_dict(), "trainer": trainer.state_dict()}
         return losses, weights(model)
 
+    assert Windows(TEXT, length=8, batch=4).epoch < 9 * 2 * 4 / 3, "three epochs"
     one, two = trained([9]), trained([2, 4, 3])
     assert one[0] == two[0]
     assert torch.equal(one[1], two[1])

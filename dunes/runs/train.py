@@ -168,7 +168,7 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
             f"step {step.number}",
             f"loss {smoothed(losses)[-1]:.3f}" if losses else "",
             f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
-            f"rate {step.rate:.2f}",
+            f"lr {run.trainer.base[0] * step.rate:.4f}",
             f"{quantity(step.count / step.seconds)} tok/s",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{duration(left)} left",
