@@ -11,6 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
 MANIFEST = "manifest.json"
 
 
@@ -30,6 +34,14 @@ def digest(path: Path) -> str:
         while data := file.read(1 << 22):
             seen.update(data)
     return seen.hexdigest()
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file. Raises OSError, as every other failed write does."""
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written: {error}") from None
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -56,7 +68,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         for file in files:
             sync(file)
         card = {f.name: {"size": f.stat().st_size, "sha256": digest(f)} for f in files}
-        (staged / MANIFEST).write_text(json.dumps(card, indent=1))
+        (staged / MANIFEST).write_text(json.dumps({"files": card, "sha256": _seal(card)}, indent=1))
         sync(staged / MANIFEST)
         sync(staged)
         os.rename(staged, folder)
@@ -66,17 +78,29 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         raise
 
 
-def verify(folder: Path, card: dict[str, Any] | None = None) -> None:
+def _seal(card: dict[str, Any]) -> str:
+    """A digest of what the manifest says, kept in the manifest: a bit may flip there, too."""
+    return sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
+
+
+def verify_folder(folder: Path) -> None:
     """Raise ValueError that names the first file that is not what the folder's manifest says."""
-    if card is None:
-        path = folder / MANIFEST
-        if not path.is_file():
-            raise ValueError(f"{path}: missing")
-        try:
-            card = json.loads(path.read_text())
-            assert isinstance(card, dict)
-        except (ValueError, AssertionError):
-            raise ValueError(f"{path}: damaged") from None
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{path}: missing")
+    try:
+        manifest = json.loads(path.read_bytes())
+        card = manifest["files"]
+        whole = manifest["sha256"] == _seal(card)
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: damaged")
+    verify(folder, card)
+
+
+def verify(folder: Path, card: dict[str, Any]) -> None:
+    """Raise ValueError that names the first file whose size or SHA-256 is not the card's."""
     for name, expected in card.items():
         file = folder / name
         if not file.is_file():

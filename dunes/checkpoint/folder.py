@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dunes import __version__
@@ -57,7 +57,7 @@ def save(
     staged.mkdir(parents=True)
     family = FAMILIES[words.family]
     weights = {k: v.detach().contiguous() for k, v in to_theirs(family.NAMES, model.state_dict()).items()}
-    save_file(weights, staged / WEIGHTS, {"format": "pt"})
+    atomic.write_tensors(staged / WEIGHTS, weights)
     tokenizer.save(staged)
     for name, content in _beside(family.to_hf(words.config), tokenizer, context, weights).items():
         (staged / name).write_text(json.dumps(content, indent=2) + "\n")
@@ -131,7 +131,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
 def _check(folder: Path, card: dict[str, Any]) -> None:
     try:
         atomic.verify(folder, card["files"])
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{error}; the save was interrupted or the file was changed since") from None
 
 

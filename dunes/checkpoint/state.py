@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dunes.checkpoint import atomic
@@ -26,7 +26,7 @@ def store(run: Path, step: int, state: Mapping[str, Any]) -> Path:
     tensors, plain = _split(state)
 
     def fill(staged: Path) -> None:
-        save_file(tensors, staged / "tensors.safetensors")
+        atomic.write_tensors(staged / "tensors.safetensors", tensors)
         (staged / "state.json").write_text(json.dumps(plain))
 
     if folder.exists():
@@ -43,7 +43,7 @@ def latest(run: Path, told: Told = lambda line: None) -> Path | None:
     """The newest state that is whole; `told` hears of each newer one that is damaged."""
     for folder in _folders(run):
         try:
-            atomic.verify(folder)
+            atomic.verify_folder(folder)
             return folder
         except ValueError as error:
             told(f"{error}; going back to an older state")
@@ -52,7 +52,7 @@ def latest(run: Path, told: Told = lambda line: None) -> Path | None:
 
 def _whole(folder: Path) -> bool:
     try:
-        atomic.verify(folder)
+        atomic.verify_folder(folder)
         return True
     except ValueError:
         return False
