@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
 from dunes.checkpoint import atomic, state
-from dunes.models import FAMILIES, llama, qwen3
+from dunes.models import FAMILIES, llama
 from dunes.models.start import initialise
 from dunes.parts import MLP, RMSNorm
 from dunes.text import Tokenizer
@@ -230,7 +230,3 @@ def test_a_state_that_is_there_already_is_not_written_again_unless_damaged(tmp_p
     flip(path / "state.json")
     checkpoint.store(tmp_path, 4, {"a": 1})
     assert checkpoint.restore(state.latest(tmp_path)) == {"a": 1}
-
-
-def test_qwen3_is_the_first_family_because_it_is_the_default():
-    assert next(iter(FAMILIES.values())) is qwen3

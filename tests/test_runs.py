@@ -154,7 +154,7 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert "holds a run already" in refused(toy(code), folder)
     changed = refused(toy(code, steps=2, size=70_000, family="gpt2"), folder, again=True)
     assert "size was 60000, now 70000" in changed
-    assert "family was 'qwen3', now 'gpt2'" in changed
+    assert "family was 'arcee', now 'gpt2'" in changed
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     assert "the corpus or the tokenizer is another" in refused(Plan(sources=()), folder, again=True)
     (tmp_path / "file").write_text("x")

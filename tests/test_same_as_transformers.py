@@ -50,12 +50,23 @@ SHAPES = {
         "qwen3",
         {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
     ),
+    "arcee": ("arcee", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    "arcee-tied": (
+        "arcee",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2-wide": ("gpt2", {"n_inner": 50, "layer_norm_epsilon": 1e-3}),
 }
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
 }
 

@@ -16,7 +16,7 @@ def train(
     steps: int | None = None,
     minutes: float = 15.0,
     size: str = "4m",
-    family: Literal["qwen3", "llama", "gpt2"] = "qwen3",
+    family: Literal["arcee", "llama", "qwen3", "gpt2"] = "arcee",
     tokenizer: Literal["bpe", "bytes", "chars"] = "bpe",
     split: Literal["files", "tails"] = "files",
     context: int = 256,

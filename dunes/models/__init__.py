@@ -3,9 +3,9 @@
 from types import ModuleType
 from typing import Any
 
-from dunes.models import gpt2, llama, qwen3
+from dunes.models import arcee, gpt2, llama, qwen3
 
-FAMILIES: dict[str, ModuleType] = {"qwen3": qwen3, "llama": llama, "gpt2": gpt2}
+FAMILIES: dict[str, ModuleType] = {"arcee": arcee, "llama": llama, "qwen3": qwen3, "gpt2": gpt2}
 
 
 def family_of(hf: dict[str, Any]) -> str:

@@ -54,24 +54,33 @@ def attention(config: Config) -> Attention:
     return Attention(config.dim, config.heads, config.kv_heads, head_dim=config.head_dim, position=rotary)
 
 
-def build(config: Config, attention: Callable[[Config], nn.Module] = attention) -> Decoder:
-    """An untrained model of this size; `attention` makes each block's."""
+def mlp(config: Config) -> nn.Module:
+    return GatedMLP(config.dim, config.hidden)
+
+
+Make = Callable[[Config], nn.Module]
+
+
+def build(config: Config, attention: Make = attention, mlp: Make = mlp) -> Decoder:
+    """An untrained model of this size; `attention` and `mlp` make each block's."""
+
+    def norm() -> RMSNorm:
+        return RMSNorm(config.dim, config.eps)
 
     def block() -> Block:
-        mlp = GatedMLP(config.dim, config.hidden)
-        return Block(RMSNorm(config.dim, config.eps), attention(config), RMSNorm(config.dim, config.eps), mlp)
+        return Block(norm(), attention(config), norm(), mlp(config))
 
     return Decoder(
         embed=Embedding(config.vocab, config.dim),
         blocks=[block() for _ in range(config.depth)],
-        norm=RMSNorm(config.dim, config.eps),
+        norm=norm(),
         head=None if config.tied else nn.Linear(config.dim, config.vocab, bias=False),
     )
 
 
 def read(model: Any, context: int, config: type[Config] = Config) -> Config:
     """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
-    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
+    attn = model.blocks[0].attn
     return config(
         vocab=model.embed.token.num_embeddings,
         dim=model.embed.token.embedding_dim,
@@ -79,7 +88,7 @@ def read(model: Any, context: int, config: type[Config] = Config) -> Config:
         heads=attn.q.out_features // attn.head_dim,
         kv_heads=attn.k.out_features // attn.head_dim,
         head_dim=attn.head_dim,
-        hidden=mlp.gate.out_features,
+        hidden=model.blocks[0].mlp.down.in_features,
         context=context,
         eps=model.norm.eps,
         rope_base=attn.position.base,
@@ -87,9 +96,9 @@ def read(model: Any, context: int, config: type[Config] = Config) -> Config:
     )
 
 
-def from_hf(hf: dict[str, Any], config: type[Config] = Config) -> Config:
+def from_hf(hf: dict[str, Any], config: type[Config] = Config, act: str = "silu") -> Config:
     """From the keys of a config.json, of either dialect. Raises ValueError for what is not supported."""
-    hf = hf_config(hf, refused={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
+    hf = hf_config(hf, refused={"attention_bias": False, "mlp_bias": False, "hidden_act": act})
     return config(
         vocab=hf["vocab_size"],
         dim=hf["hidden_size"],

@@ -1,7 +1,6 @@
 """Qwen3: LLaMA with a norm on each head's queries and keys. https://arxiv.org/abs/2505.09388
 
-The default for training from scratch: the norms let it learn at a high rate, and its folder opens
-in transformers and llama.cpp.
+The norms keep it stable at high learning rates.
 """
 
 from typing import Any

@@ -5,7 +5,7 @@ from dunes.parts.cache import Cache
 from dunes.parts.context import Context
 from dunes.parts.decoder import Block, Decoder
 from dunes.parts.embedding import Embedding
-from dunes.parts.mlp import MLP, GatedMLP
+from dunes.parts.mlp import MLP, GatedMLP, squared_relu
 from dunes.parts.norm import RMSNorm
 from dunes.parts.position import Rotary
 
@@ -20,4 +20,5 @@ __all__ = [
     "GatedMLP",
     "RMSNorm",
     "Rotary",
+    "squared_relu",
 ]

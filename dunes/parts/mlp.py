@@ -8,6 +8,11 @@ from torch import Tensor, nn
 Act = Callable[[Tensor], Tensor]
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0) squared. https://arxiv.org/abs/2109.08668"""
+    return x.relu().square()
+
+
 class MLP(nn.Module):
     """down(act(up(x)))."""
 

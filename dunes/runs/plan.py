@@ -16,7 +16,7 @@ class Plan:
     """
 
     sources: tuple[str, ...]
-    family: str = "qwen3"
+    family: str = "arcee"
     tokenizer: str = "bpe"
     vocab: int = 4096
     size: int = 4_000_000
