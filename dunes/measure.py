@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 
@@ -36,25 +36,33 @@ def dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if half > 1.5 * full else torch.float32
 
 
-def threads() -> int:
+def threads(rounds: int = 3) -> int:
     """How many threads to compute with: all the process may use, or one where others keep them busy.
 
-    Threads that wait for each other at every operation can be slower than one alone when something
-    else runs too; so the two are tried.
+    Threads that wait for each other at every operation can be ten times slower than one alone when
+    something else runs too. One alone is chosen only if it wins every round, half a second apart.
     """
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    before, medians = torch.get_num_threads(), {}
-    x, weight = torch.randn(1024, 256), torch.randn(256, 1024)
-    for n in {1, most}:
-        torch.set_num_threads(n)
-        times = []
-        for _ in range(40):
-            start = perf_counter()
-            (x @ weight).softmax(-1)
-            times.append(perf_counter() - start)
-        medians[n] = median(times)
-    torch.set_num_threads(before)
-    return min(medians, key=lambda n: medians[n])
+    before = torch.get_num_threads()
+    try:
+        for i in range(rounds):
+            sleep(0.5 if i else 0.0)
+            if _seconds(most) <= _seconds(1):
+                return most
+        return 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def _seconds(threads: int) -> float:
+    """The median time of a small piece of a training step with so many threads."""
+    torch.set_num_threads(threads)
+    x, weight, times = torch.randn(1024, 256), torch.randn(256, 1024), []
+    for _ in range(30):
+        start = perf_counter()
+        (x @ weight).softmax(-1)
+        times.append(perf_counter() - start)
+    return median(times)
 
 
 def keep_memory() -> None:
