@@ -58,7 +58,7 @@ def sampler(
 
 
 def begun(sample: Sampler, pieces: Sequence[bytes], start: bytes) -> Sampler:
-    """The sampler, held to ids whose bytes begin with `start`, or with as much of it as they have.
+    """The sampler, held to an id whose bytes begin with `start`, or if none does, to ids that spell it.
 
     Token healing for one row: text cut inside a word was never tokenised like that in training, so
     its last token is taken back and given again as a `start` that the model must follow.
@@ -68,7 +68,9 @@ def begun(sample: Sampler, pieces: Sequence[bytes], start: bytes) -> Sampler:
     def held(logits: Tensor, history: History) -> Tensor:
         nonlocal left
         if left:
-            fits = [bool(p) and (p.startswith(left) or left.startswith(p)) for p in pieces]
+            fits = [p.startswith(left) for p in pieces]
+            if not any(fits):
+                fits = [bool(p) and left.startswith(p) for p in pieces]
             fits += [False] * (logits.shape[-1] - len(fits))
             logits = logits.masked_fill(~torch.tensor(fits, device=logits.device), -torch.inf)
         chosen = sample(logits, history)
