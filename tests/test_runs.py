@@ -161,6 +161,33 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
 
 
+def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
+    real = run_module._nats
+    trained = {}
+
+    def broken(model, batch):
+        total, counted = real(model, batch)
+        if len(records(tmp_path / "run" / "metrics.jsonl")) >= 7:
+            trained.setdefault("weights", {k: v.clone() for k, v in model.state_dict().items()})
+            total = total * float("nan")
+        return total, counted
+
+    monkeypatch.setattr(run_module, "_nats", broken)
+    show, out = display()
+    assert train(toy(code, steps=60), tmp_path / "run", show) == 4
+    assert "not finite for 10 steps in a row, up to step 17" in out.getvalue()
+    assert out.getvalue().count("this step was skipped") == 10
+    kept = checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]
+    assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
+
+
+def test_a_tokenizer_left_by_a_run_that_never_began_is_not_used(code, tmp_path):
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    Tokenizer.train("bytes", []).save(tmp_path / "run" / "state")
+    train(toy(code, steps=2), tmp_path / "run", display()[0])
+    assert checkpoint.load(tmp_path / "run").tokenizer.vocab == 300
+
+
 def test_two_processes_do_not_train_in_one_folder(code, tmp_path):
     from filelock import FileLock
 

@@ -42,12 +42,12 @@ def gather(plan: Plan) -> Corpus:
     return corpus
 
 
-def tokenize(plan: Plan, corpus: Corpus, kept: Path, show: Display) -> Tokens:
+def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> Tokens:
     """Train the tokenizer, or take the one kept in that folder, and turn the documents into tokens.
 
     Raises ValueError if there is not one window to learn from, or nothing to predict in what is held out.
     """
-    if (kept / "tokenizer.json").is_file():
+    if kept is not None:
         tokenizer = Tokenizer.load(kept)
     else:
         show.line(f"training a {plan.tokenizer} tokenizer")

@@ -19,6 +19,7 @@ from dunes.parts import Decoder
 from dunes.runs.corpus import Tokens
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.plan import Plan, config_for
+from dunes.text import Tokenizer
 from dunes.train import Record, Schedule, Trainer, muon
 
 FALL = 0.5
@@ -103,9 +104,9 @@ def alone(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def begin(plan: Plan, folder: Path) -> None:
-    """Write down what the run is to do."""
-    (folder / "state").mkdir(parents=True, exist_ok=True)
+def begin(plan: Plan, folder: Path, tokenizer: Tokenizer) -> None:
+    """Write down what the run is to do. The plan comes last: with it there is a run."""
+    write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
     write_file(folder / "state" / "plan.json", json.dumps(asdict(plan), indent=1).encode())
 
 

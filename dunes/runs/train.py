@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 from dunes import checkpoint, measure, tree
-from dunes.checkpoint.atomic import write_file
 from dunes.data import Windows
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.picture import loss_picture, smoothed
@@ -38,8 +37,8 @@ class Wish:
 def train(plan: Plan, folder: Path, show: Display, again: bool = False) -> int:
     """Run the plan into the folder, or go on with the run there (`again`).
 
-    Returns an exit status: 0, or 128 + the signal that ended the run early. Raises ValueError, before
-    anything is written, for what cannot be done.
+    Returns an exit status: 0, 128 + the signal that ended the run early, or 4 if training did not recover
+    from numbers that are not finite. Raises ValueError, before anything is written, for what cannot be done.
     """
     start = monotonic()
     plan = settled(admitted(plan, folder, again))
@@ -47,7 +46,7 @@ def train(plan: Plan, folder: Path, show: Display, again: bool = False) -> int:
     corpus = gather(plan)
     show.line(corpus.report())
     with show:
-        tokens = tokenize(plan, corpus, folder / "state", show)
+        tokens = tokenize(plan, corpus, folder / "state" if again else None, show)
         return _run(plan, folder, tokens, show, again, start)
 
 
@@ -57,13 +56,17 @@ def _run(plan: Plan, folder: Path, tokens: Tokens, show: Display, again: bool, s
         if again:
             resume(run, show.line)
         else:
-            begin(plan, folder)
-            write_file(folder / "state" / "tokenizer.json", tokens.tokenizer.json().encode())
+            begin(plan, folder, tokens.tokenizer)
         # Time spent on preparing counts: a person waits for that, too.
         run.elapsed += monotonic() - start
         show.line(_opening(run))
-        with _signals() as wish:
-            loop(run, wish, show)
+        try:
+            with _signals() as wish:
+                loop(run, wish, show)
+        except Diverged as error:
+            save(run)
+            show.line(f"{error} (the state is in {folder}/state)")
+            return 4
         _finish(run, wish, show)
     return 128 + wish.signal if wish.signal else 0
 
@@ -111,7 +114,7 @@ def _signals() -> Iterator[Wish]:
 def loop(run: Run, wish: Wish, show: Display) -> None:
     """Step, and between steps measure, check, sample and save, until the schedule or the wish says stop.
 
-    Raises Diverged, with the last good state saved, if training does not recover.
+    Raises Diverged if training does not recover.
     """
     windows = Windows(run.tokens.train, run.plan.context, run.plan.batch, run.plan.seed)
     clock = None if run.plan.steps else Clock(run.schedule, run.plan.minutes * 60, FALL)
@@ -119,25 +122,21 @@ def loop(run: Run, wish: Wish, show: Display) -> None:
     told = _teller(run, show)
     over = run.schedule.over(run.trainer.number)
     steps = run.trainer.run(windows.batches(run.trainer.consumed)) if not over else iter(())
-    try:
-        for step in steps:
-            run.elapsed = monotonic() - began
-            if clock is not None:
-                clock.tell(step.number, run.elapsed)
-            over = run.schedule.over(step.number)
-            checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-            _note(run.folder / "metrics.jsonl", step, checked.bits_per_byte if checked else None)
-            if over or step.number in SAMPLES:
-                _sample(run, show)
-            told(step)
-            if over or wish.signal:
-                return
-            if monotonic() - saved > SAVE_SECONDS:
-                save(run)
-                saved = monotonic()
-    except Diverged:
-        save(run)
-        raise
+    for step in steps:
+        run.elapsed = monotonic() - began
+        if clock is not None:
+            clock.tell(step.number, run.elapsed)
+        over = run.schedule.over(step.number)
+        checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
+        _note(run.folder / "metrics.jsonl", step, checked.bits_per_byte if checked else None)
+        if over or step.number in SAMPLES:
+            _sample(run, show)
+        told(step)
+        if over or wish.signal:
+            return
+        if monotonic() - saved > SAVE_SECONDS:
+            save(run)
+            saved = monotonic()
 
 
 def _check_due(step: int) -> bool:
