@@ -282,6 +282,9 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     saved = checkpoint.load(tmp_path / "run").model.state_dict()
     assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
     assert "learn its text by heart" in out.getvalue()
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    train(toy(code, steps=30), tmp_path / "run", show, again=True)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before, "the best is kept over a resume"
 
 
 @pytest.mark.parametrize(("text", "size"), [("3m", 3_000_000), ("500k", 500_000), ("1.5M", 1_500_000), ("42", 42)])
