@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,8 @@ def sync(path: Path) -> None:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hex."""
-    seen = sha256()
     with path.open("rb") as file:
-        while data := file.read(1 << 22):
-            seen.update(data)
-    return seen.hexdigest()
+        return file_digest(file, "sha256").hexdigest()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b, sha256
+from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 
 import numpy as np
@@ -151,8 +151,5 @@ def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
 
 
 def _digest(path: Path) -> str:
-    seen = sha256()
     with path.open("rb") as file:
-        while data := file.read(1 << 22):
-            seen.update(data)
-    return seen.hexdigest()
+        return file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """Arcee (AFM-4.5B): LLaMA whose MLP is one matrix up, a squared ReLU, one matrix down.
 
 The default for training from scratch: it learns faster than SwiGLU here, per step and per second
-(LOG.md), and its folder opens in transformers and llama.cpp. https://arxiv.org/abs/2109.08668
+(LOG.md), and its folder opens in transformers. https://arxiv.org/abs/2109.08668
 """
 
 from dataclasses import replace
