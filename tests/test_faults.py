@@ -1,8 +1,10 @@
 """What goes wrong on real machines: flipped bits, cut files, full disks, kills at any moment."""
 
+import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,11 @@ import pytest
 import torch
 
 from dunes import checkpoint
+from dunes.checkpoint import atomic
+from dunes.models import llama
+from dunes.models.start import initialise
 from dunes.runs.run import records
+from dunes.text import Tokenizer
 
 STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
 
@@ -61,19 +67,237 @@ def test_a_file_cut_anywhere_or_replaced_by_something_else_is_noticed_without_a_
         assert "\n" not in told[0]
 
 
-@pytest.mark.parametrize("limit", [0, 10, 100, 200, 300, 400, 500, 600, 700, 800])
-def test_a_full_disk_leaves_the_old_state_and_is_an_os_error(stored, limit):
-    run = stored.parent.parent
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+TOKENIZER = Tokenizer.train("bytes", [])
+
+
+def small(seed: int):
+    return initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)), seed)
+
+
+def save_model(folder: Path, value: int) -> None:
+    checkpoint.save(small(value), folder, TOKENIZER, 16, {"value": value})
+
+
+def read_model(folder: Path) -> int:
+    loaded = checkpoint.load(folder)
+    twin = small(loaded.card["value"]).state_dict()
+    assert all(torch.equal(v, twin[k]) for k, v in loaded.model.state_dict().items()), "a torn model"
+    return int(loaded.card["value"])
+
+
+def save_state(run: Path, value: int) -> None:
+    checkpoint.store(run, value, {"value": value, "weights": torch.full((1000,), float(value))})
+
+
+def read_state(run: Path) -> int:
+    found = checkpoint.restore(checkpoint.latest(run))
+    assert torch.equal(found["weights"], torch.full((1000,), float(found["value"]))), "a torn state"
+    return int(found["value"])
+
+
+KINDS = {"state": (save_state, read_state), "model": (save_model, read_model)}
+ERRORS = (errno.EIO, errno.EROFS, errno.EDQUOT, errno.ENOSPC)
+CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
+
+
+def failing(monkeypatch, number, error):
+    """Of all calls that change or force something on the disk, number `number` and all later ones fail."""
+    count = [0]
+
+    def counted(real):
+        def call(*args, **kwargs):
+            count[0] += 1
+            if count[0] >= number:
+                raise error
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    monkeypatch.setattr(atomic, "write_tensors", counted(atomic.write_tensors))
+    monkeypatch.setattr(Path, "write_text", counted(Path.write_text))
+
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), *(OSError(n, os.strerror(n)) for n in ERRORS)], ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crash_or_a_failure_at_any_call_of_a_save_leaves_the_old_or_the_new(kind, error, tmp_path, monkeypatch):
+    save, read = KINDS[kind]
+    save(tmp_path, 1)
+    seen = set()
+    for number in range(1, 200):
+        with monkeypatch.context() as patch:
+            failing(patch, number, error)
+            try:
+                save(tmp_path, 2)
+            except (KeyboardInterrupt, OSError) as raised:
+                if isinstance(raised, OSError):
+                    assert str(tmp_path) in str(raised), "the error names the place"
+            else:
+                break
+        seen.add(found := read(tmp_path))
+        if found == 2:
+            shutil.rmtree(tmp_path)
+            save(tmp_path, 1)
+    assert number > 15, "the calls were seen"
+    assert seen == {1, 2}
+    assert read(tmp_path) == 2
+    assert not list(tmp_path.rglob(".*")), "what was left over is gone"
+
+
+class Disk:
+    """What a disk may hold after the power failed: all that was forced to it, and any part of the rest.
+
+    It watches a folder, looking before and after every call that names or forces what is there by now.
+    Each un-forced write and each un-forced name survives or does not, a write also in part.
+    """
+
+    def __init__(self, root: Path, monkeypatch) -> None:
+        self.root, self.log, self.held = root, [], {}
+        self.names, self.files = self.start = self.look()
+        for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, self.watched(name, getattr(os, name)))
+
+    def number(self, path: Path) -> int:
+        """The inode, kept open so that its number is not given to another file."""
+        inode = path.stat().st_ino
+        if inode not in self.held:
+            self.held[inode] = os.open(path, os.O_RDONLY)
+        return inode
+
+    def look(self):
+        """(folder's inode, name) -> inode, and inode -> bytes of each file."""
+        names, files = {}, {}
+        for path in self.root.rglob("*"):
+            names[path.parent.stat().st_ino, path.name] = inode = self.number(path)
+            if path.is_file():
+                files[inode] = path.read_bytes()
+        return names, files
+
+    def watched(self, name, real):
+        def call(*args, **kwargs):
+            self.notice()
+            if name == "fsync":
+                self.log.append(("forced", os.fstat(args[0]).st_ino))
+            result = real(*args, **kwargs)
+            self.notice()
+            return result
+
+        return call
+
+    def notice(self) -> None:
+        names, files = self.look()
+        self.log += [("write", i, content) for i, content in files.items() if self.files.get(i) != content]
+        gone = {inode: place for place, inode in self.names.items() if names.get(place) != inode}
+        for place, inode in names.items():
+            if self.names.get(place) != inode:
+                self.log.append(("name", place, inode, gone.pop(inode, None)))
+        self.log += [("name", place, None, None) for place in gone.values() if place not in names]
+        self.names, self.files = names, files
+
+    def fail(self, chance: random.Random, folder: Path) -> None:
+        """Write into a folder what may be found if the power failed at some moment."""
+        names, files = dict(self.start[0]), dict(self.start[1])
+        log = self.log[: chance.randrange(len(self.log) + 1)]
+        for i, (what, subject, *rest) in enumerate(log):
+            forced = {e[1] for e in log[i:] if e[0] == "forced"}
+            if what == "write":
+                whole = subject in forced or chance.random() < 0.5
+                files[subject] = rest[0] if whole else rest[0][: chance.randrange(len(rest[0]) + 1)]
+            elif what == "name":
+                inode, source = rest
+                if subject[0] in forced or (source and source[0] in forced) or chance.random() < 0.5:
+                    names[subject] = inode
+                    names[source] = None
+        self.write(names, files, self.root.stat().st_ino, folder)
+
+    def write(self, names, files, number: int, folder: Path) -> None:
+        folder.mkdir()
+        for place, inode in names.items():
+            if place is None or place[0] != number or inode is None:
+                continue
+            if inode in files:
+                (folder / place[1]).write_bytes(files[inode])
+            else:
+                self.write(names, files, inode, folder / place[1])
+
+
+@pytest.mark.parametrize("forced", [True, False], ids=["as it is", "without fsync"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_five_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_path, monkeypatch):
+    save, read = KINDS[kind]
+    run, chance, found = tmp_path / "run", random.Random(0), []
+    run.mkdir()
+    save(run, 1)
+    with monkeypatch.context() as patch:
+        disk = Disk(run, patch)
+        if not forced:
+            patch.setattr(atomic, "sync", lambda path: None)
+        for value in (2, 3, 4):
+            save(run, value)
+    disk.notice()
+    for handle in disk.held.values():
+        os.close(handle)
+    for i in range(500):
+        disk.fail(chance, tmp_path / f"{i}")
+        try:
+            found.append(read(tmp_path / f"{i}"))
+        except Exception:
+            found.append(None)
+        shutil.rmtree(tmp_path / f"{i}")
+    assert (None not in found) == forced, "without forcing anything to the disk, some states are lost"
+    assert not forced or set(found) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("limit", range(0, 2000, 100))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_is_full_after_some_bytes_leaves_the_old_and_is_an_os_error(kind, limit, tmp_path):
+    save, read = KINDS[kind]
+    save(tmp_path, 1)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(OSError, match=r"."):
-            checkpoint.store(run, 3, {**STATE, "more": torch.arange(400.0)})
+        with pytest.raises(OSError, match=str(tmp_path)):
+            save(tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-    assert checkpoint.latest(run) == stored
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert read(tmp_path) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, monkeypatch):
+    save, read = KINDS[kind]
+    save(tmp_path, 1)
+    free = shutil.disk_usage(tmp_path)._replace(free=500)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(atomic, "write_tensors", lambda path, tensors: pytest.fail("written"))
+    with pytest.raises(OSError, match=r"MB are needed and 0\.0 MB are free.*" + str(tmp_path)):
+        save(tmp_path, 2)
+    assert read(tmp_path) == 1
+
+
+def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
+    save_state(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"step-000002: not saved, since weights holds numbers that are not finite"):
+        checkpoint.store(tmp_path, 2, {"value": 2, "weights": torch.tensor([1.0, float("inf")])})
+    assert read_state(tmp_path) == 1
+
+
+def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored):
+    path = stored / "tensors.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    told = []
+    checkpoint.latest(stored.parent.parent, told.append)
+    assert "tensors.safetensors: not the bytes that were written (in weights)" in told[0]
+    old = stored.with_name("step-000001")
+    (old / "state.json").write_text('{"format": 99, "state": {}}')
+    with pytest.raises(ValueError, match="its format is 99, and this version reads 1"):
+        checkpoint.restore(old)
 
 
 TRAIN = """

@@ -2,6 +2,16 @@
 
 from dunes.checkpoint.folder import Loaded, load, save
 from dunes.checkpoint.say import said
-from dunes.checkpoint.state import latest, restore, store
+from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
 
-__all__ = ["Loaded", "latest", "load", "restore", "said", "save", "store"]
+__all__ = [
+    "Loaded",
+    "Snapshot",
+    "latest",
+    "load",
+    "restore",
+    "said",
+    "save",
+    "snapshot",
+    "store",
+]

@@ -3,15 +3,18 @@
 Data is forced to the disk before a name points at it, and the name before we call it done.
 """
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,17 +23,34 @@ MANIFEST = "manifest.json"
 
 def sync(path: Path) -> None:
     """Force a file's data, or a folder's names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    with naming(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError from inside names this path, if it names none."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+        raise
 
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, in hex."""
+    return sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -44,35 +64,57 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Replace one file."""
     staged = path.with_name(f".{path.name}.new")
-    staged.write_bytes(data)
-    sync(staged)
-    os.replace(staged, path)
-    sync(path.parent)
+    with naming(path):
+        staged.write_bytes(data)
+        sync(staged)
+        os.replace(staged, path)
+        sync(path.parent)
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+def room_for(folder: Path, size: int) -> None:
+    """Raise OSError if the disk under a folder has not `size` bytes left."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"{size / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free", str(folder))
+
+
+def write_folder(
+    folder: Path, fill: Callable[[Path], None], tensors: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> None:
     """Make a folder that appears whole or not at all; `fill` writes plain files into a staging folder.
 
-    A manifest with each file's size and SHA-256 is written last. Raises OSError, and leaves what was
-    there untouched, if anything cannot be written.
+    A manifest is written last, with each file's size and SHA-256, and that of each of the `tensors` in
+    it (by file name), so that damage can be told by name. Raises OSError, and leaves what was there
+    untouched, if anything cannot be written.
     """
+    tensors = tensors or {}
+    room_for(folder, sum(t.nbytes for held in tensors.values() for t in held.values()) + (1 << 16))
     staged = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(staged, ignore_errors=True)
     try:
-        staged.mkdir(parents=True)
-        fill(staged)
-        files = sorted(staged.iterdir())
-        for file in files:
-            sync(file)
-        card = {f.name: {"size": f.stat().st_size, "sha256": digest(f)} for f in files}
-        (staged / MANIFEST).write_text(json.dumps({"files": card, "sha256": _seal(card)}, indent=1))
-        sync(staged / MANIFEST)
-        sync(staged)
-        os.rename(staged, folder)
-        sync(folder.parent)
+        with naming(folder):
+            staged.mkdir(parents=True)
+            fill(staged)
+            _seal_folder(staged, tensors)
+            os.rename(staged, folder)
+            sync(folder.parent)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
+
+
+def _seal_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Force the files to the disk, and then a manifest of them."""
+    files = sorted(folder.iterdir())
+    for file in files:
+        sync(file)
+    card: dict[str, Any] = {f.name: {"size": f.stat().st_size, "sha256": digest(f)} for f in files}
+    for name, held in tensors.items():
+        card[name]["tensors"] = {key: tensor_digest(t) for key, t in held.items()}
+    (folder / MANIFEST).write_text(json.dumps({"files": card, "sha256": _seal(card)}, indent=1))
+    sync(folder / MANIFEST)
+    sync(folder)
 
 
 def _seal(card: dict[str, Any]) -> str:
@@ -97,10 +139,20 @@ def verify_folder(folder: Path) -> None:
 
 
 def verify(folder: Path, card: dict[str, Any]) -> None:
-    """Raise ValueError that names the first file whose size or SHA-256 is not the card's."""
+    """Raise ValueError that names the first file whose size or SHA-256 is not the card's, and its tensors."""
     for name, expected in card.items():
         file = folder / name
         if not file.is_file():
             raise ValueError(f"{file}: missing")
         if file.stat().st_size != expected["size"] or digest(file) != expected["sha256"]:
-            raise ValueError(f"{file}: not the bytes that were written")
+            raise ValueError(f"{file}: not the bytes that were written{_changed(file, expected.get('tensors', {}))}")
+
+
+def _changed(file: Path, digests: Mapping[str, str]) -> str:
+    """Which tensors of a damaged file are others, in words; empty if that cannot be told."""
+    try:
+        with safe_open(file, "pt") as stored:
+            changed = [k for k, v in digests.items() if tensor_digest(stored.get_tensor(k)) != v]
+    except (SafetensorError, OSError, ValueError):
+        return ""
+    return f" (in {', '.join(changed)})" if changed else ""

@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dunes.text import END, Tokenizer
 CARD = "dunes.json"
 WEIGHTS = "model.safetensors"
 FORMAT = 1
+READY = ".ready"
 
 
 @dataclass(frozen=True)
@@ -45,38 +46,52 @@ def save(
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    Files that stand there already are replaced one by one, the card last; a card that does not match
-    its files marks an interrupted save. Raises ValueError for a model that no family describes.
+    Whole or not at all: the files are made in a folder beside, which is named `.ready` when they all
+    are on the disk, and then moved to their places; a move that was cut short is finished by the next
+    save or load. Raises ValueError for a model that no family describes.
     """
     words = said(model, context)
     if isinstance(words, str):
         raise ValueError(f"this model cannot be said in Hugging Face's terms: {words}")
     folder = Path(folder)
-    staged = folder / ".new"
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
+    settle(folder)
     family = FAMILIES[words.family]
     weights = {k: v.detach().contiguous() for k, v in to_theirs(family.NAMES, model.state_dict()).items()}
-    atomic.write_tensors(staged / WEIGHTS, weights)
-    tokenizer.save(staged)
-    for name, content in _beside(family.to_hf(words.config), tokenizer, context, weights).items():
-        (staged / name).write_text(json.dumps(content, indent=2) + "\n")
-    files = sorted(staged.iterdir())
-    card = {
-        "format": FORMAT,
-        "dunes": __version__,
-        "family": words.family,
-        "context": context,
-        "changes": [],
-        "files": {f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)} for f in files},
-        **(facts or {}),
-    }
-    (staged / CARD).write_text(json.dumps(card, indent=2) + "\n")
-    for file in [*files, staged / CARD]:
-        atomic.sync(file)
-        os.replace(file, folder / file.name)
-    staged.rmdir()
-    atomic.sync(folder)
+
+    def fill(staged: Path) -> None:
+        atomic.write_tensors(staged / WEIGHTS, weights)
+        tokenizer.save(staged)
+        for name, content in _beside(family.to_hf(words.config), tokenizer, context, weights).items():
+            (staged / name).write_text(json.dumps(content, indent=2) + "\n")
+        card = {
+            "format": FORMAT,
+            "dunes": __version__,
+            "family": words.family,
+            "context": context,
+            "changes": [],
+            "files": {
+                f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)} for f in sorted(staged.iterdir())
+            },
+            **(facts or {}),
+        }
+        (staged / CARD).write_text(json.dumps(card, indent=2) + "\n")
+
+    atomic.write_folder(folder / READY, fill, {WEIGHTS: weights})
+    settle(folder)
+
+
+def settle(folder: Path) -> None:
+    """Finish a save that was cut short after its files were written. Raises OSError if they cannot be moved."""
+    ready = folder / READY
+    if not ready.is_dir():
+        return
+    with atomic.naming(folder), suppress(FileNotFoundError):  # another process may be at it, too
+        (ready / atomic.MANIFEST).unlink(missing_ok=True)
+        for file in sorted(ready.iterdir()):
+            os.replace(file, folder / file.name)
+        atomic.sync(folder)
+        ready.rmdir()
+        atomic.sync(folder)
 
 
 def _beside(
@@ -106,6 +121,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     Built on the meta device first, so that no memory is taken before everything is known to fit.
     """
     folder = Path(folder)
+    settle(folder)
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; {folder} is not a model folder")
@@ -120,12 +136,23 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     with torch.device("meta"):
         model: Decoder = family.build(config)
     weights = from_theirs(family.NAMES, _weights(folder))
-    _fill(model, weights, folder / WEIGHTS)
     tokenizer = Tokenizer.load(folder)
-    rows = model.get_parameter("embed.token.weight").shape[0]
-    if tokenizer.vocab > rows:
-        raise ValueError(f"{folder}: the tokenizer has {tokenizer.vocab} ids, the model has embeddings for {rows}")
+    if (rows := weights.get("embed.token.weight")) is not None:
+        _agree(folder, hf, len(rows), tokenizer)
+    _fill(model, weights, folder / WEIGHTS)
     return Loaded(model.to(device).eval(), tokenizer, config.context, card)
+
+
+def _agree(folder: Path, hf: Mapping[str, Any], rows: int, tokenizer: Tokenizer) -> None:
+    """Raise ValueError unless config and embedding agree and every id has a row; more rows do no harm."""
+    special = {k: v for k, v in hf.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    largest = max((i for v in special.values() for i in (v if isinstance(v, list) else [v or 0])), default=0)
+    if hf["vocab_size"] != rows or tokenizer.vocab > rows or largest >= rows:
+        raise ValueError(
+            f"{folder}: config.json says {hf['vocab_size']} words, the embedding has {rows} rows and the "
+            f"tokenizer {tokenizer.vocab} ids, special ids are {special}; the first two must be equal, and each id "
+            "needs a row"
+        )
 
 
 def _check(folder: Path, card: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,27 +16,50 @@ from torch import Tensor
 from dunes.checkpoint import atomic
 
 KEPT = 2
+FORMAT = 1
+TENSORS = "tensors.safetensors"
 
 Told = Callable[[str], None]
 
 
-def store(run: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Write a state, a nested dict of tensors and JSON values, and drop all but the newest two."""
+class Snapshot(NamedTuple):
+    """A state as it was at one moment: copies of its tensors by their dotted paths, and all else."""
+
+    tensors: dict[str, Tensor]
+    plain: Any
+
+
+def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
+    """Write a state, a nested dict of tensors and JSON values, and drop all but the newest two.
+
+    Raises OSError if it cannot be written, and ValueError if a number in it is not finite; the states
+    that were there stand.
+    """
     folder = run / "state" / f"step-{step:06d}"
-    tensors, plain = _split(state)
+    taken = state if isinstance(state, Snapshot) else snapshot(state)
+    for name, tensor in taken.tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{folder}: not saved, since {name} holds numbers that are not finite")
 
     def fill(staged: Path) -> None:
-        atomic.write_tensors(staged / "tensors.safetensors", tensors)
-        (staged / "state.json").write_text(json.dumps(plain))
+        atomic.write_tensors(staged / TENSORS, taken.tensors)
+        (staged / "state.json").write_text(json.dumps({"format": FORMAT, "state": taken.plain}))
 
+    tidy(run)
     if folder.exists():
         if _whole(folder):
             return folder  # the same step of the same run is the same state
         shutil.rmtree(folder)
-    atomic.write_folder(folder, fill)
+    atomic.write_folder(folder, fill, {TENSORS: taken.tensors})
     for old in _folders(run)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def tidy(run: Path) -> None:
+    """Remove what a save that was killed has left behind."""
+    for staged in (run / "state").glob(".step-*.new"):
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def latest(run: Path, told: Told = lambda line: None) -> Path | None:
@@ -59,9 +82,14 @@ def _whole(folder: Path) -> bool:
 
 
 def restore(folder: Path) -> dict[str, Any]:
-    """The nested dict that was stored."""
+    """The nested dict that was stored. Raises ValueError if it was written in another format."""
     plain = json.loads((folder / "state.json").read_text())
-    state: dict[str, Any] = _join(plain, load_file(folder / "tensors.safetensors"))
+    if plain.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder}: its format is {plain.get('format')}, and this version reads {FORMAT}; "
+            "go on with the version that wrote it"
+        )
+    state: dict[str, Any] = _join(plain["state"], load_file(folder / TENSORS))
     return state
 
 
@@ -71,8 +99,9 @@ def _folders(run: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 
-def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """The tensors under their dotted paths, and the rest with each tensor's path in its place."""
+def snapshot(state: Mapping[str, Any]) -> Snapshot:
+    """Copies of all that is in a state, each tensor's path standing in its place. Raises TypeError
+    for what cannot be kept."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
@@ -90,7 +119,7 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
             return value
         raise TypeError(f"{path}: cannot keep a {type(value).__name__} in a training state")
 
-    return tensors, plain(state, "")
+    return Snapshot(tensors, plain(state, ""))
 
 
 def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:

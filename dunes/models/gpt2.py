@@ -31,7 +31,7 @@ class Config:
     @classmethod
     def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
         """A config of this family for training from scratch: width and depth, the rest by custom."""
-        heads = max(1, dim // (64 if dim % 64 == 0 and dim >= 256 else 32))
+        heads = max(1, dim // (64 if dim % 64 == 0 and dim >= 192 else 32))
         return cls(vocab=vocab, dim=dim, depth=depth, heads=heads, hidden=4 * dim, context=context)
 
 

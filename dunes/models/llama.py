@@ -33,7 +33,7 @@ class Config:
     @classmethod
     def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
         """A config of this family for training from scratch: width and depth, the rest by custom."""
-        head_dim = 64 if dim % 64 == 0 and dim >= 256 else 32
+        head_dim = 64 if dim % 64 == 0 and dim >= 192 else 32
         hidden = round(dim * 8 / 3 / 32) * 32
         heads = max(1, dim // head_dim)
         return cls(

@@ -1,6 +1,7 @@
 """What a training run is asked to do, and the model that follows from it."""
 
 from dataclasses import dataclass, fields
+from math import log
 from typing import Any
 
 from dunes.models import FAMILIES
@@ -66,14 +67,16 @@ def parse_size(text: str) -> int:
 def config_for(plan: Plan, vocab: int) -> Any:
     """The family's config whose parameters, embeddings included, come nearest to the plan's size.
 
-    Depth grows with width, at 64 of width a layer and two layers at least.
+    Widths are 32 or multiples of 64, and of those that come near, the one whose depth is
+    nearest to a layer for each 64 of width.
     """
 
-    def shape(dim: int) -> tuple[int, int]:
-        return dim, max(2, round(dim / 64))
+    def depth(dim: int) -> int:
+        return max(2, round((plan.size - vocab * dim) / (12 * dim * dim)))
 
-    def count(dim: int) -> int:
-        return vocab * dim + 12 * dim * dim * shape(dim)[1]
+    def cost(dim: int) -> float:
+        count = vocab * dim + 12 * dim * dim * depth(dim)
+        return 5 * abs(log(count / plan.size)) + abs(log(dim / depth(dim) / 64))
 
-    dim = min([*range(32, 256, 16), *range(256, 8193, 32)], key=lambda d: abs(count(d) - plan.size))
-    return FAMILIES[plan.family].Config.sized(vocab, *shape(dim), plan.context)
+    dim = min([32, *range(64, 8193, 64)], key=cost)
+    return FAMILIES[plan.family].Config.sized(vocab, dim, depth(dim), plan.context)

@@ -1,0 +1,114 @@
+"""The sweep behind `--minutes`: which size, batch and context learn a corpus best in so much time.
+
+    python benchmarks/dial.py --minutes 3 --shapes 2m,16,256 4m,16,256 4m,32,256 --out dial.jsonl
+
+Each shape is first timed alone with all threads; that says how many steps the minutes buy. Then as
+many shapes as there are cores train that many steps, one thread each, since what is learned depends
+on the steps and not on who else computes. Shapes that are in the file already are left out.
+"""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import tyro
+
+from dunes import measure, tree
+from dunes.data import Windows
+from dunes.runs.corpus import Tokens, gather, tokenize
+from dunes.runs.plan import Plan, parse_size
+from dunes.runs.progress import Display
+from dunes.runs.run import Run, prepare
+
+OVERHEAD = 20.0
+"""Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
+
+
+def tokens_of(plan: Plan) -> Tokens:
+    with Display() as show:
+        return tokenize(plan, gather(plan), None, show)
+
+
+def seconds_a_step(plan: Plan, tokens: Tokens, steps: int = 8) -> tuple[float, int]:
+    """The median time of a training step, and the number of parameters."""
+    run = prepare(plan, Path("."), tokens)
+    return median(s.seconds for s in islice(stepped(run), 2, steps)), tree.count(run.model)
+
+
+def stepped(run: Run) -> Any:
+    plan = run.plan
+    return run.trainer.run(Windows(run.tokens.train, plan.context, plan.batch, plan.seed).batches())
+
+
+def learned(plan: Plan) -> dict[str, Any]:
+    """What a run of plan.steps knows of the held-out text."""
+    measure.keep_memory()
+    run = prepare(plan, Path("."), tokens_of(plan))
+    assert plan.steps is not None, "the caller has counted them"
+    for _ in islice(stepped(run), plan.steps):
+        pass
+    score = run.score()
+    return {"bits_per_byte": score.bits_per_byte, "loss": score.loss}
+
+
+def one(job: str) -> str:
+    """One line of the result file, from a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--job", job], capture_output=True, text=True, check=True)
+    return json.dumps(json.loads(job) | json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(
+    minutes: tuple[float, ...] = (3.0,),
+    shapes: tuple[str, ...] = ("2m,16,256", "4m,16,256", "8m,16,256"),
+    source: str = "stdlib",
+    out: Path = Path("dial.jsonl"),
+    job: str | None = None,
+) -> None:
+    """Sweep.
+
+    Args:
+        minutes: Lengths of runs.
+        shapes: Parameters, windows a step, tokens a window.
+        source: The corpus.
+        out: Where the results go, one line each.
+        job: One run, as this program calls itself.
+    """
+    if job is not None:
+        wanted = json.loads(job)
+        print(json.dumps(learned(Plan(**wanted["plan"] | {"sources": tuple(wanted["plan"]["sources"])}))))
+        return
+    measure.keep_memory()
+    cores = measure.threads()
+    base = Plan(sources=(source,), dtype=str(measure.dtype(measure.device())).removeprefix("torch."), threads=cores)
+    tokens = tokens_of(base)
+    known = {(r["minutes"], r["shape"]) for r in map(json.loads, out.read_text().splitlines())} if out.exists() else set()
+    jobs = []
+    for shape in shapes:
+        size, batch, context = shape.split(",")
+        plan = replace(base, size=parse_size(size), batch=int(batch), context=int(context))
+        seconds, parameters = seconds_a_step(plan, tokens)
+        rate = plan.batch * plan.context / seconds
+        print(f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True)
+        for m in minutes:
+            plan_m = replace(plan, minutes=m, steps=round((m * 60 - OVERHEAD) / seconds), threads=1)
+            row = {"minutes": m, "shape": shape, "parameters": parameters, "seconds": seconds, "plan": asdict(plan_m)}
+            if (m, shape) not in known:
+                jobs.append(json.dumps(row))
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(cores) as pool:
+        for line in pool.map(one, jobs):
+            with out.open("a") as file:
+                file.write(line + "\n")
+            r = json.loads(line)
+            print(f"{r['minutes']:g} minutes, {r['shape']}: {r['plan']['steps']} steps, {r['bits_per_byte']:.4f} bits a byte", flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
