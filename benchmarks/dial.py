@@ -1,6 +1,6 @@
 """The sweep behind `--minutes`: which size, batch and context learn a corpus best in so much time.
 
-    python benchmarks/dial.py --minutes 3 --shapes 2m,16,256 4m,16,256 4m,32,256 --out dial.jsonl
+    python benchmarks/dial.py --minutes 3 --shapes 2m,16,256,4096 4m,16,256,4096 --out dial.jsonl
 
 Each shape is first timed alone with all threads; that says how many steps the minutes buy. Then as
 many shapes as there are cores train that many steps, one thread each, since what is learned depends
@@ -66,7 +66,7 @@ def one(job: str) -> str:
 
 def main(
     minutes: tuple[float, ...] = (3.0,),
-    shapes: tuple[str, ...] = ("2m,16,256", "4m,16,256", "8m,16,256"),
+    shapes: tuple[str, ...] = ("2m,16,256,4096", "4m,16,256,4096", "8m,16,256,4096"),
     source: str = "stdlib",
     out: Path = Path("dial.jsonl"),
     job: str | None = None,
@@ -75,7 +75,7 @@ def main(
 
     Args:
         minutes: Lengths of runs.
-        shapes: Parameters, windows a step, tokens a window.
+        shapes: Parameters, windows a step, tokens a window, vocabulary.
         source: The corpus.
         out: Where the results go, one line each.
         job: One run, as this program calls itself.
@@ -87,13 +87,15 @@ def main(
     measure.keep_memory()
     cores = measure.threads()
     base = Plan(sources=(source,), dtype=str(measure.dtype(measure.device())).removeprefix("torch."), threads=cores)
-    tokens = tokens_of(base)
+    held = {base.vocab: tokens_of(base)}
     known = {(r["minutes"], r["shape"]) for r in map(json.loads, out.read_text().splitlines())} if out.exists() else set()
     jobs = []
     for shape in shapes:
-        size, batch, context = shape.split(",")
-        plan = replace(base, size=parse_size(size), batch=int(batch), context=int(context))
-        seconds, parameters = seconds_a_step(plan, tokens)
+        size, batch, context, vocab = shape.split(",")
+        plan = replace(base, size=parse_size(size), batch=int(batch), context=int(context), vocab=int(vocab))
+        if plan.vocab not in held:
+            held[plan.vocab] = tokens_of(plan)
+        seconds, parameters = seconds_a_step(plan, held[plan.vocab])
         rate = plan.batch * plan.context / seconds
         print(f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True)
         for m in minutes:

@@ -30,6 +30,24 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seco
     return 2 * size**3 * (count - 2) / (perf_counter() - start)
 
 
+def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -> float:
+    """Bytes a second that can be read from memory: the fastest of some sums over `size` bytes."""
+    x = torch.ones(size // 4, device=device)
+    best, start = 0.0, perf_counter()
+    while perf_counter() - start < seconds or not best:
+        before = perf_counter()
+        x.sum()
+        _wait(device)
+        best = max(best, x.nbytes / (perf_counter() - before))
+    return best
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this error means that memory could not be had, on any device."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(w in str(error) for w in words)
+
+
 def dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where its matrix products are clearly faster here, else float32."""
     half, full = (matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))

@@ -1,5 +1,6 @@
 """From files to batches: what is read, what is kept on disk, and in which order it comes."""
 
+import json
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dunes.data import Windows, cached, collect, default_cache
+from dunes.data import Row, Windows, cached, collect, default_cache, opened
 from dunes.data.sources import BLOCK, GIANT
 from dunes.data.windows import shuffled
 from dunes.text import Tokenizer
@@ -564,6 +565,64 @@ def test_no_single_bit_of_a_card_can_lie(documents, tmp_path):
         path.write_bytes(flipped(data, at))
         assert cached(documents, BYTES, tmp_path) == first
         assert path.read_bytes() == data, at
+
+
+FOREIGN = {
+    "no card": (lambda f: (f / "shard.json").unlink(), "not a shard of tokens"),
+    "a card of something else": (lambda f: (f / "shard.json").write_text("[1, 2]"), "not a shard of tokens"),
+    "another format": (lambda f: change(f, format=9), "its format is 9, and 1 is what is read here"),
+    "ids of four bytes": (lambda f: change(f, vocab=70_000), r"bytes, not \d+ ids of 4 bytes"),
+    "an id too large": (lambda f: change(f, vocab=100), r"id \d+ is not below the vocabulary's 100"),
+    "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), "not the bytes"),
+    "a cut file": (lambda f: replaced(f / "tokens.bin", lambda d: d[:-1]), "bytes, not"),
+}
+
+
+def change(folder, **fields):
+    card = json.loads((folder / "shard.json").read_text())
+    (folder / "shard.json").write_text(json.dumps(card | fields))
+
+
+def replaced(path, damage):
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(damage(data))
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_what_is_not_a_whole_shard_is_refused_by_name(documents, tmp_path, foreign):
+    shard = cached(documents, BYTES, tmp_path)
+    assert opened(shard.folder) == shard
+    harm, words = FOREIGN[foreign]
+    harm(shard.folder)
+    with pytest.raises(ValueError, match=words):
+        opened(shard.folder)
+
+
+def test_the_first_id_that_does_not_exist_is_named(documents, tmp_path):
+    shard = cached(documents, BYTES, tmp_path)
+    first = next(i for i, token in enumerate(shard.tokens.tolist()) if token >= 110)
+    change(shard.folder, vocab=110)
+    with pytest.raises(ValueError, match=f"id {first} is not below"):
+        opened(shard.folder)
+
+
+def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
+    shard = cached(documents, BYTES)
+    row = shard.row
+    assert len(row) == shard.length
+    for _ in range(50):
+        index = np.random.default_rng(_).integers(0, len(row), (3, 7))
+        assert (row[index] == shard.tokens[index]).all()
+    windows = Windows(row, 20, 4)
+    assert torch.equal(windows.at(3), Windows(shard.tokens, 20, 4).at(3))
+    path = shard.folder / "tokens.bin"
+    path.chmod(0o600)
+    os.truncate(path, 50)
+    with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
+        windows.at(4)
+    with pytest.raises(ValueError, match="ends inside token 25"):
+        Row(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]
 
 
 def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):

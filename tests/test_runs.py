@@ -160,7 +160,9 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert "size was 60000, now 70000" in changed
     assert "family was 'arcee', now 'gpt2'" in changed
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
-    assert "the corpus or the tokenizer is another" in refused(Plan(sources=()), folder, again=True)
+    words = refused(Plan(sources=()), folder, again=True)
+    assert "cannot go on: the text to validate on changed; " in words
+    assert words.endswith("or say --override corpus")
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
 

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -12,50 +12,67 @@ Model = Annotated[Path, tyro.conf.Positional]
 def train(
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     *,
-    out: Path,
+    out: Path | None = None,
+    minutes: float | None = None,
     steps: int | None = None,
-    minutes: float = 15.0,
-    size: str = "4m",
-    family: Literal["arcee", "llama", "qwen3", "gpt2"] = "arcee",
-    tokenizer: Literal["bpe", "bytes", "chars"] = "bpe",
-    split: Literal["files", "tails"] = "files",
-    context: int = 256,
-    seed: int = 0,
+    size: str | None = None,
+    context: int | None = None,
+    batch: int | None = None,
+    family: Literal["arcee", "llama", "qwen3", "gpt2"] | None = None,
+    tokenizer: Literal["bpe", "bytes", "chars"] | None = None,
+    split: Literal["files", "tails"] | None = None,
+    seed: int | None = None,
+    dry_run: bool = False,
     resume: bool = False,
+    override: tuple[str, ...] = (),
+    strict: bool = False,
 ) -> int:
     """Train a model from scratch on files and folders.
+
+    Say how many minutes there are; size, batch and context follow from them, the text and this machine.
 
     Example: dunes train ~/code/project --out runs/project --minutes 15
 
     Args:
         sources: Files and folders of text; `stdlib` names the running Python's standard library.
         out: Folder of the run; the model comes to lie there.
-        steps: End after so many steps instead of minutes.
-        minutes: End after so many minutes.
+        minutes: End after so many minutes (15).
+        steps: End after so many steps instead.
         size: Parameters, like 500k or 3m.
-        family: Architecture.
-        tokenizer: What a token is.
-        split: Hold out whole files for validation, or the tails of all files.
         context: Tokens that the model looks at.
-        seed: Another seed, another run.
+        batch: Windows of that many tokens in a step.
+        family: Architecture (arcee).
+        tokenizer: What a token is (bpe).
+        split: Hold out whole files for validation, or the tails of all files (files).
+        seed: Another seed, another run (0).
+        dry_run: Say what would be done and what memory it takes, and do nothing.
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
+        override: Fields that may differ from the run's when going on: minutes, steps, sources, corpus,
+            threads, dtype.
+        strict: Stop when a save fails, and do not go back past a damaged state.
     """
     from dunes.runs.plan import Plan, parse_size
     from dunes.runs.progress import Display
     from dunes.runs.train import train as run
 
-    plan = Plan(
-        sources=sources,
-        steps=steps,
-        minutes=minutes,
-        size=parse_size(size),
-        family=family,
-        tokenizer=tokenizer,
-        split=split,
-        context=context,
-        seed=seed,
-    )
-    return run(plan, out, Display(), resume)
+    if out is None and not dry_run:
+        raise ValueError("--out is missing; name a folder for the run")
+    asked: dict[str, Any] = {
+        "sources": sources or None,
+        "minutes": minutes,
+        "steps": steps,
+        "size": size and parse_size(size),
+        "context": context,
+        "batch": batch,
+        "family": family,
+        "tokenizer": tokenizer,
+        "split": split,
+        "seed": seed,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    plan = Plan(**{"sources": ()} | given)
+    folder = out or Path("runs/none")
+    return run(plan, folder, Display(), resume, asked=given, override=override, strict=strict, dry=dry_run)
 
 
 def generate(

@@ -9,11 +9,13 @@ import json
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b, file_digest, sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,45 @@ class Shard:
     def tokens(self) -> NDArray[np.uint16] | NDArray[np.uint32]:
         """All ids, mapped from the file."""
         return np.memmap(self.folder / "tokens.bin", _dtype(self.vocab), "r", shape=(self.length,))
+
+    @cached_property
+    def row(self) -> "Row":
+        """The same ids, read from the file as they are asked for."""
+        return Row(self.folder / "tokens.bin", _dtype(self.vocab), self.length)
+
+
+class Row:
+    """Ids in a file that is read where it is asked: it costs no memory, and is never touched unseen.
+
+    A mapped file that somebody shortens kills the process that reads it; this one raises ValueError as
+    soon as its size or time of change is not what it was when it was opened.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], length: int) -> None:
+        self.path, self.dtype, self.length = path, dtype, length
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._opened = self._state()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
+        """Ids at an index (N, T), whose rows are read each from its least to its greatest place."""
+        if self._state() != self._opened:
+            raise ValueError(f"{self.path}: the tokens were changed while they were in use; start again")
+        return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
+
+    def _span(self, start: int, stop: int) -> NDArray[Any]:
+        width = self.dtype.itemsize
+        data = os.pread(self._file, (stop - start) * width, start * width)
+        if len(data) != (stop - start) * width:
+            raise ValueError(f"{self.path}: ends inside token {start + len(data) // width}; start again")
+        return np.frombuffer(data, self.dtype)
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file)
+        return found.st_size, found.st_mtime_ns
 
 
 def default_cache() -> Path:
@@ -95,7 +136,7 @@ def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     return seen.hexdigest()
 
 
-def _dtype(vocab: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+def _dtype(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
 
 
@@ -137,19 +178,38 @@ def _pieces(block: str, size: int = 1 << 16) -> list[str]:
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
-    """The shard in this folder if it is whole: the card, the size, and the digest it was written with."""
+    """The shard in this folder, if it is whole and the card's."""
     try:
-        found = json.loads((folder / "shard.json").read_text())
-        length, path = found["length"], folder / "tokens.bin"
-        whole = all(found[k] == v for k, v in card.items())
-        whole = whole and path.stat().st_size == length * _dtype(found["vocab"]).itemsize
-        if not whole or _digest(path) != found["sha256"]:
-            return None
-        return Shard(folder, length, found["size"], found["documents"], found["vocab"], found["key"])
-    except (OSError, ValueError, LookupError, TypeError):
+        shard = opened(folder)
+    except ValueError:
         return None
+    return shard if all(getattr(shard, k) == v for k, v in card.items() if k != "format") else None
 
 
-def _digest(path: Path) -> str:
+def opened(folder: Path) -> Shard:
+    """The shard in a folder. Raises ValueError that names what is not as it was written: the card, the
+    size, the digest, or the first id that the vocabulary does not have."""
+    try:
+        card = json.loads((folder / "shard.json").read_text())
+        written, digest = card["format"], card["sha256"]
+        shard = Shard(folder, *(card[k] for k in ("length", "size", "documents", "vocab", "key")))
+        dtype, path = _dtype(shard.vocab), folder / "tokens.bin"
+        size = path.stat().st_size
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder}: not a shard of tokens: {error!r}") from None
+    if written != FORMAT:
+        raise ValueError(f"{folder}: its format is {written!r}, and {FORMAT} is what is read here")
+    if size != shard.length * dtype.itemsize:
+        raise ValueError(f"{path}: {size} bytes, not {shard.length} ids of {dtype.itemsize} bytes")
+    seen, done = sha256(), 0
     with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+        while data := file.read(1 << 22):
+            seen.update(data)
+            ids: NDArray[Any] = np.frombuffer(data, dtype)
+            wrong = np.flatnonzero(ids >= shard.vocab)
+            if len(wrong):
+                raise ValueError(f"{path}: id {done + wrong[0]} is not below the vocabulary's {shard.vocab}")
+            done += len(ids)
+    if seen.hexdigest() != digest:
+        raise ValueError(f"{path}: not the bytes that were written")
+    return shard

@@ -9,7 +9,7 @@ accelerators share the work does not matter.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ROUNDS = 4
+
+
+class Ids(Protocol):
+    """A long row of ids: an array, or a `Row` of a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: NDArray[np.int64], /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class Windows:
     windows, and met in other epochs. Raises ValueError if there is not one window.
     """
 
-    tokens: NDArray[Any]
+    tokens: Ids
     length: int
     batch: int
     seed: int = 0

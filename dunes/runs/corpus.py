@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.data import Corpus, Document, Shard, cached, collect
+from dunes.data import Corpus, Document, Ids, Shard, cached, collect
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.text import Tokenizer
@@ -21,12 +22,12 @@ TAIL = 0.1
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids to learn from and ids held out, of one tokenizer; `key` is a fingerprint of both."""
+    """Ids to learn from and ids held out, of one tokenizer; `prints` are fingerprints of all three."""
 
     tokenizer: Tokenizer
-    train: NDArray[Any]
-    valid: NDArray[Any]
-    key: str
+    train: Ids
+    valid: Ids
+    prints: dict[str, str]
 
 
 def gather(plan: Plan) -> Corpus:
@@ -53,30 +54,36 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> To
         show.line(f"training a {plan.tokenizer} tokenizer")
         tokenizer = Tokenizer.train(plan.tokenizer, _sample(corpus.train, plan), plan.vocab)
     shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
-    key = "+".join(s.key for s in shards)
-    if plan.split == "tails":
-        train, valid = _tails(shards[0], tokenizer.end)
-    else:
-        train, valid = shards[0].tokens, shards[1].tokens
+    train: Ids
+    valid: Ids
+    train, valid = _tails(shards[0], tokenizer.end) if plan.split == "tails" else (s.row for s in shards)
     for side, tokens, least in (("learn from", train, plan.context + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
                 f"{len(tokens)} tokens to {side}, and {least} are needed at least; "
                 "give more text or a smaller --context"
             )
-    return Tokens(tokenizer, train, valid, key)
+    return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
+
+
+def _prints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
+    texts = {"the tokenizer": tokenizer.json()}
+    texts["the text to learn from"] = "".join(d.digest for d in corpus.train)
+    texts["the text to validate on"] = "".join(d.digest for d in corpus.valid)
+    return {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()}
 
 
 def _sample(documents: Sequence[Document], plan: Plan) -> Iterator[str]:
     """About SAMPLE bytes of text, from documents all over the corpus; all of it for characters."""
     total = sum(d.size for d in documents)
     every = 1 if plan.tokenizer == "chars" else max(1, total // SAMPLE)
-    for i, document in enumerate(documents):
+    for document in documents[::every]:
         left = SAMPLE
-        for block in document.text() if i % every == 0 else ():
-            if plan.tokenizer == "chars" or left > 0:
-                yield block
+        for block in document.text():
+            yield block
             left -= len(block)
+            if left <= 0 and plan.tokenizer != "chars":
+                break
 
 
 def _shard(documents: Sequence[Document], tokenizer: Tokenizer, show: Display) -> Shard:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import tree
+from dunes.data import Ids
 from dunes.parts import Decoder
 from dunes.train import IGNORE
 
@@ -47,7 +48,7 @@ def widths(pieces: list[bytes]) -> NDArray[np.int64]:
 
 def evaluate(
     model: Decoder,
-    tokens: NDArray[Any],
+    tokens: Ids,
     width: NDArray[np.int64],
     context: int,
     dtype: torch.dtype = torch.float32,
@@ -75,7 +76,7 @@ def evaluate(
     return Score(nats, count, size)
 
 
-def _rectangle(tokens: NDArray[Any], starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rectangle(tokens: Ids, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and targets (B, T) of windows; what lies past the end of the text is not asked."""
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))

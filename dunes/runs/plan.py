@@ -1,5 +1,6 @@
 """What a training run is asked to do, and the model that follows from it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from math import log
 from typing import Any
@@ -7,51 +8,64 @@ from typing import Any
 from dunes.models import FAMILIES
 from dunes.text import KINDS
 
+OVERRIDABLE = ("sources", "corpus", "steps", "minutes", "dtype", "threads")
+"""What a run may be told to change when it goes on. All else is built into its weights or its order of data."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that decides what a run computes. Stored in the run; a resumed run keeps it.
 
-    It ends after `steps` if given, else after `minutes`. `size` counts parameters. What is None of
-    `dtype` and `threads` is measured when the run begins.
+    It ends after `steps` if given, else after `minutes`. `size` counts parameters. What is None or 0
+    is chosen when the run begins, from the minutes, the corpus and the machine (`runs/dial.py`).
+    `matmul` is the machine's measured rate of matrix products in FLOP/s.
     """
 
     sources: tuple[str, ...]
     family: str = "arcee"
     tokenizer: str = "bpe"
     vocab: int = 4096
-    size: int = 4_000_000
-    context: int = 256
-    batch: int = 16
+    size: int = 0
+    context: int = 0
+    batch: int = 0
     steps: int | None = None
     minutes: float = 15.0
     split: str = "files"
     seed: int = 0
     dtype: str | None = None
     threads: int | None = None
+    matmul: float | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be done, before anything is."""
-        least = {"vocab": 1, "size": 1, "context": 2, "batch": 1, "minutes": 0.01}
+        least = {"vocab": 1, "size": 1, "context": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1}
         for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"--{name} is {getattr(self, name)}; it must be at least {minimum}")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"--steps is {self.steps}; it must be at least 1")
+            value = getattr(self, name)
+            left_open = value is None or (value == 0 and name in ("size", "context", "batch"))
+            if not left_open and not value >= minimum:
+                raise ValueError(f"--{name} is {value}; it must be at least {minimum}")
         for name, known in {"family": FAMILIES, "tokenizer": KINDS, "split": ("files", "tails")}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
 
-    def differences(self, earlier: "Plan", asked_only: bool = False) -> str:
-        """What an earlier plan says differently, field by field; empty if nothing.
+    @property
+    def seconds(self) -> float:
+        """How long it may take, if it does not end by steps."""
+        return self.minutes * 60
 
-        With `asked_only`, a field that stands at its default here was not asked for, and so agrees.
-        """
+    def changed(self) -> set[str]:
+        """The fields that are not at their defaults."""
         default = Plan(sources=())
-        found = [(f.name, getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)]
-        if asked_only:
-            found = [(name, was, now) for name, was, now in found if now != getattr(default, name)]
-        return "; ".join(f"{name} was {was!r}, now {now!r}" for name, was, now in found if was != now)
+        return {f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)}
+
+    def differences(self, earlier: "Plan", asked: Collection[str] | None = None) -> dict[str, str]:
+        """What an earlier plan says differently, in words by field; of the fields `asked` for, if given."""
+        found = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
+        return {
+            name: f"{name} was {was!r}, now {now!r}"
+            for name, (was, now) in found.items()
+            if was != now and (asked is None or name in asked)
+        }
 
 
 def parse_size(text: str) -> int:

@@ -1,10 +1,11 @@
 """A run in progress: made from a plan, kept on disk, found again."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,17 +19,21 @@ from dunes.models.start import initialise
 from dunes.parts import Decoder
 from dunes.runs.corpus import Tokens
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.plan import Plan, config_for
+from dunes.runs.plan import OVERRIDABLE, Plan, config_for
 from dunes.text import Tokenizer
 from dunes.train import Record, Schedule, Trainer, muon
 
+METRICS = "metrics.jsonl"
 FALL = 0.5
 WARMUP = 20
 
 
 @dataclass
 class Run:
-    """What a run computes with, and what it remembers beside the trainer's own state."""
+    """What a run computes with, and what it remembers beside the trainer's own state.
+
+    `began` is when it would have begun, by the clock, had it never been interrupted.
+    """
 
     folder: Path
     plan: Plan
@@ -37,6 +42,8 @@ class Run:
     trainer: Trainer
     schedule: Schedule
     elapsed: float = 0.0
+    began: float = 0.0
+    second_a_token: float = 0.0
     best: Score | None = None
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -49,34 +56,31 @@ class Run:
 
     def done(self, step: int) -> float:
         """The share of the run that is over."""
-        return step / self.plan.steps if self.plan.steps else self.elapsed / (self.plan.minutes * 60)
+        return step / self.plan.steps if self.plan.steps else self.elapsed / self.plan.seconds
 
     def score(self, limit: int | None = None) -> Score:
         """The model's score on the held-out text, or on about `limit` tokens spread over it."""
         width = widths(self.tokens.tokenizer.pieces())
         return evaluate(self.model, self.tokens.valid, width, self.plan.context, self.dtype, limit)
 
+    def scoring(self, limit: int) -> float:
+        """Seconds that a score on so many tokens takes, by the last check."""
+        return self.second_a_token * min(limit, len(self.tokens.valid))
+
     def check(self, limit: int) -> Score:
         """Score the model; the best weights so far are remembered."""
+        start = perf_counter()
         self.last = score = self.score(limit)
+        self.second_a_token = (perf_counter() - start) / score.tokens
         if self.best is None or score.bits_per_byte < self.best.bits_per_byte:
             self.best, self.best_step = score, self.trainer.number
             self.best_weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
         return score
 
 
-def settled(plan: Plan) -> Plan:
-    """The plan with dtype and threads as this machine likes them best, where it leaves them open."""
-    threads = plan.threads or measure.threads()
-    torch.set_num_threads(threads)
-    dtype = plan.dtype or str(measure.dtype(measure.device())).removeprefix("torch.")
-    return replace(plan, dtype=dtype, threads=threads)
-
-
 def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
-    """A run at its first step, for a settled plan."""
-    assert plan.dtype is not None, "settled"
-    assert plan.threads is not None, "settled"
+    """A run at its first step, for a plan that leaves nothing open."""
+    assert plan.dtype and plan.threads, "chosen before"
     torch.set_num_threads(plan.threads)
     device, dtype = measure.device(), getattr(torch, plan.dtype)
     config = config_for(plan, tokens.tokenizer.vocab)
@@ -120,11 +124,11 @@ def _tupled(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
 
 
-def save(run: Run) -> None:
-    """Write the whole state of the run."""
-    state = {
+def state_of(run: Run) -> dict[str, Any]:
+    """All that a resumed run needs."""
+    return {
         "plan": asdict(run.plan),
-        "corpus": run.tokens.key,
+        "corpus": run.tokens.prints,
         "weights": run.model.state_dict(),
         "trainer": run.trainer.state_dict(),
         "records": [[r.begin, r.end] for r in run.schedule.records],
@@ -134,31 +138,50 @@ def save(run: Run) -> None:
         "best_step": run.best_step,
         "best_weights": run.best_weights,
     }
-    checkpoint.store(run.folder, run.trainer.number, state)
 
 
-def resume(run: Run, told: Callable[[str], None]) -> None:
+def resume(run: Run, told: Callable[[str], None], override: Collection[str] = (), strict: bool = False) -> None:
     """Go back to the newest whole state, if there is one.
 
-    Raises ValueError, and changes nothing, if the plan or the corpus is not the one of the state.
+    Raises ValueError, and changes nothing, if the plan or the corpus is not the one of the state, but
+    for what is in `override`; and with `strict`, if the newest state is damaged.
     """
-    if (folder := checkpoint.latest(run.folder, told)) is None:
+
+    def damaged(line: str) -> None:
+        if strict:
+            raise ValueError(line)
+        told(line)
+
+    if (folder := checkpoint.latest(run.folder, damaged)) is None:
         told("nothing was saved yet; beginning anew")
-        cut(run.folder / "metrics.jsonl", 0)
+        cut(run.folder / METRICS, 0)
         return
     state = checkpoint.restore(folder)
-    differences = [d for d in [run.plan.differences(Plan(**_tupled(state["plan"])))] if d]
-    if state["corpus"] != run.tokens.key:
-        differences.append("the corpus or the tokenizer is another")
-    if differences:
-        raise ValueError(f"{run.folder}: cannot go on: {'; '.join(differences)}; begin anew with another --out")
+    differences = run.plan.differences(Plan(**_tupled(state["plan"])))
+    if others := [name for name, found in run.tokens.prints.items() if state["corpus"][name] != found]:
+        differences["corpus"] = f"{' and '.join(others)} changed"
+    if refused := [words for name, words in differences.items() if name not in override]:
+        raise ValueError(
+            f"{run.folder}: cannot go on: {'; '.join(refused)}; begin anew with another --out, or say --override "
+            f"{' '.join(d for d in differences if d in OVERRIDABLE) or 'of what may change'}"
+        )
     run.model.load_state_dict(state["weights"])
     run.trainer.load_state_dict(state["trainer"])
-    run.schedule.records[:] = [Record(*r) for r in state["records"]]
+    if not {"steps", "minutes"} & differences.keys():  # else the rate goes up again, and falls towards the new end
+        run.schedule.records[:] = [Record(*r) for r in state["records"]]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = (Score(*state[k]) if state[k] else None for k in ("best", "last"))
-    cut(run.folder / "metrics.jsonl", run.trainer.number)
+    cut(run.folder / METRICS, run.trainer.number)
     told(f"going on after step {run.trainer.number}")
+    if differences:
+        note(run.folder, {"step": run.trainer.number, "changed": differences})
+        write_file(run.folder / "state" / "plan.json", json.dumps(asdict(run.plan), indent=1).encode())
+
+
+def note(folder: Path, record: dict[str, Any]) -> None:
+    """Append a line to the run's metrics."""
+    with (folder / METRICS).open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def records(path: Path) -> list[dict[str, Any]]:

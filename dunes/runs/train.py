@@ -1,12 +1,11 @@
 """Training from scratch: from a plan to a model folder, with what a person wants to see on the way."""
 
-import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -14,71 +13,112 @@ from typing import Any
 
 from dunes import checkpoint, measure, tree
 from dunes.data import Windows
-from dunes.runs.corpus import Tokens, gather, tokenize
+from dunes.runs.corpus import gather, tokenize
+from dunes.runs.dial import chosen, flops, needs
+from dunes.runs.evaluate import Score
 from dunes.runs.picture import loss_picture, smoothed
-from dunes.runs.plan import Plan
+from dunes.runs.plan import OVERRIDABLE, Plan
 from dunes.runs.progress import Display, duration, quantity
-from dunes.runs.run import FALL, Run, alone, begin, begun, prepare, records, resume, save, settled
+from dunes.runs.run import FALL, METRICS, Run, alone, begin, begun, note, prepare, records, resume
+from dunes.runs.saver import Saver
 from dunes.runs.write import sample_text
 from dunes.train import Clock, Diverged, Step
 
 CHECK_TOKENS = 16_384
+FINAL_TOKENS = 262_144
 SAVE_SECONDS = 60.0
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
+CLOSING = 3.0
+"""Seconds that the end of a run takes beside the last score: the model, the picture."""
+
+NOT_SAVED = 3
+DIVERGED = 4
 
 
 @dataclass
 class Wish:
-    """The signal that asked the run to stop; 0 while none did."""
+    """The signal that asked the run to stop, 0 while none did; and whether one asked for a save."""
 
     signal: int = 0
+    save: bool = False
 
 
-def train(plan: Plan, folder: Path, show: Display, again: bool = False) -> int:
-    """Run the plan into the folder, or go on with the run there (`again`).
+def train(
+    plan: Plan,
+    folder: Path,
+    show: Display,
+    again: bool = False,
+    *,
+    asked: Collection[str] | None = None,
+    override: Collection[str] = (),
+    strict: bool = False,
+    dry: bool = False,
+) -> int:
+    """Run the plan into the folder, or go on with the run there (`again`); with `dry`, only say what would be done.
 
-    Returns an exit status: 0, 128 + the signal that ended the run early, or 4 if training did not recover
-    from numbers that are not finite. Raises ValueError, before anything is written, for what cannot be done.
+    A run that goes on keeps its own plan, but for the fields in `override`; `asked` are the fields of
+    `plan` that somebody chose. With `strict`, a failed save ends the run and a damaged state is not
+    passed over. Returns an exit status: 0, 128 + the signal that ended the run early, 3 if the last
+    state could not be saved, or 4 if training did not recover from numbers that are not finite.
+    Raises ValueError, before anything is written, for what cannot be done.
     """
     start = monotonic()
-    plan = settled(admitted(plan, folder, again))
+    plan = admitted(plan, folder, again, asked, override)
     measure.keep_memory()
     corpus = gather(plan)
     show.line(corpus.report())
+    plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
+    for line in reasons:
+        show.line(line)
+    if dry:
+        return 0
     with show:
         tokens = tokenize(plan, corpus, folder / "state" if again else None, show)
-        return _run(plan, folder, tokens, show, again, start)
+        with alone(folder), Saver(show.line, strict) as saver:
+            run = prepare(plan, folder, tokens)
+            if again:
+                resume(run, show.line, override, strict)
+            else:
+                begin(plan, folder, tokens.tokenizer)
+            # Time spent on preparing counts: a person waits for that, too.
+            run.elapsed += monotonic() - start
+            show.line(_opening(run))
+            return _run(run, saver, show)
 
 
-def _run(plan: Plan, folder: Path, tokens: Tokens, show: Display, again: bool, start: float) -> int:
-    with alone(folder):
-        run = prepare(plan, folder, tokens)
-        if again:
-            resume(run, show.line)
-        else:
-            begin(plan, folder, tokens.tokenizer)
-        # Time spent on preparing counts: a person waits for that, too.
-        run.elapsed += monotonic() - start
-        show.line(_opening(run))
+def _run(run: Run, saver: Saver, show: Display) -> int:
+    with _signals() as wish:
         try:
-            with _signals() as wish:
-                loop(run, wish, show)
+            loop(run, wish, saver, show)
         except Diverged as error:
-            save(run)
-            show.line(f"{error} (the state is in {folder}/state)")
-            return 4
-        _finish(run, wish, show)
-    return 128 + wish.signal if wish.signal else 0
+            saver.last(run)
+            show.line(f"{error} (the state is in {run.folder}/state)")
+            return DIVERGED
+        except OSError as error:
+            show.line(f"stopped: {error}; the last good state is in {run.folder}/state")
+            return NOT_SAVED
+        except ValueError:  # the data went wrong, the weights did not
+            saver.last(run)
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not measure.out_of_memory(error):
+                raise
+            raise ValueError(f"out of memory in step {run.trainer.number + 1}; {needs(run.plan)}") from None
+        return _finish(run, wish, saver, show)
 
 
-def admitted(plan: Plan, folder: Path, again: bool) -> Plan:
+def admitted(
+    plan: Plan, folder: Path, again: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
+) -> Plan:
     """The plan to follow: this one in a new folder, the run's own when going on.
 
     Raises ValueError if there is a run and it is not to go on, if there is none, or if something
-    was asked for that is not as in the run.
+    was asked for that is not as in the run and not in `override`.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder; choose another --out")
+    if wrong := sorted(set(override) - set(OVERRIDABLE)):
+        raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(OVERRIDABLE)} can")
     earlier = begun(folder)
     if earlier is None:
         if again:
@@ -88,22 +128,33 @@ def admitted(plan: Plan, folder: Path, again: bool) -> Plan:
         return plan
     if not again:
         raise ValueError(f"{folder}: holds a run already; go on with --resume, or choose another --out")
-    if differences := plan.differences(earlier, asked_only=True):
-        raise ValueError(f"{folder}: the run cannot be changed: {differences}; begin anew with another --out")
-    return earlier
+    differences = plan.differences(earlier, plan.changed() if asked is None else asked)
+    if refused := [words for name, words in differences.items() if name not in override]:
+        raise ValueError(
+            f"{folder}: the run cannot be changed: {'; '.join(refused)}; begin anew with another --out, or say "
+            f"--override for what may change: {', '.join(OVERRIDABLE)}"
+        )
+    return replace(earlier, **{name: getattr(plan, name) for name in differences})
 
 
 @contextmanager
 def _signals() -> Iterator[Wish]:
-    """The first Ctrl-C or SIGTERM asks the run to stop at the next step; the second ends the process at once."""
+    """The first Ctrl-C or SIGTERM asks the run to stop at the next step; the second ends the process at once.
+
+    SIGUSR1 asks for a save.
+    """
     wish = Wish()
 
-    def asked(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
         if wish.signal:
             os._exit(128 + number)
         wish.signal = number
 
-    before = {s: signal.signal(s, asked) for s in (signal.SIGINT, signal.SIGTERM)}
+    def save(number: int, frame: FrameType | None) -> None:
+        wish.save = True
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield wish
     finally:
@@ -111,51 +162,78 @@ def _signals() -> Iterator[Wish]:
             signal.signal(number, handler)
 
 
-def loop(run: Run, wish: Wish, show: Display) -> None:
+def loop(run: Run, wish: Wish, saver: Saver, show: Display) -> None:
     """Step, and between steps measure, check, sample and save, until the schedule or the wish says stop.
 
-    Raises Diverged if training does not recover.
+    Raises Diverged if training does not recover, ValueError if the tokens were changed meanwhile, and
+    OSError if a strict saver cannot save.
     """
-    windows = Windows(run.tokens.train, run.plan.context, run.plan.batch, run.plan.seed)
-    clock = None if run.plan.steps else Clock(run.schedule, run.plan.minutes * 60, FALL)
-    began, saved = monotonic() - run.elapsed, monotonic()
-    told = _teller(run, show)
+    plan = run.plan
+    windows = Windows(run.tokens.train, plan.context, plan.batch, plan.seed)
+    clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
+    run.began, saved = monotonic() - run.elapsed, monotonic()
+    told, aside = _teller(run, show), Aside(show)
     over = run.schedule.over(run.trainer.number)
     steps = run.trainer.run(windows.batches(run.trainer.consumed)) if not over else iter(())
     for step in steps:
-        run.elapsed = monotonic() - began
+        run.elapsed = monotonic() - run.began
         if clock is not None:
+            # What the end takes is known better after each check, and never more than a tenth.
+            clock.seconds = plan.seconds - min(plan.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
             clock.tell(step.number, run.elapsed)
         over = run.schedule.over(step.number)
-        checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-        _note(run.folder / "metrics.jsonl", step, checked.bits_per_byte if checked else None)
-        if over or step.number in SAMPLES:
-            _sample(run, show)
+        with aside("measured"):
+            checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
+        with aside("noted"):
+            _note(run.folder, step, checked.bits_per_byte if checked else None)
+        with aside("sampled"):
+            if over or step.number in SAMPLES:
+                _sample(run, show)
         told(step)
         if over or wish.signal:
             return
-        if monotonic() - saved > SAVE_SECONDS:
-            save(run)
-            saved = monotonic()
+        saver.look()
+        if (wish.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
+            saved, wish.save = monotonic(), False
+
+
+@dataclass
+class Aside:
+    """`with aside("sampled"):` what is done beside training and must not end it.
+
+    A full disk or too little memory is told once for each kind of work.
+    """
+
+    show: Display
+    failed: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def __call__(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, OSError) and not measure.out_of_memory(error):
+                raise
+            if done not in self.failed:
+                self.show.line(f"could not be {done}: {' '.join(str(error).split())[:200]}; training goes on")
+            self.failed.add(done)
 
 
 def _check_due(step: int) -> bool:
     return step % 50 == 0 or step in (10, 25)
 
 
-def _note(path: Path, step: Step, bits_per_byte: float | None) -> None:
-    """Append one line to metrics.jsonl. The loss stands there twice: to read, and exactly."""
+def _note(folder: Path, step: Step, bits_per_byte: float | None) -> None:
+    """Note a step. The loss stands there twice: to read, and exactly."""
     record: dict[str, Any] = asdict(step)
     record = {"step": record.pop("number")} | record | {"exact": step.loss.hex()}
-    if bits_per_byte is not None:
-        record["bits_per_byte"] = bits_per_byte
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    note(folder, record if bits_per_byte is None else record | {"bits_per_byte": bits_per_byte})
 
 
 def _teller(run: Run, show: Display) -> Callable[[Step], None]:
     """What the display is told after each step."""
     losses: list[float] = []
+    work = flops(run.model, run.plan.context)
 
     def told(step: Step) -> None:
         if step.skipped:
@@ -169,6 +247,7 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
             f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
             f"lr {run.trainer.base[0] * step.rate:.4f}",
             f"{quantity(step.count / step.seconds)} tok/s",
+            f"{work * step.count / step.seconds / run.plan.matmul:.0%} of matmul" if run.plan.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{duration(left)} left",
         ]
@@ -196,28 +275,20 @@ def _opening(run: Run) -> str:
     )
 
 
-def _finish(run: Run, wish: Wish, show: Display) -> None:
+def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
     """Save the state and the best model, draw the picture, and say what there is and what to do next."""
     step = run.trainer.number
-    save(run)
-    if run.best_weights:
-        run.model.load_state_dict(run.best_weights)
-    score = run.score()
-    facts = {
-        "trained": {
-            **asdict(run.plan),
-            "steps": step,
-            "best_step": run.best_step,
-            "seconds": round(run.elapsed, 1),
-        },
-        "measured": {
-            "loss": score.loss,
-            "perplexity": score.perplexity,
-            "bits_per_byte": score.bits_per_byte,
-        },
-    }
-    checkpoint.save(run.model, run.folder, run.tokens.tokenizer, run.plan.context, facts)
-    loss_picture(records(run.folder / "metrics.jsonl"), run.folder / "loss.png")
+    status = 128 + wish.signal if wish.signal else 0
+    try:
+        if not saver.last(run):
+            status = NOT_SAVED
+        score = _last_score(run, hurried=bool(wish.signal))
+        run.elapsed = monotonic() - run.began
+        _model(run, score)
+    except OSError as error:
+        show.line(f"not saved: {error}")
+        return NOT_SAVED
+    loss_picture(records(run.folder / METRICS), run.folder / "loss.png")
     show.line(
         f"\n{'stopped' if wish.signal else 'done'} after {step} steps, {duration(run.elapsed)}: on held-out text "
         f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
@@ -230,6 +301,35 @@ def _finish(run: Run, wish: Wish, show: Display) -> None:
         show.line(f"go on with: dunes train --out {folder} --resume")
     else:
         show.line(f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN")
+    return status
+
+
+def _last_score(run: Run, hurried: bool) -> Score:
+    """The score of the best weights, which the model has from here on; somebody who stops a run waits less."""
+    if run.best_weights:
+        run.model.load_state_dict(run.best_weights)
+    if hurried and run.best:
+        return run.best
+    return run.score(FINAL_TOKENS)
+
+
+def _model(run: Run, score: Score) -> None:
+    """Write the model folder, with what is known of its making."""
+    facts = {
+        "trained": {
+            **asdict(run.plan),
+            "steps": run.trainer.number,
+            "best_step": run.best_step,
+            "seconds": round(run.elapsed, 1),
+        },
+        "measured": {
+            "loss": score.loss,
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "tokens": score.tokens,
+        },
+    }
+    checkpoint.save(run.model, run.folder, run.tokens.tokenizer, run.plan.context, facts)
 
 
 def overfitting(run: Run) -> str:

@@ -1,0 +1,178 @@
+"""The one dial: from the minutes, the corpus and this machine to a model size, a batch and a context.
+
+The rules come from the sweep in LOG.md ("The dial"), which `benchmarks/dial.py` repeats: how fast a
+shape trains follows from its arithmetic and its memory traffic, what it will know from its
+parameters and the tokens it sees (the form is Chinchilla's, https://arxiv.org/abs/2203.15556; tokens
+seen again count less and less, https://arxiv.org/abs/2305.16264).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from dunes import measure, tree
+from dunes.models import FAMILIES
+from dunes.parts import Attention, Decoder
+from dunes.runs.plan import Plan, config_for
+from dunes.runs.progress import quantity
+
+BYTES_A_TOKEN = 3.9
+"""Of a bpe vocabulary of some thousands on code; `bytes` and `chars` have one."""
+
+PREPARING = 15.0
+"""Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
+
+AGAIN = 15.4
+"""How many times text can be met again before another time teaches nothing (arXiv 2305.16264)."""
+
+SIZES = [round(300_000 * 1.2**i) for i in range(45)]
+BATCH = 16
+CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured: matrix products in FLOP/s in the dtype, memory read in bytes/s."""
+
+    threads: int
+    dtype: str
+    matmul: float
+    read: float
+
+
+def measured(plan: Plan) -> Machine:
+    """This machine, in a few seconds, with the plan's threads and dtype if it has them."""
+    device = measure.device()
+    threads = plan.threads or measure.threads()
+    torch.set_num_threads(threads)
+    dtype = plan.dtype or str(measure.dtype(device)).removeprefix("torch.")
+    return Machine(threads, dtype, measure.matmul_rate(getattr(torch, dtype), device), measure.read_rate(device))
+
+
+def chosen(plan: Plan, size: int) -> tuple[Plan, list[str]]:
+    """The plan with nothing left open, for `size` bytes of text to learn from; and why, in a few lines.
+
+    A plan that has everything is returned as it is, and nothing is measured.
+    """
+    if plan.dtype and plan.threads and plan.size and plan.batch and plan.context:
+        return plan, []
+    machine = measured(plan)
+    plan = replace(
+        plan,
+        dtype=machine.dtype,
+        threads=machine.threads,
+        matmul=machine.matmul,
+        batch=plan.batch or BATCH,
+        context=plan.context or CONTEXT,
+    )
+    plan, guess = fitted(plan, size, machine)
+    return plan, explained(plan, machine, guess)
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What is expected of a shape: parameters, tokens a second, tokens in all, how often the text is met."""
+
+    parameters: int
+    rate: float
+    tokens: float
+    epochs: float
+    bits: float
+
+
+def fitted(plan: Plan, size: int, machine: Machine) -> tuple[Plan, Guess]:
+    """The plan with the size that is expected to know most, or with its own."""
+    sizes = [plan.size] if plan.size else SIZES
+    guesses = [(guessed(replace(plan, size=s), size, machine), s) for s in sizes]
+    best, chosen_size = min(guesses, key=lambda g: g[0].bits)
+    return replace(plan, size=chosen_size), best
+
+
+def guessed(plan: Plan, size: int, machine: Machine) -> Guess:
+    model = outline(plan)
+    rate = 1 / second_a_token(model, plan.context, machine)
+    steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context)
+    tokens = steps * plan.batch * plan.context
+    unique = max(1.0, size / (BYTES_A_TOKEN if plan.tokenizer == "bpe" else 1.0))
+    parameters = tree.count(model)
+    return Guess(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
+
+
+def outline(plan: Plan) -> Decoder:
+    """The model of a plan without its weights."""
+    vocab = {"bpe": plan.vocab, "bytes": 265, "chars": 110}[plan.tokenizer]
+    with torch.device("meta"):
+        model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocab))
+    return model
+
+
+def expected_bits(parameters: int, tokens: float, unique: float) -> float:
+    """Bits a byte on held-out code, by the sweep's fit."""
+    again = max(0.0, tokens / unique - 1)
+    worth = min(tokens, unique) * (1 + AGAIN * (1 - math.exp(-again / AGAIN)))
+    return float(12.0 * parameters**-0.25 + 60.0 * worth**-0.3)
+
+
+def second_a_token(model: Decoder, context: int, machine: Machine) -> float:
+    """Seconds of training a token, optimizer included, by the sweep's fit."""
+    return 2.0 * flops(model, context) / machine.matmul + 40.0 * traffic(model, context) / machine.read
+
+
+def flops(model: nn.Module, context: int) -> float:
+    """Floating-point operations of training on one token: six a weight that multiplies, and attention's.
+
+    Attention is counted without its mask, as it is computed.
+    """
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    if isinstance(model, Decoder) and model.head is None:
+        weights += model.embed.token.weight.numel()
+    across = sum(m.q.out_features for m in model.modules() if isinstance(m, Attention))
+    return 6.0 * weights + 12.0 * across * context
+
+
+def traffic(model: nn.Module, context: int) -> float:
+    """Bytes of activations that one token has in a forward pass, at two bytes each."""
+    linear = sum(m.in_features + m.out_features for m in model.modules() if isinstance(m, nn.Linear))
+    scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
+    vocab = model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
+    return 2.0 * (linear + scores + vocab)
+
+
+def needs(plan: Plan) -> str:
+    """The memory that a run takes, its largest parts, and what makes it less, in words."""
+    parts = memory(plan)
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return (
+        f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, of which "
+        + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
+        + "; a smaller --batch, --context or --size needs less"
+    )
+
+
+def memory(plan: Plan) -> dict[str, float]:
+    """Bytes of a run, by what holds them."""
+    model = outline(plan)
+    parameters, tokens = tree.count(model), plan.batch * plan.context
+    return {
+        "Python and torch": 350e6,
+        "weights, gradients and the optimizer's averages": 16.0 * parameters,
+        "the best weights and the state that is being saved": 20.0 * parameters,
+        "activations": 1.5 * tokens * traffic(model, plan.context),
+    }
+
+
+def explained(plan: Plan, machine: Machine, guess: Guess) -> list[str]:
+    """What was chosen and why."""
+    ends = f"{plan.steps} steps" if plan.steps else f"{plan.seconds / 60:g} minutes"
+    return [
+        f"this machine: {machine.threads} threads, {machine.dtype} at {machine.matmul / 1e12:.2f} TFLOP/s, "
+        f"memory read at {machine.read / 1e9:.0f} GB/s",
+        f"chosen for {ends}: {quantity(guess.parameters)} parameters, {plan.batch} x {plan.context} tokens a step",
+        f"because at about {quantity(guess.rate)} tokens/s that meets {quantity(guess.tokens)} tokens, the text "
+        f"{guess.epochs:.1f} times; a larger model would see too few, a smaller one holds less "
+        f"(expected: {guess.bits:.2f} bits a byte)",
+        needs(plan),
+    ]
+
