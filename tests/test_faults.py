@@ -3,22 +3,33 @@
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from dunes import checkpoint
 from dunes.checkpoint import atomic
+from dunes.data import Windows
 from dunes.models import llama
 from dunes.models.start import initialise
-from dunes.runs.run import records
+from dunes.runs import train as train_module
+from dunes.runs.corpus import gather, tokenize
+from dunes.runs.plan import Plan
+from dunes.runs.progress import Display
+from dunes.runs.run import Run, prepare, records
+from dunes.runs.saver import Saver
+from dunes.runs.train import train
 from dunes.text import Tokenizer
 
 STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
@@ -298,6 +309,172 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
     (old / "state.json").write_text('{"format": 99, "state": {}}')
     with pytest.raises(ValueError, match="its format is 99, and this version reads 1"):
         checkpoint.restore(old)
+
+
+def toy(code, **changes):
+    fixed = {"sources": (str(code),), "size": 60_000, "vocab": 300, "context": 32, "batch": 4, "steps": 12}
+    return Plan(**fixed | {"dtype": "float32", "threads": 1} | changes)
+
+
+def display():
+    out = StringIO()
+    return Display(Console(file=out, width=100)), out
+
+
+def test_a_hundred_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
+    """The writer is ten times slower than the steps."""
+    plan, real = toy(code, steps=5000), checkpoint.store
+    run = prepare(plan, tmp_path, tokenize(plan, gather(plan), None, display()[0].__enter__()))
+    expected, seen, under_way = {}, [], []
+
+    def slow(folder, step, taken):
+        under_way.append(step)
+        assert len(under_way) == 1, "one save at most is under way"
+        time.sleep(0.03)
+        found = checkpoint.restore(real(folder, step, taken))
+        seen.append(all(torch.equal(found["weights"][k], v) for k, v in expected.pop(step).items()))
+        seen.append(len(expected) <= 1)
+        under_way.pop()
+
+    monkeypatch.setattr(checkpoint, "store", slow)
+    with Saver(pytest.fail) as saver:
+        for step in run.trainer.run(Windows(run.tokens.train, 32, 4).batches()):
+            weights = {k: v.clone() for k, v in run.model.state_dict().items()}
+            expected[step.number] = weights
+            if not saver.start(run):
+                del expected[step.number]
+            saver.look()
+            if len(seen) >= 200:
+                break
+    assert all(seen)
+    assert step.number > 200, "training went on meanwhile"
+
+
+def full(times):
+    """A disk that is full for the first so many saves."""
+    left = [times]
+    real = checkpoint.store
+
+    def store(*arguments):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "12.0 MB are needed and 3.0 MB are free", str(arguments[0]))
+        return real(*arguments)
+
+    return store
+
+
+def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "store", full(2))
+    show, out = display()
+    assert train(toy(code), tmp_path / "a", show) == 0
+    assert "not saved" in out.getvalue()
+    assert "12.0 MB are needed and 3.0 MB are free" in out.getvalue()
+    assert checkpoint.latest(tmp_path / "a").name == "step-000012"
+    monkeypatch.setattr(checkpoint, "store", full(99))
+    show, out = display()
+    assert train(toy(code), tmp_path / "b", show) == 3, "the last state could not be saved"
+    assert checkpoint.load(tmp_path / "b").card["trained"]["steps"] == 12, "the model could"
+    show, out = display()
+    assert train(toy(code), tmp_path / "c", show, strict=True) == 3
+    assert re.search(r"stopped: .*12\.0 MB are needed", out.getvalue())
+    assert len(records(tmp_path / "c" / "metrics.jsonl")) < 12
+
+
+def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(code, tmp_path, monkeypatch):
+    plan, real = toy(code, steps=30), train_module._note
+    train(plan, tmp_path / "straight", display()[0])
+
+    def cutting(folder, step, bits):
+        real(folder, step, bits)
+        if step.number == 7:
+            for shard in (tmp_path / "home").rglob("tokens.bin"):
+                shard.chmod(0o600)
+                os.truncate(shard, 100)
+
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "_note", cutting)
+        with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
+            train(plan, tmp_path / "cut", display()[0])
+    assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
+    assert train(Plan(sources=()), tmp_path / "cut", display()[0], again=True) == 0
+    straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
+    assert same(straight[0], resumed[0])
+    assert straight[1:] == resumed[1:]
+
+
+def greedy(*arguments, **named):
+    torch.empty(1 << 60)
+
+
+def test_too_little_memory_beside_the_steps_does_not_end_training(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "sample_text", greedy)
+    monkeypatch.setattr(Run, "check", greedy)
+    show, out = display()
+    assert train(toy(code), tmp_path / "run", show) == 0
+    assert out.getvalue().count("could not be measured: ") == 1
+    assert out.getvalue().count("could not be sampled: ") == 1
+    assert "training goes on" in out.getvalue()
+
+
+HUNGRY = """
+import resource, sys
+from pathlib import Path
+from dunes.runs.plan import Plan
+from dunes.runs.progress import Display
+from dunes.runs.train import train
+import torch
+
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), held + (1 << 29)))
+train(Plan(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_000, steps=9, dtype="float32",
+           threads=1), Path(sys.argv[2]), Display())
+"""
+
+
+def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_path):
+    done = subprocess.run([sys.executable, "-c", HUNGRY, code, tmp_path / "run"], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert re.search(
+        r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, of which activations \d+", last
+    ), done.stderr
+    assert "a smaller --batch, --context or --size needs less" in last
+
+
+def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
+    train(toy(code), tmp_path / "run", display()[0])
+    state = checkpoint.latest(tmp_path / "run")
+    (state / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"state\.json: not the bytes that were written"):
+        train(toy(code), tmp_path / "run", display()[0], again=True, strict=True)
+    show, out = display()
+    assert train(toy(code), tmp_path / "run", show, again=True) == 0
+    assert "going back to an older state" in out.getvalue()
+
+
+@pytest.mark.parametrize("where", ["run/state", "run", "."])
+def test_a_folder_that_may_not_be_written_is_named(where, code, monkeypatch):
+    base = Path(tempfile.mkdtemp())
+    try:
+        shutil.copytree(code, base / "code")
+        (base / "run" / "state").mkdir(parents=True)
+        for folder in (base, base / "run", base / "run" / "state"):
+            folder.chmod(0o777)
+        (base / where).chmod(0o555)
+        (base / "home").mkdir(mode=0o777) if where != "." else None
+        monkeypatch.setenv("DUNES_HOME", str(base / "home" if where != "." else base / "code"))
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may write everywhere
+        try:
+            with pytest.raises(OSError, match=str(base)):
+                train(toy(base / "code"), base / "new" if where == "." else base / "run", display()[0])
+        finally:
+            os.seteuid(user)
+        assert not list(base.rglob("step-*"))
+    finally:
+        shutil.rmtree(base)
 
 
 TRAIN = """

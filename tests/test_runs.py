@@ -19,6 +19,7 @@ from rich.console import Console
 from dunes import checkpoint
 from dunes.data import collect
 from dunes.models import FAMILIES
+from dunes.runs import dial
 from dunes.runs import run as run_module
 from dunes.runs import train as train_module
 from dunes.runs.evaluate import Score, evaluate, widths
@@ -165,6 +166,44 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert words.endswith("or say --override corpus")
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
+
+
+def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
+    folder = tmp_path / "run"
+    train(toy(code, steps=10), folder, display()[0])
+    longer = toy(code, steps=25)
+    assert "steps was 10, now 25" in refused(longer, folder, again=True)
+    with pytest.raises(ValueError, match="--override size: cannot be changed in a run; sources"):
+        train(toy(code), folder, display()[0], again=True, override=["size"])
+    assert train(longer, folder, display()[0], again=True, override=["steps"]) == 0
+    lines = records(folder / "metrics.jsonl")
+    assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
+    assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
+    assert run_module.begun(folder).steps == 25
+    assert lines[-1]["rate"] < 0.1 < lines[12]["rate"], "the rate went up again, and down to the new end"
+    (code / "module_3.py").write_text("something = 'else'\n" * 50)
+    assert train(Plan(sources=()), folder, display()[0], again=True, override=["corpus"]) == 0
+
+
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
+    show, out = display()
+    plan = Plan(sources=(str(code),), minutes=1, dtype="float32", threads=1)
+    assert train(plan, tmp_path / "run", show, dry=True) == 0
+    assert not (tmp_path / "run").exists()
+    words = out.getvalue()
+    assert re.search(r"this machine: 1 threads, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
+    assert re.search(r"chosen for 1 minutes: \S+ parameters, \d+ x \d+ tokens a step", words)
+    assert re.search(r"this run needs about \d\.\d GB, of which", words)
+
+
+def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
+    plan = Plan(sources=(str(code),), steps=2, vocab=300, dtype="float32", threads=1)
+    train(plan, tmp_path / "run", display()[0])
+    kept = run_module.begun(tmp_path / "run")
+    assert kept.size and kept.batch and kept.context and kept.matmul
+    monkeypatch.setattr(dial, "measured", lambda plan: pytest.fail("measured again"))
+    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True) == 0
+    assert run_module.begun(tmp_path / "run") == kept
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
@@ -376,6 +415,23 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
     assert run_module.checkpoint.latest(folder, told.append) is None or not told
+
+
+def test_sigusr1_saves_and_goes_on(code, tmp_path):
+    folder: Path = tmp_path / "run"
+    process = started(code, folder)
+    assert checkpoint.latest(folder) is None
+    process.send_signal(signal.SIGUSR1)
+    limit = time.monotonic() + 60
+    while checkpoint.latest(folder) is None:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    at = int(checkpoint.latest(folder).name[5:])
+    while records(folder / "metrics.jsonl")[-1]["step"] < at + 3:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
 
 
 def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):

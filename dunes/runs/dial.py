@@ -24,6 +24,9 @@ BYTES_A_TOKEN = 3.9
 PREPARING = 15.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
 
+TOKENS_A_PARAMETER = 3.0
+"""What the best shapes of the sweep have seen."""
+
 AGAIN = 15.4
 """How many times text can be met again before another time teaches nothing (arXiv 2305.16264)."""
 
@@ -83,8 +86,15 @@ class Guess:
 
 
 def fitted(plan: Plan, size: int, machine: Machine) -> tuple[Plan, Guess]:
-    """The plan with the size that is expected to know most, or with its own."""
+    """The plan with the size that is expected to know most, or with its own.
+
+    A run that ends by steps has no time that a smaller model could use better: it gets a size that
+    suits its tokens.
+    """
     sizes = [plan.size] if plan.size else SIZES
+    if plan.steps and not plan.size:
+        suiting = plan.steps * plan.batch * plan.context / TOKENS_A_PARAMETER
+        sizes = [min(SIZES, key=lambda s: abs(s - suiting))]
     guesses = [(guessed(replace(plan, size=s), size, machine), s) for s in sizes]
     best, chosen_size = min(guesses, key=lambda g: g[0].bits)
     return replace(plan, size=chosen_size), best
