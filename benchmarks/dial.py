@@ -86,9 +86,15 @@ def main(
         return
     measure.keep_memory()
     cores = measure.threads()
-    base = Plan(sources=(source,), dtype=str(measure.dtype(measure.device())).removeprefix("torch."), threads=cores)
+    base = Plan(
+        sources=(source,), dtype=str(measure.dtype(measure.device())).removeprefix("torch."), threads=cores
+    )
     held = {base.vocab: tokens_of(base)}
-    known = {(r["minutes"], r["shape"]) for r in map(json.loads, out.read_text().splitlines())} if out.exists() else set()
+    known = (
+        {(r["minutes"], r["shape"]) for r in map(json.loads, out.read_text().splitlines())}
+        if out.exists()
+        else set()
+    )
     jobs = []
     for shape in shapes:
         size, batch, context, vocab = shape.split(",")
@@ -97,10 +103,18 @@ def main(
             held[plan.vocab] = tokens_of(plan)
         seconds, parameters = seconds_a_step(plan, held[plan.vocab])
         rate = plan.batch * plan.context / seconds
-        print(f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True)
+        print(
+            f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True
+        )
         for m in minutes:
             plan_m = replace(plan, minutes=m, steps=round((m * 60 - OVERHEAD) / seconds), threads=1)
-            row = {"minutes": m, "shape": shape, "parameters": parameters, "seconds": seconds, "plan": asdict(plan_m)}
+            row = {
+                "minutes": m,
+                "shape": shape,
+                "parameters": parameters,
+                "seconds": seconds,
+                "plan": asdict(plan_m),
+            }
             if (m, shape) not in known:
                 jobs.append(json.dumps(row))
     torch.set_num_threads(1)
@@ -109,7 +123,10 @@ def main(
             with out.open("a") as file:
                 file.write(line + "\n")
             r = json.loads(line)
-            print(f"{r['minutes']:g} minutes, {r['shape']}: {r['plan']['steps']} steps, {r['bits_per_byte']:.4f} bits a byte", flush=True)
+            print(
+                f"{r['minutes']:g} minutes, {r['shape']}: {r['plan']['steps']} steps, {r['bits_per_byte']:.4f} bits a byte",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

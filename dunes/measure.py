@@ -100,6 +100,15 @@ def keep_memory() -> None:
     libc.mallopt(mmap_max, 0)
 
 
+def quick_small_numbers() -> None:
+    """Have numbers too small for the usual format count as zero, in this thread and those it starts.
+
+    Processors compute with them ten times slower: a softmax over 512 x 4,096 logits of a sure model
+    took 7.6 ms with and 0.7 ms without. Call it before the first operation, which starts the others.
+    """
+    torch.set_flush_denormal(True)
+
+
 def peak_memory(device: torch.device) -> int:
     """The most bytes this process has held at once: on the GPU if it uses one, else resident."""
     if device.type == "cuda":

@@ -100,7 +100,9 @@ def test_every_difference_of_the_weights_is_listed(folder):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
     Tokenizer.train("bpe", ["def main():\n" * 9], 300).save(folder)
     (folder / "dunes.json").unlink()
-    with pytest.raises(ValueError, match=r"config.json says 265 words, the embedding has 265 rows and the tokenizer 275 ids"):
+    with pytest.raises(
+        ValueError, match=r"config.json says 265 words, the embedding has 265 rows and the tokenizer 275 ids"
+    ):
         checkpoint.load(folder)
 
 

@@ -130,7 +130,6 @@ def failing(monkeypatch, number, error):
     monkeypatch.setattr(Path, "write_text", counted(Path.write_text))
 
 
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), *(OSError(n, os.strerror(n)) for n in ERRORS)], ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_or_a_failure_at_any_call_of_a_save_leaves_the_old_or_the_new(kind, error, tmp_path, monkeypatch):
@@ -292,7 +291,9 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
 
 def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
     save_state(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"step-000002: not saved, since weights holds numbers that are not finite"):
+    with pytest.raises(
+        ValueError, match=r"step-000002: not saved, since weights holds numbers that are not finite"
+    ):
         checkpoint.store(tmp_path, 2, {"value": 2, "weights": torch.tensor([1.0, float("inf")])})
     assert read_state(tmp_path) == 1
 

@@ -76,7 +76,9 @@ def room_for(folder: Path, size: int) -> None:
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
     if free < size:
-        raise OSError(errno.ENOSPC, f"{size / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free", str(folder))
+        raise OSError(
+            errno.ENOSPC, f"{size / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free", str(folder)
+        )
 
 
 def write_folder(
@@ -145,7 +147,9 @@ def verify(folder: Path, card: dict[str, Any]) -> None:
         if not file.is_file():
             raise ValueError(f"{file}: missing")
         if file.stat().st_size != expected["size"] or digest(file) != expected["sha256"]:
-            raise ValueError(f"{file}: not the bytes that were written{_changed(file, expected.get('tensors', {}))}")
+            raise ValueError(
+                f"{file}: not the bytes that were written{_changed(file, expected.get('tensors', {}))}"
+            )
 
 
 def _changed(file: Path, digests: Mapping[str, str]) -> str:

@@ -185,4 +185,3 @@ def explained(plan: Plan, machine: Machine, guess: Guess) -> list[str]:
         f"(expected: {guess.bits:.2f} bits a byte)",
         needs(plan),
     ]
-

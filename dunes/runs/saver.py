@@ -41,7 +41,9 @@ class Saver:
         if self.busy:
             return False
         self.wait()
-        self._pending = self._pool.submit(_write, run.folder, run.trainer.number, checkpoint.snapshot(state_of(run)))
+        self._pending = self._pool.submit(
+            _write, run.folder, run.trainer.number, checkpoint.snapshot(state_of(run))
+        )
         return True
 
     def look(self) -> None:

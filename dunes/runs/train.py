@@ -65,6 +65,7 @@ def train(
     start = monotonic()
     plan = admitted(plan, folder, again, asked, override)
     measure.keep_memory()
+    measure.quick_small_numbers()
     corpus = gather(plan)
     show.line(corpus.report())
     plan, reasons = chosen(plan, sum(d.size for d in corpus.train))

@@ -37,7 +37,7 @@ def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentu
 
 
 def muon(
-    model: nn.Module, lr: float = 0.02, adam_lr: float = 3e-3, momentum: float = 0.95, decay: float = 0.01
+    model: nn.Module, lr: float = 0.02, adam_lr: float = 0.01, momentum: float = 0.9, decay: float = 0.01
 ) -> Optimizer:
     """Muon for the matrices inside, AdamW for the rest. https://arxiv.org/abs/2502.16982
 

@@ -1,0 +1,180 @@
+"""Tokens a second of training, optimizer included: the plain GPT, transformers with its Trainer, and ours.
+
+    python benchmarks/train.py --sizes 1m 10m 40m --rounds 3
+
+One shape for all sides (vocabulary 4,096, T=256, width and depth below), the same made-up tokens;
+each side runs at the batch at which it was fastest, found first. The rate of matrix products is
+measured in between, as the ceiling: a share of it is 6 FLOPs for each weight that multiplies and
+attention's products, per token.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import tyro
+
+SHAPES = {"1m": (128, 2, 2), "10m": (384, 5, 6), "40m": (768, 5, 12)}
+VOCAB, CONTEXT = 4096, 256
+BATCHES = (4, 8, 16, 32)
+SECONDS = 6.0
+
+
+def batches(batch: int):
+    import torch
+
+    ids = torch.randint(0, VOCAB, (8, batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    while True:
+        yield from ids
+
+
+def timed(steps) -> dict[str, float]:
+    """Seconds a step: the median of those within SECONDS, after three to warm up."""
+    times: list[float] = []
+    start = before = time.perf_counter()
+    for _ in steps:
+        now = time.perf_counter()
+        times.append(now - before)
+        before = now
+        if len(times) == 3:
+            start = now
+        if len(times) >= 6 and now - start > SECONDS:
+            break
+    return {"seconds": median(times[3:])}
+
+
+def plain_side(size: str, batch: int) -> dict[str, float]:
+    import plain
+    import torch
+
+    torch.manual_seed(0)
+    dim, depth, heads = SHAPES[size]
+    model = plain.GPT(VOCAB, dim, depth, heads, CONTEXT)
+    optimizer = plain.adamw(model, 1e-3, (0.9, 0.95))
+    return timed(plain.step(model, optimizer, b) for b in batches(batch))
+
+
+def trainer_side(size: str, batch: int, bf16: bool) -> dict[str, float]:
+    import tempfile
+
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    class Rows(Dataset):
+        def __len__(self) -> int:
+            return 10_000 * batch
+
+        def __getitem__(self, i: int):
+            ids = rows[i % len(rows)]
+            return {"input_ids": ids, "labels": ids}
+
+    times: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            times.append(time.perf_counter())
+            if len(times) > 6 and times[-1] - times[3] > SECONDS:
+                control.should_training_stop = True
+
+    rows = torch.randint(0, VOCAB, (64, CONTEXT), generator=torch.Generator().manual_seed(0))
+    dim, depth, heads = SHAPES[size]
+    config = GPT2Config(VOCAB, CONTEXT, dim, depth, heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=batch, max_steps=10_000, use_cpu=True, bf16=bf16,
+            report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Rows(), callbacks=[Watch()]).train()
+    return {"seconds": median(b - a for a, b in zip(times[3:], times[4:], strict=False))}
+
+
+def our_side(size: str, batch: int) -> dict[str, float]:
+    from dataclasses import replace
+
+    import torch
+
+    from dunes import measure
+    from dunes.models import arcee
+    from dunes.models.start import initialise
+    from dunes.runs.dial import flops
+    from dunes.train import Trainer, muon
+
+    measure.keep_memory()
+    torch.set_num_threads(measure.threads())
+    dtype = measure.dtype(measure.device())
+    dim, depth, heads = SHAPES[size]
+    config = arcee.Config.sized(VOCAB, dim, depth, CONTEXT)
+    model = initialise(arcee.build(replace(config, heads=heads, kv_heads=heads, head_dim=dim // heads)))
+    optimizer, spent = muon(model), []
+    plain_step = optimizer.step
+
+    def watched(closure=None) -> None:
+        start = time.perf_counter()
+        plain_step(closure)
+        spent.append(time.perf_counter() - start)
+
+    optimizer.step = watched
+    loss = lambda m, b: m.nats(b[:, :-1], b[:, 1:])
+    row = timed(Trainer(model, optimizer, loss, dtype=dtype).run(batches(batch)))
+    rate = measure.matmul_rate(dtype, measure.device())
+    return row | {"optimizer": median(spent[3:]), "matmul": rate, "flops": flops(model, CONTEXT)}
+
+
+SIDES = {
+    "plain float32": plain_side,
+    "Trainer float32": lambda size, batch: trainer_side(size, batch, False),
+    "Trainer bfloat16": lambda size, batch: trainer_side(size, batch, True),
+    "ours": our_side,
+}
+
+
+def main(sizes: tuple[str, ...] = ("1m", "10m", "40m"), rounds: int = 3, side: str = "", batch: int = 0) -> None:
+    """Race.
+
+    Args:
+        sizes: Of 1m, 10m and 40m.
+        rounds: How often each side runs at its best batch.
+        side: One run, as this program calls itself.
+        batch: Its batch.
+    """
+    if side:
+        print(json.dumps(SIDES[side](sizes[0], batch)))
+        return
+    from sides import child, interleaved, said
+
+    for size in sizes:
+        best = {}
+        for name in SIDES:
+            tried = {}
+            for b in BATCHES:
+                tried[b] = b * CONTEXT / child(__file__, arguments(size, name, b))["seconds"]
+                if tried[b] < 0.9 * max(tried.values()):
+                    break
+            best[name] = max(tried, key=tried.__getitem__)
+            print(size, name, "batch", best[name], {b: round(r) for b, r in tried.items()}, flush=True)
+        rows = interleaved(__file__, {name: arguments(size, name, best[name]) for name in SIDES}, rounds)
+        rate = {name: best[name] * CONTEXT / median(r["seconds"] for r in rows[name]) for name in SIDES}
+        ours = rows["ours"][0]
+        matmul = median(r["matmul"] for r in rows["ours"])
+        said(
+            f"training at {size}",
+            {f"{name}: tokens/s at batch {best[name]}": rate[name] for name in SIDES}
+            | {f"ours over {name}": rate["ours"] / rate[name] for name in SIDES if name != "ours"}
+            | {
+                "matmul rate, TFLOP/s": matmul / 1e12,
+                "ours: share of it": rate["ours"] * ours["flops"] / matmul,
+                "ours: optimizer's share of a step": median(r["optimizer"] / r["seconds"] for r in rows["ours"]),
+            },
+        )
+
+
+def arguments(size: str, side: str, batch: int) -> tuple[str, ...]:
+    return ("--sizes", size, "--side", side, "--batch", str(batch))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    tyro.cli(main)
