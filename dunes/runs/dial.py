@@ -27,8 +27,14 @@ PREPARING = 15.0
 TOKENS_A_PARAMETER = 3.0
 """What the best shapes of the sweep have seen."""
 
+LEARNABLE = 2.0
+"""Parameters for each token of the text, above which a model learns it by heart."""
+
 AGAIN = 15.4
 """How many times text can be met again before another time teaches nothing (arXiv 2305.16264)."""
+
+ARITHMETIC, PASSES = 0.79, 24.1
+"""How often the counted arithmetic and the activations' bytes are gone through: fitted to 16 timed shapes."""
 
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
@@ -91,10 +97,11 @@ def fitted(plan: Plan, size: int, machine: Machine) -> tuple[Plan, Guess]:
     A run that ends by steps has no time that a smaller model could use better: it gets a size that
     suits its tokens.
     """
-    sizes = [plan.size] if plan.size else SIZES
+    unique = unique_tokens(plan, size)
+    sizes = [plan.size] if plan.size else [s for s in SIZES if s <= max(SIZES[0], LEARNABLE * unique)]
     if plan.steps and not plan.size:
         suiting = plan.steps * plan.batch * plan.context / TOKENS_A_PARAMETER
-        sizes = [min(SIZES, key=lambda s: abs(s - suiting))]
+        sizes = [min(sizes, key=lambda s: abs(s - suiting))]
     guesses = [(guessed(replace(plan, size=s), size, machine), s) for s in sizes]
     best, chosen_size = min(guesses, key=lambda g: g[0].bits)
     return replace(plan, size=chosen_size), best
@@ -102,12 +109,17 @@ def fitted(plan: Plan, size: int, machine: Machine) -> tuple[Plan, Guess]:
 
 def guessed(plan: Plan, size: int, machine: Machine) -> Guess:
     model = outline(plan)
-    rate = 1 / second_a_token(model, plan.context, machine)
+    rate = 1 / second_a_token(model, plan, machine)
     steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context)
     tokens = steps * plan.batch * plan.context
-    unique = max(1.0, size / (BYTES_A_TOKEN if plan.tokenizer == "bpe" else 1.0))
+    unique = unique_tokens(plan, size)
     parameters = tree.count(model)
     return Guess(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
+
+
+def unique_tokens(plan: Plan, size: int) -> float:
+    """About how many tokens a text of so many bytes has."""
+    return max(1.0, size / (BYTES_A_TOKEN if plan.tokenizer == "bpe" else 1.0))
 
 
 def outline(plan: Plan) -> Decoder:
@@ -125,21 +137,30 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
     return float(12.0 * parameters**-0.25 + 60.0 * worth**-0.3)
 
 
-def second_a_token(model: Decoder, context: int, machine: Machine) -> float:
-    """Seconds of training a token, optimizer included, by the sweep's fit."""
-    return 2.0 * flops(model, context) / machine.matmul + 40.0 * traffic(model, context) / machine.read
+def second_a_token(model: Decoder, plan: Plan, machine: Machine) -> float:
+    """Seconds of training on a token, optimizer included, by the sweep's fit."""
+    tokens = plan.batch * plan.context
+    work = flops(model, plan.context) + orthogonalising(model) / tokens
+    wide = 1.0 if machine.dtype == "bfloat16" else 2.0
+    return ARITHMETIC * work / machine.matmul + PASSES * wide * traffic(model, plan.context) / machine.read
 
 
 def flops(model: nn.Module, context: int) -> float:
     """Floating-point operations of training on one token: six a weight that multiplies, and attention's.
 
-    Attention is counted without its mask, as it is computed.
+    Attention is counted without its mask, as it is computed; the optimizer is not counted.
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     if isinstance(model, Decoder) and model.head is None:
         weights += model.embed.token.weight.numel()
     across = sum(m.q.out_features for m in model.modules() if isinstance(m, Attention))
     return 6.0 * weights + 12.0 * across * context
+
+
+def orthogonalising(model: nn.Module) -> float:
+    """Floating-point operations of Muon's five iterations over all matrices, once a step."""
+    sides = (sorted(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sides)
 
 
 def traffic(model: nn.Module, context: int) -> float:
@@ -165,11 +186,12 @@ def memory(plan: Plan) -> dict[str, float]:
     """Bytes of a run, by what holds them."""
     model = outline(plan)
     parameters, tokens = tree.count(model), plan.batch * plan.context
+    wide = 1.0 if plan.dtype == "bfloat16" else 2.0
     return {
-        "Python and torch": 350e6,
+        "Python, torch and its workspaces": 680e6,
         "weights, gradients and the optimizer's averages": 16.0 * parameters,
         "the best weights and the state that is being saved": 20.0 * parameters,
-        "activations": 1.5 * tokens * traffic(model, plan.context),
+        "activations": 0.95 * wide * tokens * traffic(model, plan.context),
     }
 
 

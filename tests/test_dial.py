@@ -1,0 +1,111 @@
+"""What the dial chooses, and what its estimates rest on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dunes import measure
+from dunes.models import arcee, llama
+from dunes.ops import attention
+from dunes.runs import dial
+from dunes.runs.dial import Machine, chosen, expected_bits, fitted, flops, memory, needs, orthogonalising, outline
+from dunes.runs.plan import Plan
+from dunes.tree import count
+
+MACHINE = Machine(threads=2, dtype="bfloat16", matmul=1.2e12, read=27e9)
+STDLIB = 11_800_000
+
+
+def size_for(machine=MACHINE, text=STDLIB, **changes):
+    plan = Plan(**{"sources": (), "batch": 16, "context": 256, "dtype": machine.dtype} | changes)
+    return fitted(plan, text, machine)[0].size
+
+
+def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
+    sizes = [size_for(minutes=m) for m in (1, 3, 15, 60, 600)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[2] < sizes[4]
+    assert size_for(machine=replace(MACHINE, matmul=1e14, read=2e12)) > size_for()
+    assert size_for(machine=replace(MACHINE, dtype="float32", matmul=1e11)) < size_for()
+    assert size_for(text=100_000) < size_for() <= size_for(text=10**10)
+
+
+def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
+    assert size_for(size=12_345_678) == 12_345_678
+    few, many = size_for(steps=100), size_for(steps=3_000)
+    assert few < many
+    assert many == pytest.approx(3_000 * 16 * 256 / dial.TOKENS_A_PARAMETER, rel=0.2)
+
+
+def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
+    whole = Plan(sources=(), size=1, batch=1, context=2, dtype="float32", threads=1)
+    monkeypatch.setattr(dial, "measured", lambda plan: pytest.fail("measured"))
+    assert chosen(whole, STDLIB) == (whole, [])
+
+
+def test_what_is_open_is_chosen_and_explained(monkeypatch):
+    monkeypatch.setattr(dial, "measured", lambda plan: MACHINE)
+    plan, lines = chosen(Plan(sources=(), context=64), STDLIB)
+    assert plan.size and plan.batch and plan.context == 64
+    assert (plan.dtype, plan.threads, plan.matmul) == ("bfloat16", 2, 1.2e12)
+    assert len(lines) == 4
+    assert all("\n" not in line for line in lines)
+    assert chosen(plan, STDLIB) == (plan, []), "and stays so"
+
+
+def test_text_met_again_is_worth_less_and_less():
+    bits = [expected_bits(3_000_000, tokens, 1_000_000) for tokens in (1e6, 2e6, 4e6, 4e7, 4e9)]
+    assert bits == sorted(bits, reverse=True)
+    assert bits[3] - bits[4] < bits[0] - bits[1]
+    assert expected_bits(3_000_000, 4e6, 1e9) < bits[2], "new text is worth more"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_what_pytorch_counts(tied, monkeypatch):
+    monkeypatch.setattr(attention, "form", lambda q, k: attention.plain)  # the fused kernel is not counted on a CPU
+    config = replace(arcee.Config.sized(300, 64, 3, 32), tied=tied)
+    model, batch = arcee.build(config), torch.randint(300, (2, 33))
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+    norms = 7 * 2 * 64 * 64  # the backward of a norm has a small product, too
+    assert counter.get_total_flops() == 64 * flops(model, 32) + norms
+
+
+def test_orthogonalising_is_what_muon_computes():
+    from dunes.train.optim import orthogonal
+
+    model = llama.build(llama.Config.sized(300, 64, 1, 32))
+    with FlopCounterMode(display=False) as counter:
+        for m in model.modules():
+            if isinstance(m, torch.nn.Linear):
+                short, long = sorted(m.weight.shape)
+                orthogonal(torch.randn(1, short, long))
+    assert counter.get_total_flops() == orthogonalising(model)
+
+
+def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
+    plan = Plan(sources=(), size=4_000_000, batch=16, context=256, dtype="bfloat16")
+    sum_of = lambda **changes: sum(memory(replace(plan, **changes)).values())
+    assert sum_of(batch=32) > sum_of()
+    assert sum_of(context=512) > sum_of()
+    assert sum_of(dtype="float32") > sum_of()
+    assert sum_of(size=40_000_000) > 2 * sum_of()
+    assert memory(plan)["weights, gradients and the optimizer's averages"] == 16 * count(outline(plan))
+    assert needs(replace(plan, batch=1000)).startswith("this run needs about 13")
+
+
+def test_a_reading_rate_is_bytes_over_time(monkeypatch):
+    clock = iter([0.0, 0.0, 0.0, 0.5, 0.6, 0.6, 1.6, 9.9])
+    monkeypatch.setattr(measure, "perf_counter", lambda: next(clock))
+    # Two sums, of half a second and of one: the faster one counts.
+    assert measure.read_rate(torch.device("cpu"), size=4000, seconds=2.0) == pytest.approx(4000 / 0.5)
+
+
+def test_an_error_of_memory_is_told_from_others():
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 60)
+    assert measure.out_of_memory(error.value)
+    assert measure.out_of_memory(MemoryError())
+    assert not measure.out_of_memory(RuntimeError("shapes do not fit"))
