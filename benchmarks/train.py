@@ -11,6 +11,7 @@ attention's products, per token.
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -88,7 +89,7 @@ def trainer_side(size: str, batch: int, bf16: bool) -> dict[str, float]:
             report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Rows(), callbacks=[Watch()]).train()
-    return {"seconds": median(b - a for a, b in zip(times[3:], times[4:], strict=False))}
+    return {"seconds": median(b - a for a, b in pairwise(times[3:]))}
 
 
 def our_side(size: str, batch: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint import atomic, state
+from dunes.checkpoint import state
 from dunes.models import FAMILIES, llama
 from dunes.models.start import initialise
 from dunes.parts import MLP, RMSNorm

@@ -48,7 +48,7 @@ def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
     monkeypatch.setattr(dial, "measured", lambda plan: MACHINE)
     plan, lines = chosen(Plan(sources=(), context=64), STDLIB)
-    assert plan.size and plan.batch and plan.context == 64
+    assert all((plan.size, plan.batch, plan.context == 64))
     assert (plan.dtype, plan.threads, plan.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
@@ -64,7 +64,9 @@ def test_text_met_again_is_worth_less_and_less():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_are_what_pytorch_counts(tied, monkeypatch):
-    monkeypatch.setattr(attention, "form", lambda q, k: attention.plain)  # the fused kernel is not counted on a CPU
+    monkeypatch.setattr(
+        attention, "form", lambda q, k: attention.plain
+    )  # the fused kernel is not counted on a CPU
     config = replace(arcee.Config.sized(300, 64, 3, 32), tied=tied)
     model, batch = arcee.build(config), torch.randint(300, (2, 33))
     with FlopCounterMode(display=False) as counter:

@@ -200,10 +200,14 @@ def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkey
     plan = Plan(sources=(str(code),), steps=2, vocab=300, dtype="float32", threads=1)
     train(plan, tmp_path / "run", display()[0])
     kept = run_module.begun(tmp_path / "run")
-    assert kept.size and kept.batch and kept.context and kept.matmul
+    assert all((kept.size, kept.batch, kept.context, kept.matmul))
     monkeypatch.setattr(dial, "measured", lambda plan: pytest.fail("measured again"))
     assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True) == 0
     assert run_module.begun(tmp_path / "run") == kept
+    another = dial.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
+    monkeypatch.setattr(dial, "measured", lambda plan: another)
+    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True, override=["dtype"]) == 0
+    assert run_module.begun(tmp_path / "run").dtype == "bfloat16", "but on request"
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):

@@ -150,8 +150,8 @@ def _agree(folder: Path, hf: Mapping[str, Any], rows: int, tokenizer: Tokenizer)
     if hf["vocab_size"] != rows or tokenizer.vocab > rows or largest >= rows:
         raise ValueError(
             f"{folder}: config.json says {hf['vocab_size']} words, the embedding has {rows} rows and the "
-            f"tokenizer {tokenizer.vocab} ids, special ids are {special}; the first two must be equal, and each id "
-            "needs a row"
+            f"tokenizer {tokenizer.vocab} ids, special ids are {special}; the first two must be equal, and each "
+            "id needs a row"
         )
 
 

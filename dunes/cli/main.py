@@ -28,5 +28,7 @@ def run(arguments: list[str], verbs: dict[str, Any]) -> int:
     import tyro
 
     description = "Build, train, change and use small transformers on your own machine."
-    chosen = tyro.extras.subcommand_cli_from_dict(verbs, args=arguments, prog="dunes", description=description)
+    chosen = tyro.extras.subcommand_cli_from_dict(
+        verbs, args=arguments, prog="dunes", description=description, config=(tyro.conf.FlagCreatePairsOff,)
+    )
     return int(chosen or 0)

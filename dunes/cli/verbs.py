@@ -9,22 +9,31 @@ import tyro
 Model = Annotated[Path, tyro.conf.Positional]
 
 
+def _open(metavar: str, without: str = "chosen") -> Any:
+    """What help shows of an option that may be left out, and what is done without it."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({without})")
+
+
+Family = Literal["arcee", "llama", "qwen3", "gpt2"]
+Kind = Literal["bpe", "bytes", "chars"]
+
+
 def train(
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, _open("SOURCE", "needed")] = (),
     *,
-    out: Path | None = None,
-    minutes: float | None = None,
-    steps: int | None = None,
-    size: str | None = None,
-    context: int | None = None,
-    batch: int | None = None,
-    family: Literal["arcee", "llama", "qwen3", "gpt2"] | None = None,
-    tokenizer: Literal["bpe", "bytes", "chars"] | None = None,
-    split: Literal["files", "tails"] | None = None,
-    seed: int | None = None,
+    out: Annotated[Path | None, _open("RUN", "needed")] = None,
+    minutes: Annotated[float | None, _open("MINUTES", "15")] = None,
+    steps: Annotated[int | None, _open("STEPS", "as many as fit the minutes")] = None,
+    size: Annotated[str | None, _open("SIZE")] = None,
+    context: Annotated[int | None, _open("TOKENS")] = None,
+    batch: Annotated[int | None, _open("WINDOWS")] = None,
+    family: Annotated[Family | None, _open("arcee|llama|qwen3|gpt2", "arcee")] = None,
+    tokenizer: Annotated[Kind | None, _open("bpe|bytes|chars", "bpe")] = None,
+    split: Annotated[Literal["files", "tails"] | None, _open("files|tails", "files")] = None,
+    seed: Annotated[int | None, _open("NUMBER", "0")] = None,
     dry_run: bool = False,
     resume: bool = False,
-    override: tuple[str, ...] = (),
+    override: Annotated[tuple[str, ...], _open("FIELD", "none")] = (),
     strict: bool = False,
 ) -> int:
     """Train a model from scratch on files and folders.
@@ -36,19 +45,19 @@ def train(
     Args:
         sources: Files and folders of text; `stdlib` names the running Python's standard library.
         out: Folder of the run; the model comes to lie there.
-        minutes: End after so many minutes (15).
+        minutes: End after so many minutes.
         steps: End after so many steps instead.
         size: Parameters, like 500k or 3m.
         context: Tokens that the model looks at.
         batch: Windows of that many tokens in a step.
-        family: Architecture (arcee).
-        tokenizer: What a token is (bpe).
-        split: Hold out whole files for validation, or the tails of all files (files).
-        seed: Another seed, another run (0).
+        family: Architecture.
+        tokenizer: What a token is.
+        split: Hold out whole files for validation, or the tails of all files.
+        seed: Another seed, another run.
         dry_run: Say what would be done and what memory it takes, and do nothing.
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
-        override: Fields that may differ from the run's when going on: minutes, steps, sources, corpus,
-            threads, dtype.
+        override: Fields that may be others than the run's when going on, of minutes, steps, sources and
+            corpus; threads and dtype are measured anew.
         strict: Stop when a save fails, and do not go back past a damaged state.
     """
     from dunes.runs.plan import Plan, parse_size

@@ -80,7 +80,8 @@ class Run:
 
 def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
     """A run at its first step, for a plan that leaves nothing open."""
-    assert plan.dtype and plan.threads, "chosen before"
+    assert plan.dtype, "chosen before"
+    assert plan.threads, "chosen before"
     torch.set_num_threads(plan.threads)
     device, dtype = measure.device(), getattr(torch, plan.dtype)
     config = config_for(plan, tokens.tokenizer.vocab)

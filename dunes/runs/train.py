@@ -17,7 +17,7 @@ from dunes.runs.corpus import gather, tokenize
 from dunes.runs.dial import chosen, flops, needs
 from dunes.runs.evaluate import Score
 from dunes.runs.picture import loss_picture, smoothed
-from dunes.runs.plan import OVERRIDABLE, Plan
+from dunes.runs.plan import MEASURED, OVERRIDABLE, Plan
 from dunes.runs.progress import Display, duration, quantity
 from dunes.runs.run import FALL, METRICS, Run, alone, begin, begun, note, prepare, records, resume
 from dunes.runs.saver import Saver
@@ -54,7 +54,7 @@ def train(
     strict: bool = False,
     dry: bool = False,
 ) -> int:
-    """Run the plan into the folder, or go on with the run there (`again`); with `dry`, only say what would be done.
+    """Run the plan into the folder, or go on with the run there (`again`); with `dry`, only say what would be.
 
     A run that goes on keeps its own plan, but for the fields in `override`; `asked` are the fields of
     `plan` that somebody chose. With `strict`, a failed save ends the run and a damaged state is not
@@ -114,7 +114,8 @@ def admitted(
     """The plan to follow: this one in a new folder, the run's own when going on.
 
     Raises ValueError if there is a run and it is not to go on, if there is none, or if something
-    was asked for that is not as in the run and not in `override`.
+    was asked for that is not as in the run and not in `override`. What is in `override` and measured is
+    left open, to be measured anew.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder; choose another --out")
@@ -135,7 +136,8 @@ def admitted(
             f"{folder}: the run cannot be changed: {'; '.join(refused)}; begin anew with another --out, or say "
             f"--override for what may change: {', '.join(OVERRIDABLE)}"
         )
-    return replace(earlier, **{name: getattr(plan, name) for name in differences})
+    anew: dict[str, Any] = {name: None for name in override if name in MEASURED}
+    return replace(earlier, **anew | {name: getattr(plan, name) for name in differences})
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""Text larger than memory: 2 GB are made, tokenized and trained on; the most memory that took.
+
+    python benchmarks/large.py --gigabytes 2 --folder /tmp/large
+
+The text is the standard library's lines in random order with random names, so that no two files are
+equal. Run it twice to see that the tokens are reused: the second run begins at once.
+"""
+
+import json
+import random
+import re
+import time
+from multiprocessing import Process
+from pathlib import Path
+
+import tyro
+
+
+def make(folder: Path, gigabytes: float) -> None:
+    """Files of 10 MB."""
+    from dunes.data import collect
+
+    lines = [
+        line for d in collect(["stdlib"]).train for block in d.text() for line in block.splitlines(keepends=True)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(round(gigabytes * 100)):
+        path, chance = folder / f"part_{i}.py", random.Random(i)
+        if path.exists():
+            continue
+        text, size = [], 0
+        while size < 10_000_000:
+            at = chance.randrange(len(lines))
+            text += (re.sub(r"self|name", f"v{chance.randrange(1000)}", line) for line in lines[at : at + 50])
+            size += sum(map(len, text[-50:]))
+        path.write_text("".join(text))
+
+
+def main(gigabytes: float = 2.0, folder: Path = Path("large"), steps: int = 50) -> None:
+    """Train on made text.
+
+    Args:
+        gigabytes: How much text.
+        folder: Where the text is kept, and the run and the tokens beside it.
+        steps: How long to train.
+    """
+    import os
+
+    from dunes import measure
+    from dunes.runs.plan import Plan
+    from dunes.runs.progress import Display
+    from dunes.runs.train import train
+
+    os.environ["DUNES_HOME"] = str(folder / "home")
+    maker = Process(target=make, args=(folder / "text", gigabytes))  # its memory is not the run's
+    maker.start()
+    maker.join()
+    start = time.time()
+    plan = Plan(sources=(str(folder / "text"),), steps=steps, size=2_000_000)
+    status = train(plan, folder / f"run-{time.time_ns()}", Display())
+    peak = measure.peak_memory(measure.device()) / 1e9
+    print(json.dumps({"status": status, "seconds": time.time() - start, "peak_gigabytes": peak}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
