@@ -123,10 +123,8 @@ def main(
             with out.open("a") as file:
                 file.write(line + "\n")
             r = json.loads(line)
-            print(
-                f"{r['minutes']:g} minutes, {r['shape']}: {r['plan']['steps']} steps, {r['bits_per_byte']:.4f} bits a byte",
-                flush=True,
-            )
+            what = f"{r['minutes']:g} minutes, {r['shape']}: {r['plan']['steps']} steps"
+            print(f"{what}, {r['bits_per_byte']:.4f} bits a byte", flush=True)
 
 
 if __name__ == "__main__":

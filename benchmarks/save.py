@@ -1,0 +1,71 @@
+"""What a save costs training: the same steps with and without saves in the background, interleaved.
+
+    python benchmarks/save.py --size 4m
+
+The stall is the time by which a stretch of steps with one save in it is longer than one without; at
+one save a minute its share of a minute is what a run loses.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import tyro
+
+
+def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
+    """Measure.
+
+    Args:
+        size: Parameters of the model.
+        rounds: Stretches of each kind.
+        steps: Steps in a stretch; a save must be over within it.
+    """
+    from dunes import measure
+    from dunes.data import Windows
+    from dunes.runs.corpus import gather, tokenize
+    from dunes.runs.dial import chosen
+    from dunes.runs.plan import Plan, parse_size
+    from dunes.runs.progress import Display
+    from dunes.runs.run import prepare
+    from dunes.runs.saver import Saver
+
+    measure.keep_memory()
+    plan = Plan(sources=("stdlib",), size=parse_size(size), steps=10**6)
+    corpus = gather(plan)
+    plan, _ = chosen(plan, sum(d.size for d in corpus.train))
+    folder = Path(tempfile.mkdtemp())
+    try:
+        with Display() as show:
+            run = prepare(plan, folder, tokenize(plan, corpus, None, show))
+        stream = run.trainer.run(Windows(run.tokens.train, plan.context, plan.batch).batches())
+        list(islice(stream, 5))
+        spent: dict[bool, list[float]] = {True: [], False: []}
+        blocked = []
+        with Saver(print, strict=True) as saver:
+            for _ in range(rounds):
+                for saving in (False, True):
+                    start = time.perf_counter()
+                    if saving:
+                        saver.start(run)
+                        blocked.append(time.perf_counter() - start)
+                    list(islice(stream, steps))
+                    spent[saving].append(time.perf_counter() - start)
+                    saver.wait()
+        held = sum(f.stat().st_size for f in (folder / "state").rglob("*") if f.is_file()) / 1e6
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    stall = median(spent[True]) - median(spent[False])
+    print(
+        f"{size}: {held:.0f} MB in two; blocked {median(blocked) * 1e3:.0f} ms; stall {stall * 1e3:.0f} ms of "
+        f"{median(spent[False]) / steps * 1e3:.0f} ms a step; {stall / 60:.2%} of a minute"
+    )
+    print(json.dumps({"benchmark": "save", "stall_seconds": stall, "blocked_seconds": median(blocked)}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
