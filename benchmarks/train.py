@@ -58,38 +58,12 @@ def plain_side(size: str, batch: int) -> dict[str, float]:
 
 
 def trainer_side(size: str, batch: int, bf16: bool) -> dict[str, float]:
-    import tempfile
+    from theirs import Watch, step_ends
 
-    import torch
-    from torch.utils.data import Dataset
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-
-    class Rows(Dataset):
-        def __len__(self) -> int:
-            return 10_000 * batch
-
-        def __getitem__(self, i: int):
-            ids = rows[i % len(rows)]
-            return {"input_ids": ids, "labels": ids}
-
-    times: list[float] = []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            times.append(time.perf_counter())
-            if len(times) > 6 and times[-1] - times[3] > SECONDS:
-                control.should_training_stop = True
-
-    rows = torch.randint(0, VOCAB, (64, CONTEXT), generator=torch.Generator().manual_seed(0))
     dim, depth, heads = SHAPES[size]
-    config = GPT2Config(VOCAB, CONTEXT, dim, depth, heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=batch, max_steps=10_000, use_cpu=True, bf16=bf16,
-            report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Rows(), callbacks=[Watch()]).train()
-    return {"seconds": median(b - a for a, b in pairwise(times[3:]))}
+    shape = {"vocab_size": VOCAB, "n_positions": CONTEXT, "n_embd": dim, "n_layer": depth, "n_head": heads}
+    times = step_ends(shape, batch, 1, bf16, Watch(6, SECONDS))
+    return {"seconds": median(b - a for a, b in pairwise(times[2:]))}
 
 
 def our_side(size: str, batch: int) -> dict[str, float]:

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from dunes.ops.precision import computing
 
 IGNORE = -100
-CHUNK = 1 << 21  # logits in flight
+CHUNK = {"cpu": 1 << 21}  # logits in flight: what the cache holds
+WIDE = 1 << 28  # and where launching a kernel costs more than its memory
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ class _Fused(torch.autograd.Function):
         loss = x.new_zeros((), dtype=torch.float32)
         dx, dw = (torch.zeros_like(t, dtype=torch.float32) if wanted else None for t in (x, weight))
         head = weight.to(dtype)
-        size = max(1, CHUNK // len(weight))
+        size = max(1, CHUNK.get(x.device.type, WIDE) // len(weight))
         with torch.autocast(x.device.type, enabled=False):
             for start in range(0, len(x), size):
                 rows = slice(start, start + size)
