@@ -22,6 +22,7 @@ from dunes.models import FAMILIES
 from dunes.runs import dial
 from dunes.runs import run as run_module
 from dunes.runs import train as train_module
+from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.plan import Plan, config_for, parse_size
 from dunes.runs.progress import Display, duration, quantity
@@ -194,6 +195,30 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     assert re.search(r"this machine: 1 threads, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
     assert re.search(r"chosen for 1 minutes: \S+ parameters, \d+ x \d+ tokens a step", words)
     assert re.search(r"this run needs about \d\.\d GB, of which", words)
+
+
+def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(code, tmp_path, monkeypatch):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    trained = []
+    real = Tokenizer.train
+    monkeypatch.setattr(Tokenizer, "train", lambda *a: trained.append(a[0]) or real(*a))
+
+    def begun(**changes):
+        show, _ = display()
+        plan = toy(code, **changes)
+        with show:
+            return tokenize(plan, gather(plan), None, show).tokenizer.json()
+
+    first = begun()
+    assert begun() == first
+    assert len(trained) == 1
+    (path,) = (tmp_path / "home" / "tokenizers").iterdir()
+    path.write_bytes(path.read_bytes().replace(b'"def"', b'"dfe"', 1) + b" ")
+    assert begun() == first, "a damaged one is not used"
+    begun(vocab=310)
+    (code / "module_1.py").write_text("something = 'else'\n" * 50)
+    begun()
+    assert len(trained) == 4
 
 
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 
-from dunes.data import Corpus, Document, Ids, Shard, cached, collect
+from dunes.checkpoint.atomic import write_file
+from dunes.data import Corpus, Document, Ids, Shard, cached, collect, default_cache
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.text import Tokenizer
@@ -48,11 +50,7 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> To
 
     Raises ValueError if there is not one window to learn from, or nothing to predict in what is held out.
     """
-    if kept is not None:
-        tokenizer = Tokenizer.load(kept)
-    else:
-        show.line(f"training a {plan.tokenizer} tokenizer")
-        tokenizer = Tokenizer.train(plan.tokenizer, _sample(corpus.train, plan), plan.vocab)
+    tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(plan, corpus.train, show)
     shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
     train: Ids
     valid: Ids
@@ -66,11 +64,31 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> To
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
 
 
+def _tokenizer(plan: Plan, documents: Sequence[Document], show: Display) -> Tokenizer:
+    """Trained on the documents; or the one that was before, from the cache beside the tokens."""
+    asked = f"{plan.tokenizer} {plan.vocab} {SAMPLE} " + "".join(d.digest for d in documents)
+    key = _digest(asked.encode())
+    folder = default_cache().parent / "tokenizers"
+    for path in folder.glob(f"{key}-*.json"):
+        if path.stem.endswith(_digest(text := path.read_bytes())):
+            return Tokenizer(tokenizers.Tokenizer.from_str(text.decode()))
+    show.line(f"training a {plan.tokenizer} tokenizer")
+    trained = Tokenizer.train(plan.tokenizer, _sample(documents, plan), plan.vocab)
+    data = trained.json().encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / f"{key}-{_digest(data)}.json", data)
+    return trained
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
+
+
 def _prints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     texts = {"the tokenizer": tokenizer.json()}
     texts["the text to learn from"] = "".join(d.digest for d in corpus.train)
     texts["the text to validate on"] = "".join(d.digest for d in corpus.valid)
-    return {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()}
+    return {name: _digest(text.encode()) for name, text in texts.items()}
 
 
 def _sample(documents: Sequence[Document], plan: Plan) -> Iterator[str]:
