@@ -64,6 +64,9 @@ def train(
     """
     start = monotonic()
     plan = admitted(plan, folder, again, asked, override)
+    if (folder / "state" / "lock").exists():
+        with alone(folder):  # refused now, not after the text was read
+            pass
     measure.keep_memory()
     measure.quick_small_numbers()
     corpus = gather(plan)
