@@ -19,8 +19,8 @@ import tyro
 
 SHAPES = {"1m": (128, 2, 2), "10m": (384, 5, 6), "40m": (768, 5, 12)}
 VOCAB, CONTEXT = 4096, 256
-BATCHES = (4, 8, 16, 32)
-SECONDS = 6.0
+BATCHES = {"1m": (8, 16, 32), "10m": (4, 8, 16), "40m": (2, 4, 8)}
+SECONDS = 4.0
 
 
 def batches(batch: int):
@@ -124,7 +124,7 @@ def main(sizes: tuple[str, ...] = ("1m", "10m", "40m"), rounds: int = 3, side: s
         best = {}
         for name in SIDES:
             tried = {}
-            for b in BATCHES:
+            for b in BATCHES[size]:
                 tried[b] = b * CONTEXT / child(__file__, arguments(size, name, b))["seconds"]
                 if tried[b] < 0.9 * max(tried.values()):
                     break
