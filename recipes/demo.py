@@ -33,7 +33,7 @@ def unseen_lines(count: int, seed: int) -> list[tuple[str, str, str]]:
 
 def main(minutes: float) -> int:
     run = RUNS / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    status = train(Plan(sources=("stdlib",), minutes=minutes, size=3_000_000), run, Display())
+    status = train(Plan(sources=("stdlib",), minutes=minutes), run, Display())
     loaded = checkpoint.load(run)
     print("\nThree lines from files it has not seen, cut at a random place:")
     for place, before, truth in unseen_lines(3, seed=time.time_ns()):

@@ -44,3 +44,13 @@ def test_peak_memory_grows_by_what_is_held():
     after = measure.peak_memory(torch.device("cpu"))
     assert after >= before
     assert after >= len(held)
+
+
+def test_numbers_too_small_count_as_zero_when_asked():
+    tiny = torch.full((4,), 1e-30)
+    try:
+        measure.quick_small_numbers()
+        assert not (tiny * 1e-10).any()
+    finally:
+        torch.set_flush_denormal(False)
+    assert (tiny * 1e-10).all()
