@@ -143,6 +143,22 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     assert rates[-1] < 0.1
 
 
+def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatch):
+    """Two sessions of one run by the clock, which counts looks."""
+    looks = itertools.count()
+    monkeypatch.setattr(train_module, "monotonic", lambda: next(looks) * 0.02)
+    plan, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stopping_at(20, patch)
+        assert train(plan, folder, display()[0]) == 130
+    first = json.loads((folder / "dunes.json").read_text())["trained"]["seconds"]
+    assert 0.5 < first < 2.0
+    before = next(looks) * 0.02
+    assert train(Plan(sources=()), folder, display()[0], again=True) == 0
+    assert first + next(looks) * 0.02 - before == pytest.approx(3.0, rel=0.1)
+    assert json.loads((folder / "dunes.json").read_text())["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
+
+
 def refused(plan, folder, again=False):
     show, _ = display()
     with pytest.raises(ValueError, match=r".") as error:
