@@ -1,10 +1,15 @@
 """One thread in each worker, a private cache, and small things that many tests need."""
 
 import os
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+
+from dunes.runs.plan import Plan
+from dunes.runs.progress import Display
 
 torch.set_num_threads(1)
 
@@ -31,3 +36,13 @@ def data(name: str) -> Path:
     if not root:
         pytest.skip("DUNES_TEST_DATA is not set")
     return Path(root) / name
+
+
+def toy(code, **changes):
+    fixed = {"sources": (str(code),), "size": 60_000, "vocab": 300, "context": 32, "batch": 4, "steps": 12}
+    return Plan(**fixed | {"dtype": "float32", "threads": 1} | changes)
+
+
+def display():
+    out = StringIO()
+    return Display(Console(file=out, width=100)), out

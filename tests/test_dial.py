@@ -52,7 +52,10 @@ def test_what_is_open_is_chosen_and_explained(monkeypatch):
     assert (plan.dtype, plan.threads, plan.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
+    assert "a larger model would see too few" in lines[2]
     assert chosen(plan, STDLIB) == (plan, []), "and stays so"
+    given = chosen(Plan(sources=(), size=10**6), STDLIB)[1]
+    assert "a larger model" not in given[2], "nobody chose"
 
 
 def test_text_met_again_is_worth_less_and_less():

@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
+from conftest import display, toy
 from dunes import checkpoint
 from dunes.checkpoint import atomic
 from dunes.data import Windows
@@ -26,7 +25,6 @@ from dunes.models.start import initialise
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.plan import Plan
-from dunes.runs.progress import Display
 from dunes.runs.run import Run, prepare, records
 from dunes.runs.saver import Saver
 from dunes.runs.train import train
@@ -313,16 +311,6 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
         checkpoint.restore(old)
 
 
-def toy(code, **changes):
-    fixed = {"sources": (str(code),), "size": 60_000, "vocab": 300, "context": 32, "batch": 4, "steps": 12}
-    return Plan(**fixed | {"dtype": "float32", "threads": 1} | changes)
-
-
-def display():
-    out = StringIO()
-    return Display(Console(file=out, width=100)), out
-
-
 def test_a_hundred_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
     """The writer is ten times slower than the steps."""
     plan, real = toy(code, steps=5000), checkpoint.store
@@ -434,6 +422,12 @@ resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), held + (1 << 29)))
 train(Plan(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_000, steps=9, dtype="float32",
            threads=1), Path(sys.argv[2]), Display())
 """
+
+
+def test_a_check_that_fails_at_the_first_step_of_a_session_does_not_end_it(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "_check_due", lambda step: True)
+    monkeypatch.setattr(Run, "check", greedy)
+    assert train(toy(code), tmp_path / "run", display()[0]) == 0
 
 
 def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_path):

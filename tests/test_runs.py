@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
+from conftest import display, toy
 from dunes import checkpoint
 from dunes.data import collect
 from dunes.models import FAMILIES
@@ -25,23 +24,13 @@ from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.plan import Plan, config_for, parse_size
-from dunes.runs.progress import Display, duration, quantity
+from dunes.runs.progress import duration, quantity
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
 from dunes.runs.train import overfitting, train
 from dunes.runs.write import complete_line, text_before
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
-
-
-def display():
-    out = StringIO()
-    return Display(Console(file=out, width=100)), out
-
-
-def toy(code, **changes):
-    fixed = {"sources": (str(code),), "size": 60_000, "vocab": 300, "context": 32, "batch": 4, "steps": 12}
-    return Plan(**fixed | {"dtype": "float32", "threads": 1} | changes)
 
 
 def weights(folder):

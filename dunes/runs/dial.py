@@ -17,6 +17,7 @@ from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder
 from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
+from dunes.text.tokenizer import SPECIAL
 
 BYTES_A_TOKEN = 3.9
 """Of a bpe vocabulary of some thousands on code; `bytes` and `chars` have one."""
@@ -38,6 +39,8 @@ AGAIN = 5.0
 
 ARITHMETIC, PASSES = 0.79, 24.1
 """How often the counted arithmetic and the activations' bytes are gone through: fitted to 16 timed shapes."""
+
+WHY = "; a larger model would see too few, a smaller one holds less"
 
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
@@ -79,8 +82,8 @@ def chosen(plan: Plan, size: int) -> tuple[Plan, list[str]]:
         batch=plan.batch or BATCH,
         context=plan.context or CONTEXT,
     )
-    plan, guess = fitted(plan, size, machine)
-    return plan, explained(plan, machine, guess)
+    full, guess = fitted(plan, size, machine)
+    return full, explained(full, machine, guess, why="" if plan.size or plan.steps else WHY)
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def unique_tokens(plan: Plan, size: int) -> float:
 
 def outline(plan: Plan) -> Decoder:
     """The model of a plan without its weights."""
-    vocab = {"bpe": plan.vocab, "bytes": 265, "chars": 110}[plan.tokenizer]
+    vocab = {"bpe": plan.vocab, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
     with torch.device("meta"):
         model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocab))
     return model
@@ -199,15 +202,14 @@ def memory(plan: Plan) -> dict[str, float]:
     }
 
 
-def explained(plan: Plan, machine: Machine, guess: Guess) -> list[str]:
-    """What was chosen and why."""
+def explained(plan: Plan, machine: Machine, guess: Guess, why: str) -> list[str]:
+    """What was chosen and, where there was a choice of size, why."""
     ends = f"{plan.steps} steps" if plan.steps else f"{plan.seconds / 60:g} minutes"
     return [
         f"this machine: {machine.threads} threads, {machine.dtype} at {machine.matmul / 1e12:.2f} TFLOP/s, "
         f"memory read at {machine.read / 1e9:.0f} GB/s",
         f"chosen for {ends}: {quantity(guess.parameters)} parameters, {plan.batch} x {plan.context} tokens a step",
-        f"because at about {quantity(guess.rate)} tokens/s that meets {quantity(guess.tokens)} tokens, the text "
-        f"{guess.epochs:.1f} times; a larger model would see too few, a smaller one holds less "
-        f"(expected: {guess.bits:.2f} bits a byte)",
+        f"at about {quantity(guess.rate)} tokens/s that meets {quantity(guess.tokens)} tokens, the text "
+        f"{guess.epochs:.1f} times{why} (expected: {guess.bits:.2f} bits a byte)",
         needs(plan),
     ]

@@ -187,7 +187,7 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display) -> None:
             # What the end takes is known better after each check, and never more than a tenth.
             clock.seconds = plan.seconds - min(plan.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
             clock.tell(step.number, run.elapsed)
-        over = run.schedule.over(step.number)
+        over, checked = run.schedule.over(step.number), None
         with aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
         with aside("noted"):
