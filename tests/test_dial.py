@@ -2,6 +2,10 @@
 
 from dataclasses import replace
 
+import subprocess
+import sys
+from textwrap import dedent
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -97,13 +101,35 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
     assert sum_of(context=512) > sum_of()
     assert sum_of(dtype="float32") > sum_of()
     assert sum_of(size=40_000_000) > 2 * sum_of()
-    assert memory(plan)["weights, gradients and the optimizer's averages"] == 16 * count(outline(plan))
-    assert needs(replace(plan, batch=1000)).startswith("this run needs about 13")
+    assert memory(plan)["parameters"] == pytest.approx(4 * count(outline(plan)), rel=1e-6)
+    assert needs(replace(plan, batch=1000)).startswith("this run needs about 20")
+
+
+def test_the_estimate_is_what_a_run_takes(code, tmp_path):
+    """In a process of its own, with saves on the way; the estimate promises a tenth."""
+    script = """
+        import sys, torch
+        from pathlib import Path
+        from dunes import measure
+        from dunes.runs import train
+        from dunes.runs.dial import memory
+        from dunes.runs.plan import Plan
+        from dunes.runs.progress import Display
+        train.SAVE_SECONDS = 1.0
+        shape = {"size": 3_000_000, "vocab": 300, "batch": 16, "context": 256}
+        plan = Plan(sources=(sys.argv[1],), dtype="float32", threads=1, steps=8, **shape)
+        said = sum(memory(plan).values())
+        assert train.train(plan, Path(sys.argv[2]), Display()) == 0
+        print(said / measure.peak_memory(torch.device("cpu")))
+    """
+    command = [sys.executable, "-c", dedent(script), str(code), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(done.stdout.split()[-1]) == pytest.approx(1, abs=0.1)
 
 
 def test_a_reading_rate_is_bytes_over_time(monkeypatch):
     clock = iter([0.0, 0.0, 0.0, 0.5, 0.6, 0.6, 1.6, 9.9])
-    monkeypatch.setattr(measure, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(measure.machine, "perf_counter", lambda: next(clock))
     # Two sums, of half a second and of one: the faster one counts.
     assert measure.read_rate(torch.device("cpu"), size=4000, seconds=2.0) == pytest.approx(4000 / 0.5)
 

@@ -7,13 +7,13 @@ from dunes import measure
 
 
 def test_one_thread_is_chosen_only_if_it_wins_every_round(monkeypatch):
-    monkeypatch.setattr(measure, "sleep", lambda seconds: None)
-    monkeypatch.setattr(measure.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(measure.machine, "sleep", lambda seconds: None)
+    monkeypatch.setattr(measure.machine.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     before = torch.get_num_threads()
 
     def rounds(*seconds):
         times = iter(seconds)
-        monkeypatch.setattr(measure, "_seconds", lambda threads: next(times))
+        monkeypatch.setattr(measure.machine, "_seconds", lambda threads: next(times))
         return measure.threads()
 
     assert rounds(1.0, 2.0) == 4
@@ -24,7 +24,7 @@ def test_one_thread_is_chosen_only_if_it_wins_every_round(monkeypatch):
 
 def test_bfloat16_is_chosen_where_it_is_clearly_faster(monkeypatch):
     rates = {torch.bfloat16: 3.0, torch.float32: 1.0}
-    monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: rates[dtype])
+    monkeypatch.setattr(measure.machine, "matmul_rate", lambda dtype, device: rates[dtype])
     assert measure.dtype(torch.device("cpu")) == torch.bfloat16
     rates[torch.bfloat16] = 1.2
     assert measure.dtype(torch.device("cpu")) == torch.float32
@@ -32,7 +32,7 @@ def test_bfloat16_is_chosen_where_it_is_clearly_faster(monkeypatch):
 
 def test_a_matmul_rate_is_operations_over_time(monkeypatch):
     clock = iter([10.0, *[10.5] * 9])
-    monkeypatch.setattr(measure, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(measure.machine, "perf_counter", lambda: next(clock))
     # The clock starts after the second product; the third ends half a second later.
     rate = measure.matmul_rate(torch.float32, torch.device("cpu"), size=64, seconds=0.1)
     assert rate == pytest.approx(2 * 64**3 * 1 / 0.5)

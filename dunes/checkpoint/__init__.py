@@ -1,12 +1,13 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
-from dunes.checkpoint.folder import Loaded, load, save
+from dunes.checkpoint.folder import Loaded, described, load, save
 from dunes.checkpoint.say import said
 from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
 
 __all__ = [
     "Loaded",
     "Snapshot",
+    "described",
     "latest",
     "load",
     "restore",

@@ -22,6 +22,7 @@ from dunes.parts import Decoder
 from dunes.text import END, Tokenizer
 
 CARD = "dunes.json"
+CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 FORMAT = 1
 READY = ".ready"
@@ -103,7 +104,7 @@ def _beside(
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
     names = {"eos_token": END, "pad_token": "<|fim_pad|>"}
     return {
-        "config.json": words | ids | {"dtype": dtype, "torch_dtype": dtype},
+        CONFIG: words | ids | {"dtype": dtype, "torch_dtype": dtype},
         "generation_config.json": {"eos_token_id": end, "pad_token_id": pad},
         "tokenizer_config.json": names
         | {
@@ -121,18 +122,8 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     Built on the meta device first, so that no memory is taken before everything is known to fit.
     """
     folder = Path(folder)
-    settle(folder)
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"{config_file}: no such file; {folder} is not a model folder")
-    hf, card = _json(config_file), _json(folder / CARD) if (folder / CARD).is_file() else {}
-    if card:
-        _check(folder, card)
-    try:
-        family = FAMILIES[family_of(hf)]
-        config = family.from_hf(hf)
-    except KeyError as key:
-        raise ValueError(f"{config_file}: {key} is missing") from None
+    name, config, card = described(folder)
+    family, hf = FAMILIES[name], _json(folder / CONFIG)
     with torch.device("meta"):
         model: Decoder = family.build(config)
     weights = from_theirs(family.NAMES, _weights(folder))
@@ -141,6 +132,23 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
         _agree(folder, hf, len(rows), tokenizer)
     _fill(model, weights, folder / WEIGHTS)
     return Loaded(model.to(device).eval(), tokenizer, config.context, card)
+
+
+def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
+    """The family, its config and the card of a model folder, without its weights. Raises ValueError as `load` does."""
+    folder = Path(folder)
+    settle(folder)
+    config_file = folder / CONFIG
+    if not config_file.is_file():
+        raise ValueError(f"{config_file}: no such file; {folder} is not a model folder")
+    hf, card = _json(config_file), _json(folder / CARD) if (folder / CARD).is_file() else {}
+    if card:
+        _check(folder, card)
+    try:
+        name = family_of(hf)
+        return name, FAMILIES[name].from_hf(hf), card
+    except KeyError as key:
+        raise ValueError(f"{config_file}: {key} is missing") from None
 
 
 def _agree(folder: Path, hf: Mapping[str, Any], rows: int, tokenizer: Tokenizer) -> None:

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-VERBS = ("train", "generate", "complete", "eval")
+VERBS = ("train", "generate", "complete", "eval", "bench")
 
 
 def main() -> None:
@@ -12,6 +12,10 @@ def main() -> None:
     from dunes.cli import verbs
 
     try:
+        if sys.argv[1:2] == ["bench"]:
+            from dunes.cli import bench
+
+            sys.exit(bench.run(sys.argv[2:]))
         status = run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):

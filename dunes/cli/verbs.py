@@ -155,3 +155,7 @@ def evaluate(model: Model, sources: Annotated[tuple[str, ...], tyro.conf.Positio
         f"{files} files, {score.tokens} tokens: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
     )
+
+
+def bench() -> None:
+    """Measure: time, memory, where they go; compare and draw (`dunes bench -h` has its commands)."""

@@ -47,11 +47,12 @@ class _Fused(torch.autograd.Function):
             for start in range(0, len(x), size):
                 rows = slice(start, start + size)
                 states = x[rows].to(dtype)
-                part, slope = _chunk(states, head, targets[rows], wanted)
+                counted = targets[rows] != IGNORE
+                part, slope = _chunk(states, head, targets[rows], counted, wanted)
                 loss += part
                 if dx is not None and dw is not None and slope is not None:
-                    dx[rows] = slope @ head
-                    dw += slope.T @ states
+                    dx[rows] = slope @ head * counted[:, None]
+                    dw += slope.T @ (states * counted[:, None])
         ctx.save_for_backward(dx, dw)
         ctx.dtypes = x.dtype, weight.dtype
         return loss
@@ -63,11 +64,12 @@ class _Fused(torch.autograd.Function):
         return (dx * grad).to(ctx.dtypes[0]), (dw * grad).to(ctx.dtypes[1]), None, None
 
 
-def _chunk(x: Tensor, head: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of some tokens, and its gradient with respect to their logits."""
+def _chunk(
+    x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of the counted tokens, and each token's gradient with respect to its logits."""
     logits = (x @ head.T).float()
     likely = logits.softmax(-1)
-    counted = targets != IGNORE
     index = targets.where(counted, 0)[:, None]
     # The likeliest word's probability never underflows, so log(sum(exp)) follows from it exactly.
     whole = logits.amax(-1, keepdim=True) - likely.amax(-1, keepdim=True).log()
@@ -75,6 +77,4 @@ def _chunk(x: Tensor, head: Tensor, targets: Tensor, wanted: bool) -> tuple[Tens
     if not wanted:
         return loss, None
     likely.scatter_add_(1, index, torch.full_like(whole, -1.0))
-    if not counted.all():
-        likely[~counted] = 0
     return loss, likely.to(x.dtype)

@@ -2,6 +2,7 @@
 
 from dunes.parts.attention import Attention
 from dunes.parts.cache import Cache
+from dunes.parts.checkpointed import Checkpointed
 from dunes.parts.context import Context
 from dunes.parts.decoder import Block, Decoder
 from dunes.parts.embedding import Embedding
@@ -14,6 +15,7 @@ __all__ = [
     "Attention",
     "Block",
     "Cache",
+    "Checkpointed",
     "Context",
     "Decoder",
     "Embedding",

@@ -8,6 +8,7 @@ seen again count less and less, https://arxiv.org/abs/2305.16264).
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from dunes import measure, tree
 from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder
+from dunes.runs.memory import Shape, training
 from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
 from dunes.text.tokenizer import SPECIAL
@@ -39,6 +41,12 @@ AGAIN = 5.0
 
 ARITHMETIC, PASSES = 0.79, 24.1
 """How often the counted arithmetic and the activations' bytes are gone through: fitted to 16 timed shapes."""
+
+STARTED = measure.resident() + 190e6
+"""Bytes of Python and torch: what there is now, and the code and workspaces that come with the first steps."""
+
+HOLES = 0.45
+"""Of what the steps of training take, as much again lies unused between it: glibc's heap after some steps."""
 
 WHY = "; a larger model would see too few, a smaller one holds less"
 
@@ -130,9 +138,14 @@ def unique_tokens(plan: Plan, size: int) -> float:
 
 def outline(plan: Plan) -> Decoder:
     """The model of a plan without its weights."""
-    vocab = {"bpe": plan.vocab, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
     with torch.device("meta"):
-        model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocab))
+        return build(plan)
+
+
+def build(plan: Plan) -> Decoder:
+    """The model of a plan, before anything is known of the text."""
+    vocab = {"bpe": plan.vocab, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
+    model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocab))
     return model
 
 
@@ -190,16 +203,16 @@ def needs(plan: Plan) -> str:
 
 
 def memory(plan: Plan) -> dict[str, float]:
-    """Bytes of a run, by what holds them."""
-    model = outline(plan)
-    parameters, tokens = tree.count(model), plan.batch * plan.context
-    wide = 1.0 if plan.dtype == "bfloat16" else 2.0
-    return {
-        "Python, torch and its workspaces": 680e6,
-        "weights, gradients and the optimizer's averages": 16.0 * parameters,
-        "the best weights and the state that is being saved": 20.0 * parameters,
-        "activations": 0.95 * wide * tokens * traffic(model, plan.context),
-    }
+    """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
+    assert plan.dtype, "chosen before"
+    log = training(partial(build, plan), Shape(plan.batch, plan.context, getattr(torch, plan.dtype)))
+    parts: dict[str, float] = {"Python, torch and its kernels": STARTED}
+    parts |= {str(kind): size for (kind,), size in log.by("kind").items()}
+    weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
+    if measure.device().type == "cpu":
+        parts["holes between them"] = HOLES * (log.peak - weights)
+    parts["the best weights and the state that is being saved"] = 3 * weights + averages
+    return parts
 
 
 def explained(plan: Plan, machine: Machine, guess: Guess, why: str) -> list[str]:

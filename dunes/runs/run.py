@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor, nn
+from torch import Tensor
 
 from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
@@ -19,6 +19,7 @@ from dunes.models.start import initialise
 from dunes.parts import Decoder
 from dunes.runs.corpus import Tokens
 from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.memory import nats
 from dunes.runs.plan import OVERRIDABLE, Plan, config_for
 from dunes.text import Tokenizer
 from dunes.train import Record, Schedule, Trainer, muon
@@ -87,13 +88,8 @@ def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
     config = config_for(plan, tokens.tokenizer.vocab)
     model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
     schedule = Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
-    trainer = Trainer(model, muon(model), _nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    trainer = Trainer(model, muon(model), nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
     return Run(folder, plan, tokens, model, trainer, schedule)
-
-
-def _nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    assert isinstance(model, Decoder), "built above"
-    return model.nats(batch[:, :-1], batch[:, 1:])
 
 
 @contextmanager

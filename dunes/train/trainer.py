@@ -93,10 +93,8 @@ class Trainer:
 
     def _step(self, batches: list[Any], start: float) -> Step:
         buffers = [(b, b.clone()) for b in self.model.buffers()]
-        total, count = self._gradients(batches)
-        norm = self._normalise(count)
         # The one place where the host waits for the device.
-        loss, counted, size = torch.stack([total / count, count, norm]).tolist()
+        loss, counted, size = torch.stack(self.gradients(batches)).tolist()
         rate = self.rate(self.number)
         good = counted > 0 and all(x == x and abs(x) != float("inf") for x in (loss, size))
         if good:
@@ -111,7 +109,15 @@ class Trainer:
         self.bad = 0 if good else self.bad + 1
         return Step(self.number, loss, int(counted), size, rate, not good, perf_counter() - start)
 
-    def _gradients(self, batches: list[Any]) -> tuple[Tensor, Tensor]:
+    def gradients(self, batches: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Leave a step's gradients, divided by the count and clipped, in the parameters.
+
+        Returns the mean loss, the count and the norm before clipping (float64, not yet waited for).
+        """
+        total, count = self._summed(batches)
+        return total / count, count, self._normalise(count)
+
+    def _summed(self, batches: list[Any]) -> tuple[Tensor, Tensor]:
         """Add up the gradients of the summed losses; returns the sums of loss and count (float64)."""
         total = count = torch.zeros((), dtype=torch.float64, device=self._wide)
         self.optimizer.zero_grad(set_to_none=True)

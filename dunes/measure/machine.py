@@ -4,6 +4,8 @@ import ctypes
 import os
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
 
@@ -23,7 +25,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seco
     count, start = 0, 0.0
     while count < 3 or perf_counter() - start < seconds:
         a @ b
-        _wait(device)
+        wait(device)
         count += 1
         if count == 2:  # the first ones load kernels
             count, start = 2, perf_counter()
@@ -37,7 +39,7 @@ def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -
     while perf_counter() - start < seconds or not best:
         before = perf_counter()
         x.sum()
-        _wait(device)
+        wait(device)
         best = max(best, x.nbytes / (perf_counter() - before))
     return best
 
@@ -117,6 +119,45 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _wait(device: torch.device) -> None:
+def forget_peak(device: torch.device) -> int:
+    """Let `peak_memory` begin anew where that is possible (CUDA, Linux); returns the bytes held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return resident()
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now; where that is not told, the most it had."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return peak_memory(torch.device("cpu"))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken without swapping; 0 where that is not told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        told = dict(line.split(":") for line in file)
+        return min(int(told["MemAvailable"].split()[0]) * 1024, _granted())
+    return 0
+
+
+def _granted() -> int:
+    """What is left of the memory that a container grants."""
+    left, group = sys.maxsize, Path("/sys/fs/cgroup")
+    older = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    for most, used in (("memory.max", "memory.current"), older):
+        with suppress(OSError, ValueError):
+            left = min(left, int((group / most).read_text()) - int((group / used).read_text()))
+    return left
+
+
+def wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,0 +1,7 @@
+"""Measuring: benchmarks, where time and memory go, tables, pictures, comparisons."""
+
+from dunes.bench.benchmarks import BENCHMARKS, benchmark
+from dunes.bench.race import Lap, Work, race
+from dunes.measure import allocations
+
+__all__ = ["BENCHMARKS", "Lap", "Work", "allocations", "benchmark", "race"]

@@ -1,0 +1,193 @@
+"""The named benchmarks. One more is a function `(subject, setting) -> Work` with `@benchmark` above it.
+
+    from dunes.bench import Work, benchmark
+
+    @benchmark(memory=inference)
+    def embed(subject, setting):
+        "Token embeddings alone."
+        ...
+
+What is to be read (`Work.bytes`) counts each weight once for all that is computed together, and the
+keys and values of earlier tokens; the method is that of gpt-fast and nanochat's inference benchmarks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import repeat
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from dunes import checkpoint, measure
+from dunes.bench.race import Work
+from dunes.bench.subject import Setting, Subject
+from dunes.data import collect
+from dunes.generate import generate_all
+from dunes.measure import Allocations
+from dunes.parts import Attention, Cache, Decoder
+from dunes.runs.dial import flops
+from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.memory import Build, Shape, inference, nats, training
+from dunes.runs.write import complete_line
+from dunes.train import Trainer, muon
+
+Make = Callable[[Subject, Setting], Work]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark by its name: what it does in one line, its usual batch, and how its memory is foreseen."""
+
+    make: Make
+    batch: int
+    memory: Callable[[Build, Shape], Allocations]
+
+    @property
+    def about(self) -> str:
+        return (self.make.__doc__ or "").strip().splitlines()[0]
+
+
+BENCHMARKS: dict[str, Benchmark] = {}
+
+
+def benchmark(
+    batch: int = 1, memory: Callable[[Build, Shape], Allocations] = inference
+) -> Callable[[Make], Make]:
+    """Register a benchmark under its function's name. Raises ValueError if the name is taken."""
+
+    def register(make: Make) -> Make:
+        if make.__name__ in BENCHMARKS:
+            raise ValueError(f"there is a benchmark named {make.__name__} already; choose another name")
+        BENCHMARKS[make.__name__] = Benchmark(make, batch, memory)
+        return make
+
+    return register
+
+
+@benchmark(batch=16, memory=training)
+def train(subject: Subject, setting: Setting) -> Work:
+    """Training steps as `dunes train` takes them, optimizer included."""
+    model = subject.model()
+    trainer = Trainer(model, muon(model), nats, dtype=getattr(torch, setting.dtype))
+    ids = _ids(model, setting.batch, setting.context + 1).to(measure.device())
+    steps = trainer.run(repeat(ids))
+    tokens = setting.batch * setting.context
+    return Work(lambda _: next(steps), tokens, flops=tokens * flops(model, setting.context))
+
+
+@benchmark()
+def prefill(subject: Subject, setting: Setting) -> Work:
+    """Reading a prompt of `context` tokens into an empty cache, up to the logits of the next one."""
+    model, tokens = subject.model(setting.dtype), setting.batch * setting.context
+    ids = _ids(model, setting.batch, setting.context).to(measure.device())
+
+    @torch.no_grad()
+    def run(cache: Cache) -> None:
+        model(ids, at=cache.start(torch.ones_like(ids, dtype=torch.bool)), cache=cache, last=1)
+        measure.wait(measure.device())
+
+    setup = lambda: Cache(setting.batch, setting.context, measure.device())
+    work = tokens * flops(model, setting.context) / 3
+    return Work(run, tokens, setup=setup, flops=work, bytes=weights(model))
+
+
+@benchmark()
+def decode(subject: Subject, setting: Setting) -> Work:
+    """Writing one token after another: the second half of a context whose first half is the prompt."""
+    model, half = subject.model(setting.dtype), setting.context // 2
+    if half < 2:
+        raise ValueError(f"a context of {setting.context} leaves nothing to write; 4 tokens are needed at least")
+    prompts = _ids(model, setting.batch, half).tolist()
+    count = setting.context - half
+
+    def begun() -> Any:
+        tokens = generate_all(model, prompts, limit=count, context=setting.context)
+        next(tokens)  # reads the prompt
+        return tokens
+
+    def run(tokens: Any) -> None:
+        for _ in tokens:
+            pass
+
+    steps, middle = count - 1, half + count / 2
+    work = setting.batch * steps * flops(model, int(middle)) / 3
+    held = setting.batch * middle * kept(model) * model.embed.token.weight.element_size()
+    return Work(run, setting.batch * steps, setup=begun, flops=work, bytes=steps * (weights(model) + held))
+
+
+@benchmark(batch=16)
+def score(subject: Subject, setting: Setting) -> Work:
+    """Nats a token of made-up text, as `dunes eval` finds them."""
+    model = subject.model()
+    ids = _ids(model, 1, setting.batch * setting.context + 1)[0].numpy()
+    width = widths([b"a"] * model.embed.token.num_embeddings)
+    run = lambda _: evaluate(model, ids, width, setting.context, getattr(torch, setting.dtype))
+    tokens = setting.batch * setting.context
+    return Work(run, tokens, flops=tokens * flops(model, setting.context) / 3)
+
+
+@benchmark()
+def complete(subject: Subject, setting: Setting) -> Work:
+    """The rest of a line of the standard library, from where it is cut: seconds to wait for it."""
+    tokenizer, model = subject.tokenizer, subject.model(setting.dtype)
+    text = _text(4 * setting.context)
+    run = lambda _: complete_line(model, tokenizer, setting.context, text)
+    return Work(run, 1, "lines")
+
+
+@benchmark()
+def tokenize(subject: Subject, setting: Setting) -> Work:
+    """Turning the standard library's text into ids."""
+    tokenizer, text = subject.tokenizer, _text(300_000)
+    return Work(lambda _: tokenizer.encode(text), len(text.encode()), "bytes")
+
+
+@benchmark()
+def load(subject: Subject, setting: Setting) -> Work:
+    """From a folder (in the system's cache of files) to a model."""
+    folder, held = subject.written
+
+    def run(_: object, held: object = held) -> None:
+        checkpoint.load(folder, measure.device())
+
+    return Work(run, (folder / "model.safetensors").stat().st_size, "bytes")
+
+
+@benchmark()
+def save(subject: Subject, setting: Setting) -> Work:
+    """From a model to a folder, with digests, forced to the disk."""
+    loaded = checkpoint.load(subject.written[0], measure.device())
+
+    def run(place: TemporaryDirectory[str]) -> None:
+        checkpoint.save(loaded.model, place.name, loaded.tokenizer, loaded.context)
+
+    setup = lambda: TemporaryDirectory(prefix="dunes-bench-")
+    return Work(run, (subject.written[0] / "model.safetensors").stat().st_size, "bytes", setup=setup)
+
+
+def weights(model: Decoder) -> int:
+    """Bytes of weights that each forward pass reads: all but embeddings, of which it reads a few rows."""
+    embeddings = sum(p.nbytes for p in model.embed.parameters())
+    tied = model.embed.token.weight.nbytes if model.head is None else 0
+    return sum(p.nbytes for p in model.parameters()) - embeddings + tied
+
+
+def kept(model: Decoder) -> int:
+    """Numbers that a cache holds for one token."""
+    return sum(m.k.out_features + m.v.out_features for m in model.modules() if isinstance(m, Attention))
+
+
+def _ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.embed.token.num_embeddings, (batch, length), generator=chance)
+
+
+def _text(size: int) -> str:
+    """The first so many characters of the standard library, from its files in order."""
+    text = ""
+    for document in collect(["stdlib"]).train:
+        text += "".join(document.text())
+        if len(text) >= size:
+            break
+    return text[:size]

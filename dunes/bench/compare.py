@@ -1,0 +1,127 @@
+"""Which differences between two sets of measurements are real.
+
+Laps of the same thing are paired round by round. The estimate is the Hodges-Lehmann median of the
+logarithms of their ratios, the interval the one that Wilcoxon's signed-rank test does not reject: it
+needs no normal distribution, and a few wild laps move it little
+(https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator, https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from dunes.bench.rows import SETTING, Row
+
+CONFIDENCE = 0.99
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Seconds of B over seconds of A: the estimate and its interval; None where too few rounds tell nothing."""
+
+    what: str
+    ratio: float
+    interval: tuple[float, float] | None
+    pairs: int
+
+    @property
+    def real(self) -> bool:
+        """Whether B and A differ, with the confidence asked for."""
+        return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
+
+    @property
+    def verdict(self) -> str:
+        if self.interval is None:
+            return "too few rounds to tell"
+        low, high = self.interval
+        if not self.real:
+            return f"no difference seen (finer than {max(1 / low, high) - 1:.1%} would be missed)"
+        change = self.ratio - 1 if self.ratio > 1 else 1 / self.ratio - 1
+        return f"B takes {change:.1%} longer" if self.ratio > 1 else f"B is {change:.1%} faster"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences of what both have; what only one has; and how the two as a whole are unlike."""
+
+    differences: list[Difference]
+    alone: list[str]
+    unlike: dict[str, tuple[Any, Any]]
+
+
+def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
+    """Pair what was measured in both. Raises ValueError if that is nothing.
+
+    A column with one value in A and one in B does not tell things apart: it may differ (another model,
+    another number of threads), and is named in `unlike`.
+    """
+    fixed = [n for n in SETTING if all(len({str(r.get(n)) for r in side}) == 1 for side in (a, b))]
+    columns = [n for n in SETTING if n not in fixed or n == "benchmark"]
+    sides = [_grouped(side, columns) for side in (a, b)]
+    both = [key for key in sides[0] if key in sides[1]]
+    if not both:
+        raise ValueError(
+            f"nothing was measured in both: A has {_said(columns, next(iter(sides[0])))}, "
+            f"B has {_said(columns, next(iter(sides[1])))}"
+        )
+    found = [_difference(_said(columns, key), sides[0][key], sides[1][key], confidence) for key in both]
+    alone = [_said(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
+    values = ((n, a[0].get(n), b[0].get(n)) for n in (*fixed, "machine", "cpu", "torch", "commit"))
+    return Comparison(found, sorted(alone), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
+
+
+def _grouped(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(n) for n in columns), []).append(row)
+    return found
+
+
+def _said(columns: Sequence[str], key: Sequence[Any]) -> str:
+    return " ".join(str(v) if n in ("benchmark", "subject") else f"{n} {v}" for n, v in zip(columns, key, strict=True))
+
+
+def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
+    """What the machine itself could do beside A and beside B: a difference here is not the program's."""
+    found = {}
+    for name in ("matmul", "read"):
+        x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
+        if x and y:
+            found[f"{name} rate"] = (median(x), median(y))
+    return found
+
+
+def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float) -> Difference:
+    pairs = zip(sorted(a, key=_round), sorted(b, key=_round), strict=False)
+    logs = [math.log(float(y["seconds"]) / float(x["seconds"])) for x, y in pairs]
+    middle, interval = typical(logs, confidence)
+    return Difference(what, math.exp(middle), interval and (math.exp(interval[0]), math.exp(interval[1])), len(logs))
+
+
+def _round(row: Row) -> int:
+    return int(row.get("round", 0))
+
+
+def typical(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, tuple[float, float] | None]:
+    """The Hodges-Lehmann median of some values and its confidence interval; None if they are too few for one."""
+    means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
+    cut = _critical(len(values), (1 - confidence) / 2)
+    return median(means), None if cut is None else (means[cut], means[-1 - cut])
+
+
+def _critical(n: int, tail: float) -> int | None:
+    """The largest sum of ranks whose probability to be reached or stayed below is at most `tail`; None if none is."""
+    counts = [1]
+    for rank in range(1, n + 1):  # how many of the 2^n signings have which sum of positive ranks
+        moved = [0] * rank + counts
+        counts = [x + y for x, y in zip(moved, counts + [0] * rank, strict=True)]
+    total, below, found = 2**n, 0, None
+    for rank_sum, count in enumerate(counts):
+        below += count
+        if below / total > tail:
+            break
+        found = rank_sum
+    # Means number `found + 1` from either end, counted from one, bound the interval.
+    return None if found is None else found + 1 if found + 1 < n * (n + 1) / 4 else found

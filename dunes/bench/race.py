@@ -1,0 +1,77 @@
+"""Timing several pieces of work against each other so that a machine whose speed drifts favours none."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+LEAST = 0.2
+"""Seconds that a lap takes at least; shorter work is repeated within it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to time: `run(setup())`, where only `run` counts.
+
+    One run does `amount` of `unit` (tokens, bytes, ...), with so many floating-point operations and so
+    many bytes that cannot but be read, where these are known.
+    """
+
+    run: Callable[[Any], object]
+    amount: float
+    unit: str = "tokens"
+    setup: Callable[[], Any] = lambda: None
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One timing: seconds of one run, the mean of `runs`; joules of one run where the machine tells."""
+
+    name: str
+    round: int
+    seconds: float
+    runs: int
+    joules: float | None = None
+
+
+def race(
+    works: Mapping[str, Work],
+    rounds: int,
+    *,
+    before: Callable[[str], object] = lambda name: None,
+    least: float = LEAST,
+    clock: Callable[[], float] = perf_counter,
+    energy: Callable[[], float | None] = lambda: None,
+) -> Iterator[Lap]:
+    """Laps of all works in turn, `rounds` of each, A B then B A then A B.
+
+    Going back and forth takes a steady drift out of the comparison of any two, not only most of it.
+    Each work runs twice before it is timed, which loads kernels and tells how many runs fill a lap.
+    `before(name)` is called ahead of each work's turn, outside of the time.
+    """
+    runs = {}
+    for name, work in works.items():
+        before(name)
+        first = [_timed(work, 1, clock) for _ in range(2)][1]
+        runs[name] = max(1, round(least / max(first, 1e-9)))
+    for number in range(rounds):
+        for name in works if number % 2 == 0 else reversed(list(works)):
+            before(name)
+            joules = energy()
+            seconds = _timed(works[name], runs[name], clock)
+            spent = energy()
+            told = joules is not None and spent is not None and spent >= joules  # counters begin anew at times
+            used = (spent - joules) / runs[name] if told else None
+            yield Lap(name, number, seconds, runs[name], used)
+
+
+def _timed(work: Work, runs: int, clock: Callable[[], float]) -> float:
+    total = 0.0
+    for state in itertools.starmap(work.setup, itertools.repeat((), runs)):
+        start = clock()
+        work.run(state)
+        total += clock() - start
+    return total / runs

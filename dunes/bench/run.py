@@ -1,0 +1,188 @@
+"""Running a named benchmark over settings: estimate first, then race, each lap a row in the file."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dunes import __version__, measure, tree
+from dunes.bench import rows
+from dunes.bench.benchmarks import BENCHMARKS, Benchmark
+from dunes.bench.race import LEAST, Lap, Work, race
+from dunes.bench.subject import Setting, Subject, of_folder, of_shape
+from dunes.runs.memory import Shape
+from dunes.runs.plan import parse_size
+
+FRAGMENTS = 1.5
+"""Of what tensors take, as much does a process grow at most: the allocator leaves holes (LOG.md)."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure. Several values of a field are several contestants; an empty one means the usual."""
+
+    models: Sequence[Path] = ()
+    sizes: Sequence[str] = ()
+    families: Sequence[str] = ("arcee",)
+    batches: Sequence[int] = ()
+    contexts: Sequence[int] = ()
+    dtypes: Sequence[str] = ()
+    threads: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One thing that is timed; `bytes` and `peak` are its weights' and its whole step's memory, foreseen."""
+
+    subject: Subject
+    setting: Setting
+    parameters: int
+    bytes: int
+    peak: int
+
+
+def contestants(name: str, request: Request) -> list[Contestant]:
+    """All that the request asks for. Raises ValueError for what this model or machine cannot do."""
+    named = BENCHMARKS[name]
+    for field in ("batches", "contexts", "threads"):
+        if any(value < 1 for value in getattr(request, field)):
+            raise ValueError(f"--{field.rstrip('s')} must be at least 1, not {min(getattr(request, field))}")
+    if not request.models and not request.sizes:
+        raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
+    threads = request.threads or (measure.threads(),)
+    inside = named.make.__name__ not in ("train", "score")  # those compute in what training does
+    dtypes = request.dtypes or ("float32" if inside else str(measure.dtype(measure.device())).removeprefix("torch."),)
+    found = []
+    for subject in _subjects(request):
+        contexts = request.contexts or (subject.context,)
+        settings = itertools.product(request.batches or (named.batch,), contexts, dtypes, threads)
+        found += [_contestant(named, subject, Setting(*setting)) for setting in settings]
+    _fits(found)
+    return found
+
+
+def _subjects(request: Request) -> Iterator[Subject]:
+    yield from map(of_folder, request.models)
+    longest = max(request.contexts, default=0)
+    for family, size in itertools.product(request.families, request.sizes):
+        yield of_shape(family, parse_size(size), longest) if longest else of_shape(family, parse_size(size))
+
+
+def _contestant(named: Benchmark, subject: Subject, setting: Setting) -> Contestant:
+    if setting.context > subject.context:
+        raise ValueError(f"{subject.name}: was made for {subject.context} tokens; --context {setting.context} is more")
+    shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))
+    log = named.memory(subject.outline, shape)
+    with torch.device("meta"):
+        parameters = tree.count(subject.outline())
+    held = log.by("kind", moment=0)
+    return Contestant(subject, setting, parameters, held[("parameters",)], log.peak)
+
+
+def _fits(found: Sequence[Contestant]) -> None:
+    """Raises ValueError if the machine would swap: all models are held at once, one works at a time."""
+    need = FRAGMENTS * (sum(c.bytes for c in found) * 3 + max(c.peak for c in found))
+    if (free := measure.free_memory(measure.device())) and need > free:
+        raise ValueError(
+            f"this needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; a smaller model, --batch or "
+            "--context, or fewer values at once would fit"
+        )
+
+
+def bench(
+    name: str,
+    request: Request,
+    rounds: int,
+    out: Path,
+    told: Callable[[str, float], object] = lambda words, done: None,
+    least: float = LEAST,
+) -> list[rows.Row]:
+    """Race the contestants; rows go into `out` lap by lap, and those that are there stay if it is interrupted.
+
+    Raises ValueError, before anything is timed, for what cannot be measured.
+    """
+    if rounds < 1:
+        raise ValueError(f"--rounds is {rounds}; 1 at least")
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"{out}: a file of measurements is named .jsonl or .parquet")
+    if out.suffix == ".parquet":
+        rows.frames(out)
+    if out.exists():
+        raise ValueError(f"{out}: is there already; choose another --out")
+    field = {f"{number}": c for number, c in enumerate(contestants(name, request))}
+    works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}
+    known = {"commit": rows.commit(), "dunes": __version__, **measure.fingerprint()}
+    ceilings, lines, kept = Ceilings(), out.with_suffix(".jsonl"), list[rows.Row]()
+    before = lambda n: torch.set_num_threads(field[n].setting.threads)
+    for lap in race(works, rounds, before=before, least=least, energy=measure.joules):
+        row = _row(name, field[lap.name], works[lap.name], lap, ceilings) | known
+        rows.append(lines, row)
+        kept.append(row)
+        told(f"{name} round {lap.round + 1} of {rounds}", len(kept) / (rounds * len(works)))
+    if out != lines:
+        rows.frames(out).DataFrame(kept, infer_schema_length=None).write_parquet(out)
+        lines.unlink()
+    return kept
+
+
+class Ceilings:
+    """What the machine could do at best, measured beside: products by dtype in each round, the highest read rate."""
+
+    def __init__(self) -> None:
+        self._matmul: dict[tuple[Any, ...], float] = {}
+        self._read: dict[int, float] = {}
+
+    def matmul(self, dtype: str, threads: int, round: int) -> float:
+        """FLOP/s, once a round."""
+        key = (dtype, threads, round)
+        if key not in self._matmul:
+            self._matmul[key] = measure.matmul_rate(getattr(torch, dtype), measure.device())
+        return self._matmul[key]
+
+    def read(self, size: int, threads: int) -> float:
+        """Bytes a second, over as many bytes; the highest of three tries."""
+        key = size * 1024 + threads
+        if key not in self._read:
+            self._read[key] = max(measure.read_rate(measure.device(), size, 0.05) for _ in range(3))
+        return self._read[key]
+
+
+def _row(name: str, c: Contestant, work: Work, lap: Lap, ceilings: Ceilings) -> rows.Row:
+    matmul = ceilings.matmul(c.setting.dtype, c.setting.threads, lap.round)
+    read = ceilings.read(c.bytes, c.setting.threads)
+    return {
+        "benchmark": name,
+        "subject": c.subject.name,
+        "family": c.subject.family,
+        "parameters": c.parameters,
+        **asdict(c.setting),
+        "device": measure.device().type,
+        "round": lap.round,
+        "seconds": lap.seconds,
+        "runs": lap.runs,
+        "amount": work.amount,
+        "unit": work.unit,
+        "flops": work.flops,
+        "bytes": work.bytes,
+        "matmul": matmul,
+        "read": read,
+        "flop_share": work.flops / lap.seconds / matmul if work.flops else None,
+        "byte_share": work.bytes / lap.seconds / read if work.bytes else None,
+        "joules": lap.joules,
+        "peak_bytes": c.peak,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def named(name: str) -> Path:
+    """Where a benchmark's rows go if nobody says."""
+    return Path("runs", "bench", f"{name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+
+
+def summaries(found: Sequence[Mapping[str, Any]]) -> list[rows.Row]:
+    """One record for each contestant."""
+    return [rows.summary(group) for group in rows.groups(map(dict, found)).values()]

@@ -1,0 +1,77 @@
+"""What is measured: a model folder, or a shape with made-up weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from dunes import checkpoint, measure
+from dunes.models import FAMILIES
+from dunes.models.start import initialise
+from dunes.parts import Decoder
+from dunes.runs.plan import Plan, config_for
+from dunes.runs.progress import quantity
+from dunes.text import Tokenizer
+
+VOCAB, CONTEXT = 4096, 256
+"""Of a shape, where nothing else is said: what `dunes train` makes."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How it is measured: windows at once, their tokens, the dtype of matrix products, threads."""
+
+    batch: int
+    context: int
+    dtype: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure. `outline` builds it without its weights, at no cost on fake or meta tensors."""
+
+    name: str
+    family: str
+    context: int
+    outline: Callable[[], Decoder] = field(repr=False)
+    folder: Path | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValueError for a shape, which has none."""
+        if self.folder is None:
+            raise ValueError(f"{self.name}: a shape has no tokenizer; name a model folder")
+        return Tokenizer.load(self.folder)
+
+    def model(self, dtype: str = "float32") -> Decoder:
+        """A new copy, on this machine's device."""
+        if self.folder is not None:
+            model = checkpoint.load(self.folder).model
+        else:
+            model = initialise(self.outline()).eval()
+        return model.to(measure.device(), getattr(torch, dtype))
+
+    @cached_property
+    def written(self) -> tuple[Path, object]:
+        """The model's folder, for a shape a temporary one that goes with the second value."""
+        if self.folder is not None:
+            return self.folder, None
+        held = TemporaryDirectory(prefix="dunes-bench-")
+        checkpoint.save(self.model(), held.name, Tokenizer.train("bytes", ()), self.context)
+        return Path(held.name), held
+
+
+def of_folder(folder: Path) -> Subject:
+    """Raises ValueError if it is no model folder."""
+    family, config, _ = checkpoint.described(folder)
+    return Subject(str(folder), family, config.context, lambda: FAMILIES[family].build(config), folder)
+
+
+def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
+    """A family's model of about so many parameters, with made-up weights."""
+    config = config_for(Plan(sources=(), family=family, size=size, context=context), VOCAB)
+    return Subject(f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config))

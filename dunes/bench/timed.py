@@ -1,0 +1,170 @@
+"""Where the time goes: by module and by kind of operation, forward and backward, from PyTorch's profiler."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dunes import measure
+
+MODULE = "module: "
+PHASES = ("forward", "backward", "optimizer")
+
+KINDS: Mapping[str, str] = {
+    "matrix products": r"(^|_)(mm|bmm|addmm|baddbmm|linear|matmul|mv|einsum|grouped_mm)$|mkldnn_linear|gemm",
+    "attention": r"scaled_dot_product|flash_attention|efficient_attention",
+    "softmax": r"softmax|logsumexp",
+    "norms": r"rms_norm|layer_norm|group_norm|batch_norm|(^|_)norm$",
+    "optimizer": r"_fused_|foreach|Optimizer",
+    "random numbers": r"rand|normal|bernoulli|dropout",
+    "copies": r"copy|^to$|clone|contiguous|^cat$|stack|fill|zero|ones|full|index|gather|scatter|embedding|pad|arange",
+    "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|as_strided|select|slice|split",
+    "autograd": r"Backward|AccumulateGrad|evaluate_function",
+}
+"""By what an operation is called, the first that fits; all else works element by element."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Seconds that an operation took by itself (without those it called), summed over its calls."""
+
+    phase: str
+    module: str
+    kind: str
+    operation: str
+    seconds: float
+    calls: int
+
+
+@dataclass
+class Report:
+    """What was seen; `wall` is the time from start to end, of which operations account for a part."""
+
+    entries: list[Entry] = field(default_factory=list)
+    wall: float = 0.0
+
+    @property
+    def between(self) -> float:
+        """Seconds in which no operation ran: Python, and waiting."""
+        return max(0.0, self.wall - sum(e.seconds for e in self.entries))
+
+    def by(self, *names: str) -> dict[tuple[Any, ...], float]:
+        """Seconds added up by some of Entry's fields, most first."""
+        sums: Counter[tuple[Any, ...]] = Counter()
+        for entry in self.entries:
+            sums[tuple(getattr(entry, name) for name in names)] += entry.seconds  # type: ignore[assignment]
+        return dict(sums.most_common())
+
+    def inside(self) -> dict[str, dict[str, float]]:
+        """Seconds of each module with all that lies in it, by phase; blocks of one kind are taken together."""
+        sums: dict[str, Counter[str]] = {"": Counter()}
+        for entry in self.entries:
+            pieces = re.sub(r"\b\d+\b", "*", entry.module).split(".") if entry.module else []
+            for end in range(len(pieces) + 1):
+                sums.setdefault(".".join(pieces[:end]), Counter())[entry.phase] += entry.seconds  # type: ignore[assignment]
+        return {name: dict(sums[name]) for name in sorted(sums)}
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {"wall": self.wall, "between": self.between, "entries": [asdict(e) for e in self.entries]}
+
+
+@contextmanager
+def timed(model: nn.Module) -> Iterator[Report]:
+    """`with timed(model) as report:` times the operations of the work inside; read the report afterwards.
+
+    A module's time is that of the operations its own forward calls, and of the way back through them. The
+    profiler costs a few microseconds an operation while it is on, nothing when it is off.
+    """
+    report, cuda = Report(), measure.device().type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with _ranges(model), profile(activities=activities) as profiler:
+        start = perf_counter()
+        yield report
+        measure.wait(measure.device())
+        report.wall = perf_counter() - start
+    report.entries.extend(_entries(profiler.events() or [], cuda))
+
+
+@contextmanager
+def _ranges(model: nn.Module) -> Iterator[None]:
+    """Have the profiler see where each module's forward begins and ends."""
+    open_ranges: list[Any] = []
+
+    def begin(name: str) -> Any:
+        def opened(module: nn.Module, inputs: Any) -> None:
+            open_ranges.append(record_function(MODULE + name))
+            open_ranges[-1].__enter__()
+
+        return opened
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(begin(name)))
+        hooks.append(module.register_forward_hook(end, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
+    """Events of operations, each given to the module that called it or whose forward it goes back through."""
+    makers: dict[int, str] = {}
+    for event in events:
+        if event.sequence_nr >= 0 and not _engine(event) and (name := _module(event)) is not None:
+            makers.setdefault(event.sequence_nr, name)
+    sums: Counter[tuple[str, str, str]] = Counter()
+    calls: Counter[tuple[str, str, str]] = Counter()
+    for event in events:
+        if event.name.startswith((MODULE, "ProfilerStep")):
+            continue
+        seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
+        phase, module = _place(event, makers)
+        key = (phase, module, event.name.removeprefix("aten::"))
+        sums[key] += seconds  # type: ignore[assignment]
+        calls[key] += 1
+    return [Entry(p, m, kind(o), o, s, calls[p, m, o]) for (p, m, o), s in sums.most_common() if s > 0]
+
+
+def kind(operation: str) -> str:
+    """The kind of an operation, by its name."""
+    plain = operation.removeprefix("aten::").removesuffix("_backward").removesuffix("_")
+    return next((name for name, pattern in KINDS.items() if re.search(pattern, plain)), "elementwise")
+
+
+def _engine(event: FunctionEvent) -> bool:
+    return event.name.startswith("autograd::engine::evaluate_function")
+
+
+def _ancestors(event: FunctionEvent) -> Iterator[FunctionEvent]:
+    at: FunctionEvent | None = event
+    while at is not None:
+        yield at
+        at = at.cpu_parent
+
+
+def _module(event: FunctionEvent) -> str | None:
+    names = (a.name.removeprefix(MODULE) for a in _ancestors(event) if a.name.startswith(MODULE))
+    return next(names, None)
+
+
+def _place(event: FunctionEvent, makers: Mapping[int, str]) -> tuple[str, str]:
+    """The phase and the module of an event."""
+    for at in _ancestors(event):
+        if _engine(at):
+            return "backward", makers.get(at.sequence_nr, "")
+        if at.name.startswith("Optimizer.step"):
+            return "optimizer", ""
+    return "forward", _module(event) or ""

@@ -1,0 +1,42 @@
+"""What this machine is and can do, and what a piece of work takes of it."""
+
+from dunes.measure.allocations import Allocation, Allocations, allocations
+from dunes.measure.fingerprint import fingerprint, joules
+from dunes.measure.machine import (
+    device,
+    dtype,
+    forget_peak,
+    free_memory,
+    keep_memory,
+    matmul_rate,
+    out_of_memory,
+    peak_memory,
+    quick_small_numbers,
+    read_rate,
+    resident,
+    threads,
+    wait,
+)
+from dunes.measure.places import Places
+
+__all__ = [
+    "Allocation",
+    "Allocations",
+    "Places",
+    "allocations",
+    "device",
+    "dtype",
+    "fingerprint",
+    "forget_peak",
+    "free_memory",
+    "joules",
+    "keep_memory",
+    "matmul_rate",
+    "out_of_memory",
+    "peak_memory",
+    "quick_small_numbers",
+    "read_rate",
+    "resident",
+    "threads",
+    "wait",
+]

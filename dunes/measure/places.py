@@ -1,0 +1,78 @@
+"""Which module is at work, forward and backward."""
+
+from bisect import bisect_right
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+
+class Places:
+    """`with Places(model) as places:` then `places.now()` says which module computes, by its dotted name.
+
+    In a forward pass that is the innermost module whose `forward` runs. In a backward pass it is the one
+    whose forward made the node of the graph that runs now: nodes are numbered in the order in which they
+    are made, so it is enough to remember at which numbers modules began and ended. Hooks stand in the
+    model only inside the `with`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.stack: list[str] = []
+        self.calls = 0
+        self._numbers: list[int] = []
+        self._names: list[str] = []
+        self._hooks: list[Any] = []
+        self._owners: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            self._hooks.append(module.register_forward_pre_hook(self._begin(name)))
+            self._hooks.append(module.register_forward_hook(self._end, always_call=True))
+            self._owners |= {id(p): name for p in module.parameters(recurse=False)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def now(self) -> str | None:
+        """The module at work; None outside of all modules."""
+        if self.stack:
+            return self.stack[-1]
+        node = torch._C._current_autograd_node()
+        return None if node is None else self.of(node)
+
+    def of(self, node: Any) -> str | None:
+        """The module whose forward made this node of the graph; for a parameter's own node, its module."""
+        if (parameter := getattr(node, "variable", None)) is not None:
+            return self._owners.get(id(parameter))
+        at = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._names[at] or None) if at >= 0 else None
+
+    def _begin(self, name: str) -> Any:
+        def begin(module: nn.Module, inputs: Any) -> None:
+            self.stack.append(name)
+            self.calls += 1
+            self._note()
+
+        return begin
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        """From the next node on, the innermost module is the maker. Nodes made while going backward are no matter."""
+        if not backward():
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._names.append(self.stack[-1] if self.stack else "")
+
+
+def backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
