@@ -495,7 +495,7 @@ def training(code: Path, folder: Path) -> subprocess.Popen[bytes]:
 def outcome(folder: Path):
     """Everything that must be the same: weights, optimizer, counters, best weights, losses as hex."""
     state = checkpoint.restore(checkpoint.latest(folder))
-    state.pop("elapsed")
+    state.pop("elapsed"), state.pop("spent")
     lines = [
         (r["step"], r["exact"], r["norm"], r["rate"], r.get("bits_per_byte"))
         for r in records(folder / "metrics.jsonl")

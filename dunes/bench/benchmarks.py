@@ -73,7 +73,7 @@ def train(subject: Subject, setting: Setting) -> Work:
     ids = _ids(model, setting.batch, setting.context + 1).to(measure.device())
     steps = trainer.run(repeat(ids))
     tokens = setting.batch * setting.context
-    return Work(lambda _: next(steps), tokens, flops=tokens * flops(model, setting.context))
+    return Work(lambda _: next(steps), tokens, flops=tokens * flops(model, setting.context), model=model)
 
 
 @benchmark()
@@ -89,7 +89,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
     work = tokens * flops(model, setting.context) / 3
-    return Work(run, tokens, setup=setup, flops=work, bytes=weights(model))
+    return Work(run, tokens, setup=setup, flops=work, bytes=weights(model), model=model)
 
 
 @benchmark()
@@ -113,7 +113,8 @@ def decode(subject: Subject, setting: Setting) -> Work:
     steps, middle = count - 1, half + count / 2
     work = setting.batch * steps * flops(model, int(middle)) / 3
     held = setting.batch * middle * kept(model) * model.embed.token.weight.element_size()
-    return Work(run, setting.batch * steps, setup=begun, flops=work, bytes=steps * (weights(model) + held))
+    size = steps * (weights(model) + held)
+    return Work(run, setting.batch * steps, setup=begun, flops=work, bytes=size, model=model)
 
 
 @benchmark(batch=16)
@@ -124,7 +125,7 @@ def score(subject: Subject, setting: Setting) -> Work:
     width = widths([b"a"] * model.embed.token.num_embeddings)
     run = lambda _: evaluate(model, ids, width, setting.context, getattr(torch, setting.dtype))
     tokens = setting.batch * setting.context
-    return Work(run, tokens, flops=tokens * flops(model, setting.context) / 3)
+    return Work(run, tokens, flops=tokens * flops(model, setting.context) / 3, model=model)
 
 
 @benchmark()
@@ -133,7 +134,7 @@ def complete(subject: Subject, setting: Setting) -> Work:
     tokenizer, model = subject.tokenizer, subject.model(setting.dtype)
     text = _text(4 * setting.context)
     run = lambda _: complete_line(model, tokenizer, setting.context, text)
-    return Work(run, 1, "lines")
+    return Work(run, 1, "lines", model=model)
 
 
 @benchmark()

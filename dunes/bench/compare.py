@@ -8,7 +8,7 @@ needs no normal distribution, and a few wild laps move it little
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -49,6 +49,11 @@ class Comparison:
     differences: list[Difference]
     alone: list[str]
     unlike: dict[str, tuple[Any, Any]]
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        found = [asdict(d) | {"real": d.real, "verdict": d.verdict} for d in self.differences]
+        return {"differences": found, "alone": self.alone, "unlike": self.unlike}
 
 
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from torch import nn
+
 LEAST = 0.2
 """Seconds that a lap takes at least; shorter work is repeated within it."""
 
@@ -15,7 +17,7 @@ class Work:
     """Something to time: `run(setup())`, where only `run` counts.
 
     One run does `amount` of `unit` (tokens, bytes, ...), with so many floating-point operations and so
-    many bytes that cannot but be read, where these are known.
+    many bytes that cannot but be read, where these are known; `model` is what runs, if one does.
     """
 
     run: Callable[[Any], object]
@@ -24,6 +26,7 @@ class Work:
     setup: Callable[[], Any] = lambda: None
     flops: float = 0.0
     bytes: float = 0.0
+    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)

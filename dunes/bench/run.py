@@ -21,6 +21,9 @@ FRAGMENTS = 1.5
 """Of what tensors take, as much does a process grow at most: the allocator leaves holes (LOG.md)."""
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 @dataclass(frozen=True)
 class Request:
     """What to measure. Several values of a field are several contestants; an empty one means the usual."""
@@ -48,21 +51,40 @@ class Contestant:
 def contestants(name: str, request: Request) -> list[Contestant]:
     """All that the request asks for. Raises ValueError for what this model or machine cannot do."""
     named = BENCHMARKS[name]
-    for field in ("batches", "contexts", "threads"):
-        if any(value < 1 for value in getattr(request, field)):
-            raise ValueError(f"--{field.rstrip('s')} must be at least 1, not {min(getattr(request, field))}")
-    if not request.models and not request.sizes:
-        raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
-    threads = request.threads or (measure.threads(),)
-    inside = named.make.__name__ not in ("train", "score")  # those compute in what training does
-    dtypes = request.dtypes or ("float32" if inside else str(measure.dtype(measure.device())).removeprefix("torch."),)
-    found = []
-    for subject in _subjects(request):
-        contexts = request.contexts or (subject.context,)
-        settings = itertools.product(request.batches or (named.batch,), contexts, dtypes, threads)
-        found += [_contestant(named, subject, Setting(*setting)) for setting in settings]
+    found = [_contestant(named, *pair) for pair in wanted(name, request)]
     _fits(found)
     return found
+
+
+def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
+    """Each subject with each setting. Raises ValueError for what no machine can do."""
+    for field in ("batches", "contexts", "threads"):
+        if any(value < 1 for value in getattr(request, field)):
+            raise ValueError(f"--{field.rstrip('es')} must be at least 1, not {min(getattr(request, field))}")
+    if not request.models and not request.sizes:
+        raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
+    if wrong := [d for d in request.dtypes if d not in DTYPES]:
+        raise ValueError(f"--dtype is {wrong[0]!r}; it must be one of {', '.join(DTYPES)}")
+    found, computing = [], _computing(name, request)
+    for subject in _subjects(request):
+        contexts = request.contexts or (subject.context,)
+        if (most := max(contexts)) > subject.context:
+            raise ValueError(f"{subject.name}: was made for {subject.context} tokens; --context {most} is more")
+        settings = itertools.product(
+            request.batches or (BENCHMARKS[name].batch,), contexts, *computing
+        )
+        found += [(subject, Setting(*setting)) for setting in settings]
+    return found
+
+
+def _computing(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
+    """The dtypes and numbers of threads; measured where nothing is said and it matters."""
+    threads = request.threads or (measure.threads(),)
+    if request.dtypes:
+        return request.dtypes, threads
+    if name in ("train", "score"):  # these compute in what `dunes train` and `dunes eval` would
+        return (str(measure.dtype(measure.device())).removeprefix("torch."),), threads
+    return ("float32",), threads
 
 
 def _subjects(request: Request) -> Iterator[Subject]:
@@ -73,8 +95,6 @@ def _subjects(request: Request) -> Iterator[Subject]:
 
 
 def _contestant(named: Benchmark, subject: Subject, setting: Setting) -> Contestant:
-    if setting.context > subject.context:
-        raise ValueError(f"{subject.name}: was made for {subject.context} tokens; --context {setting.context} is more")
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))
     log = named.memory(subject.outline, shape)
     with torch.device("meta"):

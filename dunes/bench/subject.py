@@ -32,13 +32,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure. `outline` builds it without its weights, at no cost on fake or meta tensors."""
+    """A model to measure: from a folder, or a family's of about `size` parameters.
+
+    `outline` builds it without its weights, at no cost on fake or meta tensors.
+    """
 
     name: str
     family: str
     context: int
     outline: Callable[[], Decoder] = field(repr=False)
     folder: Path | None = None
+    size: int = 0
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -74,4 +78,4 @@ def of_folder(folder: Path) -> Subject:
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about so many parameters, with made-up weights."""
     config = config_for(Plan(sources=(), family=family, size=size, context=context), VOCAB)
-    return Subject(f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config))
+    return Subject(f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config), size=size)

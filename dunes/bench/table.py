@@ -1,15 +1,23 @@
 """Measurements as plain text."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from dunes.bench.compare import Comparison
+from dunes.bench.memory import Foreseen, Truth
 from dunes.bench.rows import SETTING
+from dunes.bench.timed import PHASES, Report
+from dunes.measure import KINDS, Allocations
 from dunes.runs.progress import quantity
 
-UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+WIDTH = 240
+"""Of the longest line: a narrow screen wraps it; figures that were cut off would lie."""
 
 
 def duration(seconds: float) -> str:
@@ -24,21 +32,20 @@ def size(count: float) -> str:
     return f"{count / scale:.3g} {unit}"
 
 
-def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], console: Console | None = None) -> None:
-    """A table: the first column of words to the left, numbers to the right."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A table on standard output: words and bars to the left, figures to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if number == 0 or not column else "right", no_wrap=True)
     for line in lines:
-        table.add_row(*line)
-    console = console or Console(soft_wrap=True)
-    # A narrow screen scrolls; cut-off figures would lie.
-    console.print(table, width=max(console.width, 60 + 14 * len(columns)), soft_wrap=True)
+        table.add_row(*map(escape, line))
+    Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
 
 
-def summary(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+def summary(found: Sequence[Mapping[str, Any]]) -> None:
     """A line for each contestant: what tells it from the others, and what came out."""
-    telling = [n for n in SETTING if n != "benchmark" and len({str(f.get(n)) for f in found}) > 1] or ["subject"]
+    differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in found}) > 1]
+    telling = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
     shown = {
         "a run": lambda f: duration(f["seconds"]),
         "middle half": lambda f: f"{duration(f['low'])} to {duration(f['high'])}",
@@ -46,12 +53,80 @@ def summary(found: Sequence[Mapping[str, Any]], console: Console | None = None) 
         "of matmul": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
         "of reading": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
         "energy": lambda f: f"{f['joules']:.3g} J" if "joules" in f else "",
-        "memory": lambda f: size(f["peak_bytes"]),
+        "tensors": lambda f: size(f["peak_bytes"]),
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in found)}
     lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in found]
-    fixed = ", ".join(f"{n} {_value(found[0][n])}" for n in SETTING[1:] if n not in telling and n != "family")
-    show(f"{found[0]['benchmark']}: {fixed}; {found[0]['rounds']} rounds", [*telling, *used], lines, console)
+    hidden = {"benchmark", "family", "parameters", "subject", *differ}
+    fixed = ", ".join(f"{n} {_value(found[0][n])}" for n in SETTING if n not in hidden)
+    show(f"{found[0]['benchmark']}: {fixed}, {found[0]['rounds']} rounds", [*telling, *used], lines)
+
+
+def comparison(found: Comparison, confidence: float) -> None:
+    """What differs, with intervals, and what else is to be known before it is believed."""
+    for name, (a, b) in found.unlike.items():
+        words = f"A {a}, B {b}" if isinstance(a, str) or not a else f"A {quantity(a)}, B {quantity(b)} ({b / a - 1:+.1%})"
+        print(f"not the same in both: {name}: {words}" if not name.endswith("rate") else f"the machine's {name}: {words}")
+    lines = []
+    for d in found.differences:
+        low, high = d.interval or (0.0, 0.0)
+        lines.append([d.what, f"{d.ratio:.3f}", f"{low:.3f} to {high:.3f}" if d.interval else "", str(d.pairs), d.verdict])
+    show(f"seconds of B over seconds of A, {confidence:.0%} confidence", ["", "ratio", "interval", "rounds", ""], lines)
+    for what in found.alone:
+        print(f"only in one of them: {what}")
+
+
+def times(report: Report, overhead: float) -> None:
+    """Where the time went: by kind of operation, and down the tree of modules, with bars."""
+    phases = [p for p in PHASES if any(e.phase == p for e in report.entries)]
+    kinds = report.kinds() | {"between operations (Python, waiting)": {"": report.between}}
+    for title, found in (("kind of operation", kinds), ("module, with all that lies in it", report.inside())):
+        lines = []
+        for name, by_phase in found.items():
+            total = sum(by_phase.values())
+            depth = name.count(".") + 1 if title[0] == "m" and name else 0
+            label = "  " * depth + (name.rpartition(".")[2] if title[0] == "m" else name)
+            cells = [duration(by_phase[p]) if by_phase.get(p) else "" for p in phases]
+            lines.append([label or "all", *cells, f"{total / report.wall:.1%}", bar(total / report.wall)])
+        show(title, ["", *phases, "share", ""], lines)
+        print()
+    print(f"{duration(report.wall)} in all; the profiler made it {overhead:+.0%} longer")
+
+
+def memory(log: Allocations) -> None:
+    """Who holds memory when most is held."""
+    peak = log.peak or 1
+    kinds = [[k, size(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
+    show(f"tensors at the peak: {size(log.peak)}", ["", "bytes", "share", ""], kinds)
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for a in log.held():
+        place = places.setdefault((re.sub(r"\b\d+\b", "*", a.where), a.kind, a.phase), [0, 0])
+        place[0] += a.size
+        place[1] += 1
+    most = sorted(places.items(), key=lambda item: -item[1][0])[:16]
+    print()
+    show("who holds it", ["", "bytes", "kind", "made in", "tensors"], [[w, size(b), k, p, str(n)] for (w, k, p), (b, n) in most])
+
+
+def foreseen(found: Sequence[Foreseen], truths: Sequence[Truth | None]) -> None:
+    """One line for each step: what it would hold, and what it held where that was tried."""
+    lines = []
+    for f, truth in zip(found, truths, strict=True):
+        kinds = {kind: held for (kind,), held in f.log.by("kind").items()}
+        dtype = str(f.shape.dtype).removeprefix("torch.")
+        line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", size(f.log.peak)]
+        line += [size(kinds[k]) if kinds.get(k) else "" for k in KINDS]
+        if truth:
+            line += [size(truth.tensors), f"{size(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})"]
+        lines.append(line)
+    seen = ["seen", "process grew by"] if any(truths) else []
+    show("at the peak", ["", "foreseen", *KINDS, *seen], lines)
+
+
+def bar(share: float, width: int = 30) -> str:
+    """A bar of up to `width` characters, in eighths."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _value(value: object) -> str:

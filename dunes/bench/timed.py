@@ -1,10 +1,13 @@
 """Where the time goes: by module and by kind of operation, forward and backward, from PyTorch's profiler."""
 
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -13,8 +16,10 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dunes import measure
+from dunes.bench.race import Work
 
 MODULE = "module: "
+OUTSIDE = "(outside)"
 PHASES = ("forward", "backward", "optimizer")
 
 KINDS: Mapping[str, str] = {
@@ -63,17 +68,25 @@ class Report:
         return dict(sums.most_common())
 
     def inside(self) -> dict[str, dict[str, float]]:
-        """Seconds of each module with all that lies in it, by phase; blocks of one kind are taken together."""
+        """Seconds of each module with all that lies in it, by phase; blocks of one kind are taken together.
+
+        "" is all of them; what no module did (the loss, the optimizer) stands as OUTSIDE.
+        """
         sums: dict[str, Counter[str]] = {"": Counter()}
         for entry in self.entries:
-            pieces = re.sub(r"\b\d+\b", "*", entry.module).split(".") if entry.module else []
+            pieces = re.sub(r"\.\d+\b", "[*]", entry.module or OUTSIDE).split(".")
             for end in range(len(pieces) + 1):
                 sums.setdefault(".".join(pieces[:end]), Counter())[entry.phase] += entry.seconds  # type: ignore[assignment]
         return {name: dict(sums[name]) for name in sorted(sums)}
 
+    def kinds(self) -> dict[str, dict[str, float]]:
+        """Seconds of each kind of operation, by phase, most first."""
+        sums = self.by("kind", "phase")
+        return {kind: {p: sums[kind, p] for p in PHASES if (kind, p) in sums} for (kind,) in self.by("kind")}
+
     def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {"wall": self.wall, "between": self.between, "entries": [asdict(e) for e in self.entries]}
+        """The sums, for JSON."""
+        return {"wall": self.wall, "between": self.between, "kinds": self.kinds(), "modules": self.inside()}
 
 
 @contextmanager
@@ -85,12 +98,33 @@ def timed(model: nn.Module) -> Iterator[Report]:
     """
     report, cuda = Report(), measure.device().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with _ranges(model), profile(activities=activities) as profiler:
-        start = perf_counter()
-        yield report
-        measure.wait(measure.device())
-        report.wall = perf_counter() - start
+    profiler = profile(activities=activities)
+    with _ranges(model):
+        with _quiet():
+            profiler.start()
+        try:
+            start = perf_counter()
+            yield report
+            measure.wait(measure.device())
+            report.wall = perf_counter() - start
+        finally:
+            with _quiet():
+                profiler.stop()
     report.entries.extend(_entries(profiler.events() or [], cuda))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that the profiler's tracer writes past Python to standard error."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @contextmanager
@@ -136,6 +170,20 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
         sums[key] += seconds  # type: ignore[assignment]
         calls[key] += 1
     return [Entry(p, m, kind(o), o, s, calls[p, m, o]) for (p, m, o), s in sums.most_common() if s > 0]
+
+
+def of_work(work: Work) -> tuple[Report, float]:
+    """The report of one run, and how much longer the run took with the profiler on: 0.1 for a tenth."""
+    assert work.model is not None, "the caller asked for a benchmark that runs a model"
+    plain = []
+    for _ in range(4):  # the first ones load kernels
+        state, start = work.setup(), perf_counter()
+        work.run(state)
+        plain.append(perf_counter() - start)
+    state = work.setup()
+    with timed(work.model) as report:
+        work.run(state)
+    return report, report.wall / median(plain[1:]) - 1
 
 
 def kind(operation: str) -> str:

@@ -1,7 +1,6 @@
 """`dunes bench ...`: one command for each registered benchmark, and those that look at what was measured."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +16,8 @@ def verbs() -> dict[str, Callable[..., Any]]:
     """The commands below `dunes bench`."""
     from dunes.bench import BENCHMARKS
 
-    return {name: _named(name, b.about) for name, b in BENCHMARKS.items()} | {
-        "compare": compare,
-        "memory": memory,
-    }
+    rest = {"memory": memory, "compare": compare, "plot": plot, "report": report}
+    return {name: _named(name, b.about) for name, b in BENCHMARKS.items()} | rest
 
 
 def _named(name: str, about: str) -> Callable[..., int]:
@@ -38,13 +35,14 @@ def _named(name: str, about: str) -> Callable[..., int]:
         rounds: int = 10,
         out: Annotated[Path | None, _open("FILE", "runs/bench/...")] = None,
         by_module: bool = False,
+        picture: Annotated[Path | None, _open("FILE", "none")] = None,
     ) -> int:
         """"""
         from dunes.bench.run import Request
 
         request = Request(models, size, family, batch, context, dtype, threads)
         if by_module:
-            return _by_module(name, request)
+            return _by_module(name, request, picture)
         return _race(name, request, rounds, out)
 
     command.__doc__ = f"""{about}
@@ -64,6 +62,7 @@ def _named(name: str, about: str) -> Callable[..., int]:
         rounds: How often each is timed.
         out: The file of all measurements, .jsonl or .parquet.
         by_module: Say instead where the time of one run goes, by module and by operation.
+        picture: A file to draw that into, .svg or .png.
     """
     return command
 
@@ -84,45 +83,157 @@ def _race(name: str, request: Any, rounds: int, out: Path | None) -> int:
     return status
 
 
-def _by_module(name: str, request: Any) -> int:
-    from dunes.bench import run, table, timed
+def _by_module(name: str, request: Any, picture: Path | None) -> int:
+    from dunes.bench import BENCHMARKS, run, table
+    from dunes.bench import plot as plots
+    from dunes.bench.timed import of_work
 
-    (one,) = run.contestants(name, request)[:1]
-    report = timed.of_work(name, one)
-    table.times(report)
-    print(json.dumps(report.record()))
+    found = run.contestants(name, request)
+    work = BENCHMARKS[name].make(found[0].subject, found[0].setting)
+    if len(found) > 1 or work.model is None:
+        raise ValueError(f"--by-module looks into one run of one model; dunes bench {name} would run {len(found)}")
+    report, overhead = of_work(work)
+    table.times(report, overhead)
+    if picture:
+        plots.saved(plots.flame(report), picture)
+    print(json.dumps(report.record() | {"overhead": overhead}))
     return 0
 
 
 def compare(
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
+    *,
     confidence: float = 0.99,
+    benchmark: str = "train",
+    size: str = "1m",
+    rounds: int = 10,
 ) -> int:
-    """Which differences between two files of measurements are real.
+    """Which differences are real, between two files of measurements or between two commits.
+
+    Commits of a git repository of dunes are checked out beside each other and run in turn, A B B A.
 
     Example: dunes bench compare before.jsonl after.jsonl
 
     Args:
-        a: A file that `dunes bench` wrote.
+        a: A file that `dunes bench` wrote, or a commit.
         b: Another one: after a change, or from another machine.
         confidence: How sure to be before a difference is called real.
+        benchmark: What to run, for commits.
+        size: On a model of so many parameters, for commits.
+        rounds: How often each commit runs.
     """
     from dunes.bench import rows, table
+    from dunes.bench.commits import measured
     from dunes.bench.compare import compare as compared
 
-    found = compared(rows.read(Path(a)), rows.read(Path(b)), confidence)
+    if Path(a).is_file() or Path(b).is_file() or Path(a).suffix or Path(b).suffix:
+        sides = [rows.read(Path(a)), rows.read(Path(b))]
+    else:
+        sides = measured((a, b), benchmark, size, rounds)
+    found = compared(*sides, confidence)
     table.comparison(found, confidence)
+    print(json.dumps(found.record()))
     return 0
 
 
-def memory() -> int:
+def plot(
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
+    out: Path = Path("runs/bench"),
+    over: str = "minutes",
+) -> int:
+    """Draw: how measurements grow, rates side by side; of training runs, the loss over time.
+
+    Example: dunes bench plot runs/bench/train.jsonl runs/a runs/b
+
+    Args:
+        paths: Files of measurements, and folders of training runs.
+        out: The folder that pictures go into.
+        over: What a run's loss stands over: minutes, tokens or steps.
+    """
+    from dunes.bench import plot as plots
+    from dunes.bench import rows
+    from dunes.runs.run import METRICS, records
+
+    if over not in ("minutes", "tokens", "steps"):
+        raise ValueError(f"--over is {over!r}; it must be minutes, tokens or steps")
+    drawn = [path for p in paths if not p.is_dir() for path in plots.drawn(rows.read(p), out)]
+    if runs := {str(p): records(p / METRICS) for p in paths if p.is_dir()}:
+        drawn.append(out / "loss.svg")
+        plots.saved(plots.losses(runs, over), drawn[-1])
+    print(json.dumps({"pictures": [str(path) for path in drawn]}))
+    return 0
+
+
+def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]) -> int:
+    """A training run as one page that opens in any browser, without a network: RUN/report.html.
+
+    Example: dunes bench report runs/project
+
+    Args:
+        run: The folder of a run.
+    """
+    from dunes.bench.page import page
+    from dunes.checkpoint.atomic import write_file
+
+    write_file(run / "report.html", page(run).encode())
+    print(json.dumps({"page": str(run / "report.html")}))
+    return 0
+
+
+def memory(
+    models: Annotated[Paths, _open("MODEL", "none")] = (),
+    *,
+    size: Annotated[tuple[str, ...], _open("SIZE", "none")] = (),
+    family: Annotated[tuple[str, ...], _open("FAMILY", "arcee")] = ("arcee",),
+    batch: Annotated[tuple[int, ...], _open("WINDOWS", "16")] = (16,),
+    context: Annotated[tuple[int, ...], _open("TOKENS", "the model's")] = (),
+    dtype: Annotated[tuple[str, ...], _open("DTYPE", "float32")] = ("float32",),
+    checkpointing: bool = False,
+    inference: bool = False,
+    check: bool = False,
+    picture: Annotated[Path | None, _open("FILE", "none")] = None,
+) -> int:
+    """Which tensors hold how much memory in a training step, by kind, module and phase.
+
+    Nothing is taken for it: the step runs on tensors without data. Several values of an option are set
+    beside each other.
+
+    Example: dunes bench memory --size 40m --batch 8 16 --check
+
+    Args:
+        models: Model folders.
+        size: Or shapes of so many parameters.
+        family: Architectures of those shapes.
+        batch: Windows at once.
+        context: Tokens of a window.
+        dtype: What matrix products are computed in.
+        checkpointing: With each block's activations computed a second time instead of kept.
+        inference: A prompt and a token after it, instead of a training step.
+        check: Take the step for real, too, and say what it and the process took.
+        picture: A file to draw the memory over the step into, .svg or .png (the first one, if there are several).
+    """
+    from dunes.bench import memory as measured
+    from dunes.bench import plot as plots
+    from dunes.bench import run, table
+
+    request = run.Request(models, size, family, batch, context, dtype, threads=(1,))
+    wanted = run.wanted("prefill" if inference else "train", request)
+    found = [measured.foreseen(*pair, checkpointing, inference) for pair in wanted]
+    if len(found) == 1:
+        table.memory(found[0].log)
+        print()
+    truths = [f.checked() if check else None for f in found]
+    table.foreseen(found, truths)
+    if picture:
+        plots.saved(plots.memory(found[0].log), picture)
+    print(json.dumps({"results": [f.record(t) for f, t in zip(found, truths, strict=True)]}))
     return 0
 
 
 def run(arguments: list[str]) -> int:
     """Parse what follows `dunes bench` and do it."""
-    about = "Measure: time, memory, where they go; compare and draw what was measured."
+    about = "Measure: time, memory, where they go; compare and draw what was measured.\n\nExample: dunes bench train --size 1m 3m"
     chosen = tyro.extras.subcommand_cli_from_dict(
         verbs(), args=arguments, prog="dunes bench", description=about, config=(tyro.conf.FlagCreatePairsOff,)
     )

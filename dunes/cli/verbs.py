@@ -35,6 +35,7 @@ def train(
     resume: bool = False,
     override: Annotated[tuple[str, ...], _open("FIELD", "none")] = (),
     strict: bool = False,
+    profile: bool = False,
 ) -> int:
     """Train a model from scratch on files and folders.
 
@@ -59,6 +60,7 @@ def train(
         override: Fields that may be others than the run's when going on, of minutes, steps, sources and
             corpus; threads and dtype are measured anew.
         strict: Stop when a save fails, and do not go back past a damaged state.
+        profile: Say at the end where the time went: text, data, first step, steps, checks, saves.
     """
     from dunes.runs.plan import Plan, parse_size
     from dunes.runs.progress import Display
@@ -81,7 +83,8 @@ def train(
     given = {name: value for name, value in asked.items() if value is not None}
     plan = Plan(**{"sources": ()} | given)
     folder = out or Path("runs/none")
-    return run(plan, folder, Display(), resume, asked=given, override=override, strict=strict, dry=dry_run)
+    ways: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run, "profile": profile}
+    return run(plan, folder, Display(), resume, asked=given, **ways)
 
 
 def generate(

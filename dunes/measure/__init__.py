@@ -1,6 +1,6 @@
 """What this machine is and can do, and what a piece of work takes of it."""
 
-from dunes.measure.allocations import Allocation, Allocations, allocations
+from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
 from dunes.measure.fingerprint import fingerprint, joules
 from dunes.measure.machine import (
     device,
@@ -20,6 +20,7 @@ from dunes.measure.machine import (
 from dunes.measure.places import Places
 
 __all__ = [
+    "KINDS",
     "Allocation",
     "Allocations",
     "Places",

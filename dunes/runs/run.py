@@ -21,6 +21,7 @@ from dunes.runs.corpus import Tokens
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.memory import nats
 from dunes.runs.plan import OVERRIDABLE, Plan, config_for
+from dunes.runs.spent import Spent
 from dunes.text import Tokenizer
 from dunes.train import Record, Schedule, Trainer, muon
 
@@ -33,7 +34,9 @@ WARMUP = 20
 class Run:
     """What a run computes with, and what it remembers beside the trainer's own state.
 
-    `began` is when it would have begun, by the clock, had it never been interrupted.
+    `began` is when it would have begun, by the clock, had it never been interrupted. `spent` is over all
+    its processes, `data` what of it batches took up to the last step, and `warm` whether this process has
+    taken a step.
     """
 
     folder: Path
@@ -49,6 +52,9 @@ class Run:
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     last: Score | None = None
+    spent: Spent = field(default_factory=Spent)
+    data: float = 0.0
+    warm: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,6 +136,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "trainer": run.trainer.state_dict(),
         "records": [[r.begin, r.end] for r in run.schedule.records],
         "elapsed": run.elapsed,
+        "spent": dict(run.spent.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
         "best_step": run.best_step,
@@ -168,6 +175,8 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         run.schedule.records[:] = [Record(*r) for r in state["records"]]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = (Score(*state[k]) if state[k] else None for k in ("best", "last"))
+    run.spent.seconds.update(state.get("spent", {}))
+    run.data = run.spent.seconds["data"]
     cut(run.folder / METRICS, run.trainer.number)
     told(f"going on after step {run.trainer.number}")
     if differences:

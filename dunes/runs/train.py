@@ -21,6 +21,7 @@ from dunes.runs.plan import MEASURED, OVERRIDABLE, Plan
 from dunes.runs.progress import Display, duration, quantity
 from dunes.runs.run import FALL, METRICS, Run, alone, begin, begun, note, prepare, records, resume
 from dunes.runs.saver import Saver
+from dunes.runs.spent import Spent, lines
 from dunes.runs.write import sample_text
 from dunes.train import Clock, Diverged, Step
 
@@ -53,8 +54,11 @@ def train(
     override: Collection[str] = (),
     strict: bool = False,
     dry: bool = False,
+    profile: bool = False,
 ) -> int:
     """Run the plan into the folder, or go on with the run there (`again`); with `dry`, only say what would be.
+
+    With `profile`, say at the end where the time went.
 
     A run that goes on keeps its own plan, but for the fields in `override`; `asked` are the fields of
     `plan` that somebody chose. With `strict`, a failed save ends the run and a damaged state is not
@@ -69,25 +73,34 @@ def train(
             pass
     measure.keep_memory()
     measure.quick_small_numbers()
-    corpus = gather(plan)
+    spent = Spent()
+    with spent("reading the text"):
+        corpus = gather(plan)
     show.line(corpus.report())
-    plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
+    with spent("choosing"):
+        plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
     for line in reasons:
         show.line(line)
     if dry:
         return 0
     with show:
-        tokens = tokenize(plan, corpus, folder / "state" if again else None, show)
+        with spent("tokenizing"):
+            tokens = tokenize(plan, corpus, folder / "state" if again else None, show)
         with alone(folder), Saver(show.line, strict) as saver:
-            run = prepare(plan, folder, tokens)
-            if again:
-                resume(run, show.line, override, strict)
-            else:
-                begin(plan, folder, tokens.tokenizer)
+            with spent("building the model"):
+                run = prepare(plan, folder, tokens)
+                if again:
+                    resume(run, show.line, override, strict)
+                else:
+                    begin(plan, folder, tokens.tokenizer)
+            run.spent.seconds.update(spent.seconds)
             # Time spent on preparing counts: a person waits for that, too.
             run.elapsed += monotonic() - start
             show.line(_opening(run))
-            return _run(run, saver, show)
+            status = _run(run, saver, show)
+            for line in ("where the time went:", *lines(run.spent.seconds)) if profile else ():
+                show.line(line)
+            return status
 
 
 def _run(run: Run, saver: Saver, show: Display) -> int:
@@ -180,27 +193,37 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display) -> None:
     run.began, saved = monotonic() - run.elapsed, monotonic()
     told, aside = _teller(run, show), Aside(show)
     over = run.schedule.over(run.trainer.number)
-    steps = run.trainer.run(windows.batches(run.trainer.consumed)) if not over else iter(())
+    batches = run.spent.each("data", windows.batches(run.trainer.consumed))
+    steps = run.trainer.run(batches) if not over else iter(())
     for step in steps:
         run.elapsed = monotonic() - run.began
+        _split(run, step)
         if clock is not None:
             # What the end takes is known better after each check, and never more than a tenth.
             clock.seconds = plan.seconds - min(plan.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
             clock.tell(step.number, run.elapsed)
         over, checked = run.schedule.over(step.number), None
-        with aside("measured"):
+        with run.spent("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
         with aside("noted"):
             _note(run.folder, step, checked.bits_per_byte if checked else None)
-        with aside("sampled"):
+        with run.spent("samples"), aside("sampled"):
             if over or step.number in SAMPLES:
                 _sample(run, show)
         told(step)
         if over or wish.signal:
             return
-        saver.look()
-        if (wish.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
-            saved, wish.save = monotonic(), False
+        with run.spent("saves"):
+            saver.look()
+            if (wish.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
+                saved, wish.save = monotonic(), False
+
+
+def _split(run: Run, step: Step) -> None:
+    """Count the step's time: the first one of a process also loads kernels, or compiles."""
+    data, run.data = run.spent.seconds["data"] - run.data, run.spent.seconds["data"]
+    run.spent.add("steps" if run.warm else "first step", step.seconds - data)
+    run.warm = True
 
 
 @dataclass
@@ -286,15 +309,20 @@ def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
     step = run.trainer.number
     status = 128 + wish.signal if wish.signal else 0
     try:
-        if not saver.last(run):
+        with run.spent("saves"):
+            saved = saver.last(run)
+        if not saved:
             status = NOT_SAVED
-        score = _last_score(run, hurried=bool(wish.signal))
+        with run.spent("last score"):
+            score = _last_score(run, hurried=bool(wish.signal))
         run.elapsed = monotonic() - run.began
-        _model(run, score)
+        with run.spent("saves"):
+            _model(run, score)
     except OSError as error:
         show.line(f"not saved: {error}")
         return NOT_SAVED
-    loss_picture(records(run.folder / METRICS), run.folder / "loss.png")
+    with run.spent("picture"):
+        loss_picture(records(run.folder / METRICS), run.folder / "loss.png")
     show.line(
         f"\n{'stopped' if wish.signal else 'done'} after {step} steps, {duration(run.elapsed)}: on held-out text "
         f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
@@ -334,6 +362,7 @@ def _model(run: Run, score: Score) -> None:
             "bits_per_byte": score.bits_per_byte,
             "tokens": score.tokens,
         },
+        "spent": {what: round(seconds, 3) for what, seconds in run.spent.seconds.items()},
     }
     checkpoint.save(run.model, run.folder, run.tokens.tokenizer, run.plan.context, facts)
 

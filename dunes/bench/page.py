@@ -1,0 +1,116 @@
+"""A training run as one HTML page that opens without a network."""
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from dunes.bench import plot
+from dunes.measure import fingerprint
+from dunes.runs.plan import Plan
+from dunes.runs.progress import duration, quantity
+from dunes.runs.run import METRICS, begun, records
+
+PAGE = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>$name</title>
+<style>
+  body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 2rem auto;
+         padding: 0 1rem; }
+  h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd; }
+  .about { color: #666; margin-top: .2rem; }
+  .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem; margin: 1.5rem 0; }
+  .card { border: 1px solid #ddd; border-radius: .5rem; padding: .6rem .9rem; }
+  .card b { display: block; font-size: 1.5rem; } .card span { color: #666; font-size: .85rem; }
+  img { max-width: 100%; } table { border-collapse: collapse; }
+  td { padding: .15rem 1.5rem .15rem 0; vertical-align: top; } td.figure { text-align: right; }
+  td .bar { display: inline-block; height: .7rem; background: #0072B2; }
+  pre { background: #f6f6f6; padding: .8rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem; }
+  summary { cursor: pointer; margin: .5rem 0; }
+</style></head><body>
+<h1>$name</h1><p class="about">$about</p>
+<div class="cards">$cards</div>
+$sections
+</body></html>
+""")
+
+
+def page(run: Path) -> str:
+    """The page of the run in this folder. Raises ValueError if there is none, or nothing was trained yet."""
+    plan, lines = begun(run), records(run / METRICS)
+    if plan is None:
+        raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
+    points = plot.points(lines)
+    if not points:
+        raise ValueError(f"{run}: the run has not taken a step yet")
+    card = json.loads((run / "dunes.json").read_text()) if (run / "dunes.json").is_file() else {}
+    sections = [("Learning", _images(run, lines, points)), ("Where the time went", _spent(card.get("spent", {})))]
+    sections += [("What it wrote", _samples(run)), ("The plan", _table(_facts(plan))), ("The machine that drew this page", _table(fingerprint()))]
+    return PAGE.substitute(
+        name=escape(run.resolve().name),
+        about=escape(f"{plan.family} on {', '.join(plan.sources)}"),
+        cards="".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in _cards(points, card)),
+        sections="".join(f"<h2>{title}</h2>\n{body}\n" for title, body in sections if body),
+    )
+
+
+def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list[tuple[str, str]]:
+    last, measured = points[-1], card.get("measured", {})
+    best = min((p["bits_per_byte"] for p in points if p["bits_per_byte"] is not None), default=None)
+    bits = measured.get("bits_per_byte", best)
+    found = [("bits a byte, unseen text", f"{bits:.3f}" if bits else "not measured")]
+    found += [("perplexity", f"{measured['perplexity']:.1f}")] if measured else []
+    seconds = 60 * last["minutes"]
+    return [
+        *found,
+        ("steps", str(last["steps"])),
+        ("tokens seen", quantity(last["tokens"])),
+        ("tokens/s of training", quantity(last["tokens"] / seconds)),
+        ("training steps took", duration(seconds)),
+    ]
+
+
+def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> str:
+    pictures = [("training loss", plot.over_tokens(points, "loss", "training loss, nats a token"))]
+    if any(p["bits_per_byte"] is not None for p in points):
+        pictures.insert(0, ("held-out loss", plot.losses({run.resolve().name: lines})))
+    pictures.append(("speed", plot.over_tokens(points, "speed", "tokens a second")))
+    pictures.append(("rate", plot.over_tokens(points, "rate", "share of the learning rate")))
+    return "\n".join(f'<img alt="{name}" src="data:image/svg+xml;base64,{_encoded(p)}">' for name, p in pictures)
+
+
+def _encoded(picture: Any) -> str:
+    return base64.b64encode(plot.svg(picture)).decode()
+
+
+def _spent(seconds: Mapping[str, float]) -> str:
+    total = sum(seconds.values()) or 1.0
+    lines = [
+        f'<tr><td>{escape(what)}</td><td class="figure">{taken:.1f} s</td><td class="figure">{taken / total:.1%}</td>'
+        f'<td><span class="bar" style="width:{20 * taken / total:.2f}rem"></span></td></tr>'
+        for what, taken in sorted(seconds.items(), key=lambda item: -item[1])
+    ]
+    return f"<table>{''.join(lines)}</table>" if lines else ""
+
+
+def _samples(run: Path) -> str:
+    """Each sample behind its heading, the last one open."""
+    if not (run / "samples.md").is_file():
+        return ""
+    found = re.findall(r"^## (.*?)\n\n```\n(.*?)\n?```$", (run / "samples.md").read_text(), re.M | re.S)
+    shown = [f"<summary>{escape(title)}</summary><pre>{escape(text)}</pre>" for title, text in found]
+    return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    known = {k: v for k, v in vars(plan).items() if v is not None and k not in ("matmul", "sources")}
+    return {"sources": ", ".join(plan.sources)} | known
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    lines = (f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in facts.items())
+    return f"<table>{''.join(lines)}</table>"

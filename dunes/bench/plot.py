@@ -1,0 +1,294 @@
+"""Pictures of measurements, with plotnine. Each function returns a plot; `saved` writes it.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
+"""
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+from dunes.bench.rows import SETTING, Row, frames, groups, summary
+from dunes.bench.table import duration, size
+from dunes.bench.timed import PHASES, Report
+from dunes.measure import KINDS, Allocations
+from dunes.runs.picture import smoothed
+from dunes.runs.progress import quantity
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
+AXES = ("parameters", "context", "batch", "threads")
+NAMES = {"seconds": "time of a run", "peak_bytes": "tensors at the peak", "rate": "rate"}
+
+
+def _plotnine() -> Any:
+    frames("a picture")
+    import plotnine
+
+    return plotnine
+
+
+def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str) -> Any:
+    p, pandas = _plotnine(), importlib.import_module("pandas")  # comes with plotnine
+    columns = {name: _ordered(frame[name], pandas) for name in frame.columns}  # to_pandas would ask for pyarrow
+    thin = p.element_line(color="#e6e6e6", size=0.5)
+    look = p.theme_minimal(base_size=11) + p.theme(
+        figure_size=(wide, high),
+        plot_title=p.element_text(size=13, weight="bold", ha="left"),
+        plot_background=p.element_rect(fill="white", color="white"),
+        panel_grid_major=thin,
+        panel_grid_minor=p.element_blank(),
+        legend_title=p.element_blank(),
+        legend_position="bottom",
+    )
+    return p.ggplot(pandas.DataFrame(columns), p.aes(**aesthetics)) + look
+
+
+def _ordered(column: Any, pandas: Any) -> Any:
+    categories = getattr(column.dtype, "categories", None)
+    values = column.to_list()
+    return values if categories is None else pandas.Categorical(values, categories.to_list())
+
+
+def saved(plot: Any, path: Path) -> None:
+    """Write the picture. Raises ValueError for a name that says no format."""
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"{path}: a picture is named .svg or .png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot.save(path, dpi=150, verbose=False)
+
+
+def svg(plot: Any) -> bytes:
+    """The picture as SVG text."""
+    held = BytesIO()
+    plot.save(held, format="svg", verbose=False)
+    return held.getvalue()
+
+
+def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """k and a of y = a x^k, the straight line through the logarithms."""
+    slope, intercept = linear_regression([math.log(v) for v in x], [math.log(v) for v in y])
+    return slope, math.exp(intercept)
+
+
+def lines(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+    """Summaries that differ in nothing but the axis, by what tells these lines apart; single points are left out."""
+    follows = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # a size has its own name
+    others = [n for n in SETTING if n not in follows]
+    held: dict[tuple[Any, ...], list[Row]] = {}
+    for f in found:
+        held.setdefault(tuple(f.get(n) for n in others), []).append(f)
+    telling = [i for i, _ in enumerate(others) if len({k[i] for k in held}) > 1]
+    kept = {k: m for k, m in held.items() if len({f[axis] for f in m}) > 1}
+    return {", ".join(f"{others[i]} {k[i]}" for i in telling): m for k, m in kept.items()}
+
+
+def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
+    """How a column grows with an axis, both logarithmic; each line of points with its fitted exponent.
+
+    `found` are summaries. Raises ValueError if no two of them differ in the axis alone.
+    """
+    p, records = _plotnine(), list[dict[str, Any]]()
+    for name, members in lines(found, axis).items():
+        xs, ys = [float(m[axis]) for m in members], [float(m[of]) for m in members]
+        k, a = exponent(xs, ys)
+        label = f"{name}: grows as the power {k:.2f}".removeprefix(": ")
+        records += [{"x": x, "y": y, "fit": a * x**k, "line": label} for x, y in zip(xs, ys, strict=True)]
+    if not records:
+        raise ValueError(f"no two measurements differ in {axis} alone; measure several: --{axis} 1 2 4")
+    words = duration if of == "seconds" else size if of == "peak_bytes" else quantity
+    high = 3.6 + 0.25 * len({r["line"] for r in records})
+    return (
+        _base(frames("a picture").DataFrame(records), high=high, x="x", y="y", color="line", shape="line")
+        + p.geom_line(p.aes(y="fit"), size=0.8)
+        + p.geom_point(size=3)
+        + p.scale_x_log10(labels=lambda v: [quantity(t) for t in v], breaks=_marks(r["x"] for r in records))
+        + p.scale_y_log10(labels=lambda v: [words(t) for t in v], breaks=_marks(r[c] for r in records for c in ("y", "fit")))
+        + p.scale_color_manual(COLOURS * 4)
+        + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
+        + p.labs(title=f"{found[0]['benchmark']}: {NAMES[of]} over {axis}", x=axis, y="")
+    )
+
+
+def _marks(values: Any) -> list[float]:
+    """1, 2 and 5 times powers of ten around the values; powers of ten alone where these would be many."""
+    values = list(values)
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    steps = (1, 2, 5) if high - low <= 2 else (1,)
+    marks = [m * 10.0**e for e in range(low, high + 1) for m in steps]
+    return [m for m in marks if min(values) / 2 <= m <= max(values) * 2]
+
+
+def bars(found: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Rates side by side, with the middle half of the laps as an interval and the number beside it.
+
+    Takes records with `name`, `rate`, `low`, `high` (rates, too) and `unit`.
+    """
+    p = _plotnine()
+    records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in found]
+    for record in records:
+        assert isinstance(record["rate"], float), "made above"
+        record["label"] = "  " + quantity(record["rate"])
+    order = [str(f["name"]) for f in reversed(found)]
+    frame = frames("a picture").DataFrame(records)
+    return (
+        _base(frame, high=1.2 + 0.42 * len(records), x="name", y="rate")
+        + p.geom_col(fill=COLOURS[0], width=0.65)
+        + p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
+        + p.geom_text(p.aes(label="label", y="high"), ha="left", size=9)
+        + p.scale_x_discrete(limits=order)
+        + p.scale_y_continuous(labels=lambda v: [quantity(t) for t in v], expand=(0, 0, 0.18, 0))
+        + p.coord_flip()
+        + p.labs(title=title, x="", y=f"{found[0]['unit']}/s (line: middle half of the laps)")
+        + p.theme(panel_grid_major_y=p.element_blank())
+    )
+
+
+def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
+    """Bits a byte on held-out text of several runs, over `minutes`, `tokens` or `steps`.
+
+    Takes the lines of each run's metrics.jsonl by its name. Raises ValueError if nothing was measured.
+    """
+    p = _plotnine()
+    records = []
+    for name, lines in runs.items():
+        for point in points(lines):
+            if point["bits_per_byte"] is not None:
+                records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
+    if not records:
+        raise ValueError("no run measured bits a byte yet; let it train for 10 steps at least")
+    return (
+        _base(frames("a picture").DataFrame(records), x="x", y="y", color="run")
+        + p.geom_line(size=0.9)
+        + p.geom_point(size=1.6)
+        + p.scale_color_manual(COLOURS * 4)
+        + p.labs(title="bits a byte on held-out text", x=over, y="bits a byte")
+        + p.guides(color=p.guide_legend(ncol=1))
+    )
+
+
+def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str) -> Any:
+    """A column of a run's points over the tokens seen, each step and their running mean."""
+    p = _plotnine()
+    kept = [q for q in points if q[column] == q[column]]
+    smooth = smoothed([q[column] for q in kept], 0.9)
+    records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(kept, smooth, strict=True)]
+    return (
+        _base(frames("a picture").DataFrame(records), high=2.8, x="x", y="y")
+        + p.geom_point(size=0.5, color="#bbbbbb")
+        + p.geom_line(p.aes(y="mean"), color=COLOURS[0], size=0.9)
+        + p.scale_x_continuous(labels=lambda v: [quantity(t) for t in v])
+        + p.scale_y_continuous(labels=lambda v: [quantity(t) if t >= 1000 else f"{t:g}" for t in v])
+        + p.labs(title=title, x="tokens seen", y="")
+    )
+
+
+def points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A run's metrics as steps, tokens and minutes of training so far, with loss, rate and bits a byte."""
+    found, tokens, seconds = [], 0, 0.0
+    for line in lines:
+        if "loss" not in line:
+            continue
+        tokens, seconds = tokens + line["count"], seconds + line["seconds"]
+        known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
+        speed = {"speed": line["count"] / line["seconds"], "rate": line["rate"]}
+        found.append(known | speed | {"bits_per_byte": line.get("bits_per_byte")})
+    return found
+
+
+def flame(report: Report) -> Any:
+    """The tree of modules, each as wide as its time, what it calls above it; blocks of one kind together."""
+    p = _plotnine()
+    boxes: list[dict[str, Any]] = []
+    whole = report.inside()
+    _boxes(whole, "", 0.0, boxes)
+    boxes.append({"x": sum(whole[""].values()), "wide": report.between, "level": 0, "name": "Python", "phase": "waiting"})
+    total = report.wall
+    records = [
+        {
+            "left": 1e3 * b["x"],
+            "right": 1e3 * (b["x"] + b["wide"]),
+            "low": float(b["level"]),
+            "high": b["level"] + 0.94,
+            "middle": 1e3 * (b["x"] + b["wide"] / 2),
+            "centre": b["level"] + 0.47,
+            "phase": b["phase"],
+            "label": b["name"] if b["wide"] > 0.011 * (2 + len(b["name"])) * total else "",
+        }
+        for b in boxes
+        if b["wide"] > 0.001 * total
+    ]
+    levels = 1 + max(b["level"] for b in boxes)
+    shades = dict(zip((*PHASES, "waiting"), ("#56B4E9", "#E69F00", "#009E73", "#CCCCCC"), strict=True))
+    return (
+        _base(frames("a picture").DataFrame(records), wide=9, high=1.4 + 0.5 * levels)
+        + p.geom_rect(p.aes(xmin="left", xmax="right", ymin="low", ymax="high", fill="phase"), color="white", size=0.3)
+        + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
+        + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
+        + p.labs(title=f"where {duration(total)} go, by module", x="milliseconds", y="")
+        + p.theme(axis_text_y=p.element_blank(), panel_grid_major_y=p.element_blank())
+    )
+
+
+def _boxes(inside: Mapping[str, Mapping[str, float]], name: str, x: float, boxes: list[dict[str, Any]]) -> float:
+    """A module's boxes, one a phase, and those of what lies in it, from x on; returns where they end."""
+    level = 0 if not name else name.count(".") + 1
+    prefix = f"{name}." if name else ""
+    parts = [n for n in inside if n.startswith(prefix) and n != name and "." not in n[len(prefix) :]]
+    short = name.rpartition(".")[2] or "model"
+    for phase in PHASES:
+        wide = inside[name].get(phase, 0.0)
+        if not wide:
+            continue
+        boxes.append({"x": x, "wide": wide, "level": level, "name": short, "phase": phase})
+        at = x
+        for part in parts:
+            at = _boxes({n: {phase: v.get(phase, 0.0)} for n, v in inside.items()}, part, at, boxes)
+        x += wide
+    return x
+
+
+def memory(log: Allocations, resolution: int = 400) -> Any:
+    """Bytes that tensors hold over the work, by kind, with the peak marked."""
+    p = _plotnine()
+    events = len(log.live)
+    moments = sorted({*range(0, events, max(1, events // resolution)), log.moment})
+    records = []
+    for moment in moments:
+        held = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
+        records += [{"moment": moment, "kind": kind, "bytes": float(held.get(kind, 0))} for kind in KINDS]
+    polars = frames("a picture")
+    frame = polars.DataFrame(records).with_columns(polars.col("kind").cast(polars.Enum(list(KINDS))))
+    seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
+    return (
+        _base(frame, wide=8, x="moment", y="bytes", fill="kind")
+        + p.geom_area(position=p.position_stack(reverse=True), alpha=0.95)
+        + p.geom_vline(xintercept=log.moment, linetype="dashed", color="#222222", size=0.5)
+        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {size(log.peak)}", size=9)
+        + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=seen)
+        + p.scale_y_continuous(labels=lambda v: [size(t) for t in v], limits=(0, log.peak * 1.12))
+        + p.labs(title="what tensors hold", x="allocations and frees since the beginning", y="")
+    )
+
+
+def drawn(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """All pictures that these measurements allow: scaling over each axis that varies, and rates side by side."""
+    found = [summary(group) for group in groups(rows).values()]
+    paths = []
+    for axis in AXES:
+        if lines(found, axis):
+            for of in ("seconds", "peak_bytes"):
+                paths.append(folder / f"{found[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
+                saved(scaling(found, axis, of), paths[-1])
+    paths.append(folder / f"{found[0]['benchmark']}-rates.svg")
+    saved(bars([_bar(f, found) for f in found], f"{found[0]['benchmark']}: {found[0]['unit']} a second"), paths[-1])
+    return paths
+
+
+def _bar(f: Row, among: Sequence[Row]) -> Row:
+    telling = [n for n in SETTING[1:] if len({str(o.get(n)) for o in among}) > 1 and n not in ("parameters", "family")]
+    name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in telling) or str(f["subject"])
+    amount = f["rate"] * f["seconds"]
+    return {"name": name, "rate": f["rate"], "low": amount / f["high"], "high": amount / f["low"], "unit": f["unit"]}

@@ -1,0 +1,48 @@
+"""Where the time of a run goes, beside its steps."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass
+class Spent:
+    """`with spent("saves"):` adds the seconds inside to what saves took. Costs a microsecond a use."""
+
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(what, perf_counter() - start)
+
+    def add(self, what: str, seconds: float) -> None:
+        """`seconds` more, which may be less than none: what was counted elsewhere, too."""
+        self.seconds[what] += seconds  # type: ignore[assignment]
+
+    def each(self, what: str, items: Iterable[T]) -> Iterator[T]:
+        """The items, with the time that they take to come."""
+        stream = iter(items)
+        while True:
+            with self(what):
+                try:
+                    item = next(stream)
+                except StopIteration:
+                    return
+            yield item
+
+
+def lines(seconds: Mapping[str, float]) -> list[str]:
+    """A plain table: what took how long, and which share of all."""
+    total = sum(seconds.values()) or 1.0
+    most = sorted(seconds.items(), key=lambda item: -item[1])
+    wide = max(map(len, seconds), default=0)
+    return [f"{what:{wide}}  {taken:8.1f} s  {taken / total:6.1%}" for what, taken in most]
