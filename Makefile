@@ -10,7 +10,7 @@ demo: .venv/demo
 test: .venv/test
 	$(BIN)/python -m pytest -n 2
 
-test-more: .venv/test
+test-more: .venv/more
 	$(BIN)/python -m pytest -n 2 -m slow -rs
 
 check: .venv/test
@@ -28,3 +28,9 @@ check: .venv/test
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,dev]'
 	touch $@ .venv/demo
+
+# Installed only here, so that `make test` shows that nothing else needs the extras.
+.venv/more: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,dev,eval,track,plot]'
+	touch $@ .venv/test .venv/demo

@@ -142,15 +142,35 @@ def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = 
     print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
 
 
-def evaluate(model: Model, sources: Annotated[tuple[str, ...], tyro.conf.Positional] = ()) -> None:
-    """Loss in nats a token, perplexity, and bits a byte of raw text.
+def evaluate(
+    model: Model,
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    *,
+    tasks: Annotated[tuple[str, ...], _open("TASK", "none")] = (),
+    task_folder: Annotated[Path | None, _open("FOLDER", "none")] = None,
+    limit: Annotated[int | None, _open("DOCUMENTS", "all")] = None,
+    out: Annotated[Path | None, _open("FILE", "none")] = None,
+) -> None:
+    """Loss in nats a token, perplexity, and bits a byte of raw text; or tasks of lm-evaluation-harness.
 
     Example: dunes eval runs/project ~/code/other
+
+    Example: dunes eval runs/project --tasks hellaswag,lambada_openai
 
     Args:
         model: A model folder.
         sources: Files and folders to score; nothing means what the model's training held out.
+        tasks: Tasks, groups or tags of lm-evaluation-harness, which fetches their data.
+        task_folder: Folder with YAML files of more tasks.
+        limit: Take only so many documents of each task.
+        out: JSON file for the full results of the tasks, every sample among them.
     """
+    names = [name for part in tasks for name in part.split(",") if name]
+    if names:
+        _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out)
+        return
+    if idle := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
+        raise ValueError(f"{idle[0]} is for tasks; name them with --tasks")
     from dunes.runs.score import score_folder
 
     score, files = score_folder(model, sources)
@@ -158,6 +178,17 @@ def evaluate(model: Model, sources: Annotated[tuple[str, ...], tyro.conf.Positio
         f"{files} files, {score.tokens} tokens: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
     )
+
+
+def _tasks(model: Path, sources: tuple[str, ...], names: list[str], **options: Any) -> None:
+    from dunes.runs.progress import Display
+    from dunes.runs.tasks import run_tasks, table
+
+    if sources:
+        raise ValueError(f"{sources[0]}: tasks bring their own text; leave out the sources, or --tasks")
+    results = run_tasks(model, names, Display(), **options)
+    print("\n".join(table(results)))
+    print(f"full results: {options['out'] or '--out FILE.json keeps them'}")
 
 
 def bench() -> None:

@@ -1,0 +1,14 @@
+"""Packages that only some runs need."""
+
+from importlib import import_module
+from typing import Any
+
+
+def extra(module: str, name: str) -> Any:
+    """The module of an optional package. Raises ValueError that names the extra if it cannot be imported."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{module} cannot be imported ({error}); install it with: pip install 'astral-dunes[{name}]'"
+        ) from None

@@ -1,0 +1,260 @@
+"""A model folder behind the three questions that lm-evaluation-harness asks of a model.
+
+Its answers are those of the harness's own `hf` backend for the same folder; tests/test_harness.py
+compares them. This file imports lm_eval, so only `runs/tasks.py` imports it, late.
+https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
+"""
+
+# Shapes: B batch, T tokens, N tokens that are scored, V vocabulary.
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+
+from dunes import checkpoint, measure
+from dunes.generate import Sampler, generate_all, sampler
+from dunes.runs.evaluate import BATCH
+from dunes.text import END
+
+TOKENS = 256
+"""How many tokens an answer may have if its task does not say: what the `hf` backend takes."""
+
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names under which a task may say how many, the first counts."""
+
+OPTIONS = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+WITHOUT_EFFECT = {"num_beams": 1}
+
+T = TypeVar("T")
+Question = tuple[Any, list[int], list[int]]
+"""(what it was made of, ids before, ids to score)."""
+
+
+class Harness(TemplateLM):
+    """A model folder as the harness calls it.
+
+    `show` is told what is done, and the share of it. `cut` counts the questions that were longer than
+    the context and lost their beginning. Raises ValueError for what is not a model folder.
+    """
+
+    def __init__(self, folder: Path, show: Callable[[str, float], None] = lambda text, done: None) -> None:
+        super().__init__()
+        self._device = measure.device()
+        loaded = checkpoint.load(folder, self._device)
+        self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context, show, 0
+        # Special tokens count in a task's text, as they do for the `hf` backend; in `loaded` they do not.
+        self.inner = tokenizers.Tokenizer.from_str(loaded.tokenizer.json())
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        words = _json(folder / "tokenizer_config.json")
+        first, last = (self._id(words.get(name)) for name in ("bos_token", "eos_token"))
+        self._end = loaded.tokenizer.special(END) if last is None else last
+        self._first = self._end if first is None else first
+        self.ends = {self._end, *_several(_json(folder / "generation_config.json").get("eos_token_id"))}
+
+    def _id(self, token: Any) -> int | None:
+        """The id of a token in tokenizer_config.json, which is text or an object that holds it."""
+        text = token.get("content") if isinstance(token, dict) else token
+        return None if text is None else self.inner.token_to_id(text)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self._end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that a text is scored after, if nothing stands before it."""
+        return self._first
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids of the text; what the tokenizer sets around a text is left out where the text has it already."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._spelled([self._first]))
+        ids: list[int] = self.inner.encode(string, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _spelled(self, ids: Sequence[int]) -> str:
+        return str(self.inner.decode(list(ids), skip_special_tokens=False))
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """For each (context, continuation): nats of the continuation, and whether greedy choice would write it.
+
+        Raises ValueError for a continuation that is empty, or longer than the model's context.
+        """
+        for request in requests:
+            if not request.args[1]:
+                raise ValueError(
+                    f"task {request.task_name}, document {request.doc_id}: an answer to score is empty; "
+                    "give each answer some text"
+                )
+        # The harness moves spaces from the end of the context to the continuation, and splits the ids.
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+        """Nats of each whole text, in windows of the model's context of which no two score a token twice."""
+        windows: list[Question] = []
+        owners: list[int] = []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            made = get_rolling_token_windows(ids, self._first, self.max_length, context_len=1)
+            windows += [(None, *make_disjoint_window(pair)) for pair in made]
+            owners += [i] * (len(windows) - len(owners))
+        nats = [0.0] * len(requests)
+        for owner, (found, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            nats[owner] += found
+        return nats
+
+    def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Answers in the order of the questions; those that differ in their last id only are one row."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for i, question in enumerate(requests):
+            rows.setdefault(self._read(*question), []).append(i)
+        answers = [(0.0, False)] * len(requests)
+        for batch in self._batches("scoring", sorted(rows, key=len, reverse=True)):
+            for ids, states in zip(batch, self._states(batch), strict=True):
+                for i in rows[ids]:
+                    answers[i] = self._answer(states[: len(ids)], requests[i][2])
+        return answers
+
+    def _read(self, source: Any, before: list[int], scored: list[int]) -> tuple[int, ...]:
+        """What the model reads: all ids but the last, without those at the beginning that do not fit."""
+        if not scored:
+            raise ValueError(
+                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; let "
+                "answers begin on a new line (target_delimiter in the task's YAML)"
+            )
+        if len(scored) > self.max_length:
+            raise ValueError(
+                f"{source[1][:20]!r}...: an answer of {len(scored)} tokens does not fit into the model's context "
+                f"of {self.max_length}; give shorter answers, or train with a longer --context"
+            )
+        self.cut += len(before) + len(scored) > self.max_length + 1
+        return tuple((before + scored)[-(self.max_length + 1) : -1])
+
+    @torch.no_grad()
+    def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
+        """The states (B, T, dim) that the head reads; padding stands on the right, where nobody looks back."""
+        width = max(map(len, batch))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=self._device)
+        return self.model.hidden(ids)
+
+    @torch.no_grad()
+    def _answer(self, states: Tensor, scored: list[int]) -> tuple[float, bool]:
+        targets = torch.tensor(scored, device=states.device)
+        likely = self.model.logits(states[-len(scored) :]).float().log_softmax(-1)  # NV
+        nats = likely.gather(1, targets[:, None]).sum()
+        return float(nats), bool((likely.argmax(-1) == targets).all())
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """What the model writes after each context, up to the first stop string, the end or the limit.
+
+        Raises ValueError for generation settings that are not supported, or leave no room for the context.
+        """
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        answers = [""] * len(requests)
+        for members in groups.values():
+            first = requests[members[0]]
+            wanted = self._wanted(first.args[1], f"task {first.task_name}")
+            prompts = {i: self._prompt(requests[i].args[0], wanted.limit) for i in members}
+            for batch in self._batches("writing", sorted(members, key=lambda i: -len(prompts[i]))):
+                for i, text in zip(batch, self._write([prompts[i] for i in batch], wanted), strict=True):
+                    answers[i] = text
+        return answers
+
+    def _wanted(self, settings: Mapping[str, Any], place: str) -> "Wanted":
+        wanted = _wanted(settings, place)
+        if wanted.limit >= self.max_length:
+            raise ValueError(
+                f"{place}: {wanted.limit} tokens to write leave no room in the context of {self.max_length}; set "
+                "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a longer --context"
+            )
+        end = self._spelled([self._end])
+        return wanted if end in wanted.until else Wanted((*wanted.until, end), wanted.limit, wanted.sample)
+
+    def _prompt(self, context: str, limit: int) -> list[int]:
+        """The last ids of the context, as many as leave room for the answer."""
+        ids = self.tok_encode(context) or [self._first]
+        room = self.max_length - limit
+        self.cut += len(ids) > room
+        return ids[-room:]
+
+    def _write(self, prompts: Sequence[list[int]], wanted: "Wanted") -> list[str]:
+        written: list[list[int]] = [[] for _ in prompts]
+        # A stop string may come in other tokens than its own: a few more are looked at.
+        spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in wanted.until}
+        going = set(range(len(prompts)))
+        for row in generate_all(
+            self.model, prompts, limit=wanted.limit, context=self.max_length, sample=wanted.sample, stop=self.ends
+        ):
+            for i in tuple(going):
+                token = row[i]
+                if token is not None:
+                    written[i].append(token.id)
+                if token is None or any(stop in self._spelled(written[i][-n:]) for stop, n in spans.items()):
+                    going.remove(i)
+            if not going:
+                break
+        return [shortened(str(self.inner.decode(ids)), wanted.until) for ids in written]
+
+    def _batches(self, doing: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
+        for start in range(0, len(rows), BATCH):
+            self.show(f"{doing} {start} of {len(rows)}", start / len(rows))
+            yield rows[start : start + BATCH]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How an answer is to be written: what ends it, how many tokens it has at most, how each is chosen."""
+
+    until: tuple[str, ...]
+    limit: int
+    sample: Sampler
+
+
+def _wanted(settings: Mapping[str, Any], place: str) -> Wanted:
+    """From a task's `generation_kwargs`. Raises ValueError for those that are not known here."""
+    wrong = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
+    if wrong:
+        raise ValueError(f"{place}: generation_kwargs has {wrong[0]}; supported are {', '.join(OPTIONS)}")
+    temperature = float(settings.get("temperature") or 0.0)
+    if settings.get("do_sample") and not temperature:
+        raise ValueError(f"{place}: generation_kwargs has do_sample without a temperature; set one above 0")
+    top_k = settings.get("top_k") or 0
+    sample = sampler(
+        0.0 if settings.get("do_sample") is False else temperature,
+        top_k=top_k if top_k > 0 else None,
+        top_p=settings.get("top_p"),
+        min_p=settings.get("min_p"),
+        penalty=settings.get("repetition_penalty", 1.0),
+    )
+    limit = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
+    return Wanted(tuple(_several(settings.get("until"))), limit, sample)
+
+
+def shortened(text: str, stops: Sequence[str]) -> str:
+    """The text without what begins at a stop string; one stop after the other, as the harness does."""
+    for stop in filter(None, stops):
+        text = text.split(stop)[0]
+    return text
+
+
+def _several(value: Any) -> list[Any]:
+    """A list of one, none or all: files of others write one thing without its list."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found

@@ -1,0 +1,81 @@
+"""The tasks of lm-evaluation-harness on a model folder."""
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from dunes.checkpoint.atomic import write_file
+from dunes.runs.extra import extra
+from dunes.runs.progress import Display
+
+
+def run_tasks(
+    folder: Path,
+    tasks: Sequence[str],
+    show: Display,
+    *,
+    task_folder: Path | None = None,
+    limit: int | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """The harness's results for tasks, groups or tags by name; also written to `out`, with every sample.
+
+    `task_folder` holds YAML files of more tasks; `limit` takes so many documents of each task. Raises
+    ValueError for a task that is not known, and for a model folder or a setting that cannot do.
+    """
+    lm_eval = extra("lm_eval", "eval")
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit is {limit}; it must be at least 1")
+    for option, path in {"--task-folder": task_folder, "--out": out and out.absolute().parent}.items():
+        if path is not None and not path.is_dir():
+            raise ValueError(f"{option}: {path} is not a folder")
+    manager = extra("lm_eval.tasks", "eval").TaskManager(include_path=task_folder and str(task_folder))
+    _known(tasks, manager.all_tasks)
+    from dunes.runs.harness import Harness
+
+    with show:
+        model = Harness(folder, show.state)
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            model=model, tasks=list(tasks), task_manager=manager, limit=limit
+        )
+        if model.cut:
+            show.line(
+                f"{model.cut} times a text did not fit into {model.max_length} tokens and lost its beginning"
+            )
+    if out is not None:
+        write_file(out, json.dumps(results, indent=1, default=str).encode())
+    return results
+
+
+def _known(tasks: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for the first task that is not among the names."""
+    for task in tasks:
+        if task not in names:
+            near = get_close_matches(task, names, n=1)
+            raise ValueError(
+                f"--tasks: the harness knows no task {task!r}{f', but {near[0]!r}' if near else ''}; "
+                "`lm-eval ls tasks` lists its own, --task-folder adds the YAML files of a folder"
+            )
+
+
+def table(results: Mapping[str, Any]) -> list[str]:
+    """The results as lines of text: a line for each metric of each task or group."""
+    rows = [("task", "shots", "documents", "metric", "value", "standard error")]
+    for task, measured in results["results"].items():
+        shots = str(results["n-shot"].get(task, ""))
+        documents = str(results["n-samples"].get(task, {}).get("effective", ""))
+        for key, value in measured.items():
+            metric, _, how = key.partition(",")
+            if not how or metric.endswith("_stderr"):
+                continue
+            name = metric if how == "none" else f"{metric} ({how})"
+            error = _number(measured.get(f"{metric}_stderr,{how}"))
+            rows.append((task, shots, documents, name, _number(value), error))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "" if value in (None, "N/A") else str(value)
