@@ -36,6 +36,7 @@ def train(
     override: Annotated[tuple[str, ...], _open("FIELD", "none")] = (),
     strict: bool = False,
     profile: bool = False,
+    tensorboard: bool = False,
 ) -> int:
     """Train a model from scratch on files and folders.
 
@@ -61,6 +62,7 @@ def train(
             corpus; threads and dtype are measured anew.
         strict: Stop when a save fails, and do not go back past a damaged state.
         profile: Say at the end where the time went: text, data, first step, steps, checks, saves.
+        tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
     """
     from dunes.runs.plan import Plan, parse_size
     from dunes.runs.progress import Display
@@ -83,8 +85,9 @@ def train(
     given = {name: value for name, value in asked.items() if value is not None}
     plan = Plan(**{"sources": ()} | given)
     folder = out or Path("runs/none")
-    ways: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run, "profile": profile}
-    return run(plan, folder, Display(), resume, asked=given, **ways)
+    how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
+    how |= {"profile": profile, "tensorboard": tensorboard}
+    return run(plan, folder, Display(), resume, asked=given, **how)
 
 
 def generate(

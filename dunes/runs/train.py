@@ -22,6 +22,7 @@ from dunes.runs.progress import Display, duration, quantity
 from dunes.runs.run import FALL, METRICS, Run, alone, begin, begun, note, prepare, records, resume
 from dunes.runs.saver import Saver
 from dunes.runs.spent import Spent, lines
+from dunes.runs.track import Mirror
 from dunes.runs.write import sample_text
 from dunes.train import Clock, Diverged, Step
 
@@ -55,18 +56,19 @@ def train(
     strict: bool = False,
     dry: bool = False,
     profile: bool = False,
+    tensorboard: bool = False,
 ) -> int:
     """Run the plan into the folder, or go on with the run there (`again`); with `dry`, only say what would be.
 
-    With `profile`, say at the end where the time went.
-
     A run that goes on keeps its own plan, but for the fields in `override`; `asked` are the fields of
     `plan` that somebody chose. With `strict`, a failed save ends the run and a damaged state is not
-    passed over. Returns an exit status: 0, 128 + the signal that ended the run early, 3 if the last
-    state could not be saved, or 4 if training did not recover from numbers that are not finite.
+    passed over. With `tensorboard`, what is noted goes to event files, too; with `profile`, the end
+    says where the time went. Returns an exit status: 0, 128 + the signal that ended the run early, 3 if
+    the last state could not be saved, or 4 if training did not recover from numbers that are not finite.
     Raises ValueError, before anything is written, for what cannot be done.
     """
     start = monotonic()
+    mirror = Mirror(folder if tensorboard else None, Aside(show))
     plan = admitted(plan, folder, again, asked, override)
     if (folder / "state" / "lock").exists():
         with alone(folder):  # refused now, not after the text was read
@@ -97,16 +99,17 @@ def train(
             # Time spent on preparing counts: a person waits for that, too.
             run.elapsed += monotonic() - start
             show.line(_opening(run))
-            status = _run(run, saver, show)
+            with mirror:
+                status = _run(run, saver, show, mirror)
             for line in ("where the time went:", *lines(run.spent.seconds)) if profile else ():
                 show.line(line)
             return status
 
 
-def _run(run: Run, saver: Saver, show: Display) -> int:
+def _run(run: Run, saver: Saver, show: Display, mirror: Mirror) -> int:
     with _signals() as wish:
         try:
-            loop(run, wish, saver, show)
+            loop(run, wish, saver, show, mirror)
         except Diverged as error:
             saver.last(run)
             show.line(f"{error} (the state is in {run.folder}/state)")
@@ -181,7 +184,7 @@ def _signals() -> Iterator[Wish]:
             signal.signal(number, handler)
 
 
-def loop(run: Run, wish: Wish, saver: Saver, show: Display) -> None:
+def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> None:
     """Step, and between steps measure, check, sample and save, until the schedule or the wish says stop.
 
     Raises Diverged if training does not recover, ValueError if the tokens were changed meanwhile, and
@@ -207,9 +210,10 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display) -> None:
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
         with aside("noted"):
             _note(run.folder, step, checked.bits_per_byte if checked else None)
+        mirror.step(step, checked.bits_per_byte if checked else None)
         with run.spent("samples"), aside("sampled"):
             if over or step.number in SAMPLES:
-                _sample(run, show)
+                mirror.sample(step.number, _sample(run, show))
         told(step)
         if over or wish.signal:
             return
@@ -285,13 +289,14 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
     return told
 
 
-def _sample(run: Run, show: Display) -> None:
+def _sample(run: Run, show: Display) -> str:
     """What the model writes by now, on the screen and into samples.md."""
     step = run.trainer.number
     text = sample_text(run.model, run.tokens.tokenizer, run.plan.context, seed=run.plan.seed)
     with (run.folder / "samples.md").open("a") as file:
         file.write(f"## After {step} steps\n\n```\n{text}\n```\n\n")
     show.line(f"\n--- after {step} steps, it writes ---\n{text}\n---")
+    return text
 
 
 def _opening(run: Run) -> str:

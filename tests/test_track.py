@@ -1,0 +1,164 @@
+"""Event files for TensorBoard, read back by TensorBoard, beside metrics.jsonl."""
+
+import errno
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from conftest import display, toy
+from dunes.runs import run as run_module
+from dunes.runs import train as train_module
+from dunes.runs.plan import Plan
+from dunes.runs.run import records
+from dunes.runs.track import written
+from dunes.runs.train import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+TAGS = {
+    "loss": lambda r: r["loss"],
+    "bits_per_byte": lambda r: r.get("bits_per_byte"),
+    "rate": lambda r: r["rate"],
+    "norm": lambda r: r["norm"],
+    "tokens_per_second": lambda r: r["count"] / r["seconds"],
+}
+
+
+def opened(folder):
+    """TensorBoard's view of a run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def shown(folder, found=None):
+    """What TensorBoard finds in a run: the scalars by tag and step, in order, and the samples by step."""
+    found = opened(folder) if found is None else found.Reload()
+    tags = found.Tags()
+    points = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags["scalars"]}
+    texts = [(e.step, e.tensor_proto.string_val[0].decode()) for t in tags["tensors"] for e in found.Tensors(t)]
+    return points, texts
+
+
+def noted(folder):
+    """The same, as metrics.jsonl and samples.md say it."""
+    lines = [r for r in records(folder / "metrics.jsonl") if "loss" in r]
+    points = {
+        tag: [(r["step"], float(np.float32(value(r)))) for r in lines if value(r) is not None]
+        for tag, value in TAGS.items()
+        if any(value(r) is not None for r in lines)
+    }
+    samples = [(n, text) for n, text in written(folder / "samples.md").items() if n <= lines[-1]["step"]]
+    return points, [(n, "\n".join("    " + line for line in text.split("\n"))) for n, text in samples]
+
+
+def stopping_at(step, monkeypatch, error):
+    """Something that ends the run in this step, after it was noted."""
+    real = train_module.Mirror.step
+
+    def mirrored(self, done, bits):
+        real(self, done, bits)
+        if done.number == step:
+            raise error
+
+    monkeypatch.setattr(train_module.Mirror, "step", mirrored)
+
+
+def test_events_say_what_the_metrics_say(code, tmp_path, monkeypatch):
+    real, live = train_module.Mirror.step, []
+
+    def step(self, done, bits):
+        real(self, done, bits)
+        live.append(shown(self.run)[0] == noted(self.run)[0])
+
+    monkeypatch.setattr(train_module.Mirror, "step", step)
+    assert train(toy(code, steps=55), tmp_path / "run", display()[0], tensorboard=True) == 0
+    assert all(live), "after each step"
+    points, texts = shown(tmp_path / "run")
+    assert (points, texts) == noted(tmp_path / "run")
+    assert [step for step, _ in points["loss"]] == list(range(1, 56))
+    assert [step for step, _ in points["bits_per_byte"]] == [10, 25, 50, 55]
+    assert [step for step, _ in texts] == [5, 50, 55]
+    assert any(text.strip() for _, text in texts)
+
+
+@pytest.mark.parametrize("second", [None, (57, False), (30, True)])
+def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeypatch):
+    """Killed at step 53 with no state after step 20, and perhaps again, with or without a mirror."""
+    folder, back = tmp_path / "run", []
+    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
+    real, cut = train_module.Saver.start, run_module.cut
+    monkeypatch.setattr(train_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
+    monkeypatch.setattr(run_module, "cut", lambda path, step: back.append(step) or cut(path, step))
+
+    def killed(step, plan, **how):
+        with monkeypatch.context() as patch:
+            stopping_at(step, patch, KeyError("killed"))
+            with pytest.raises(KeyError):
+                train(plan, folder, display()[0], **how)
+        assert len(noted(folder)[0]["loss"]) == step
+
+    killed(53, toy(code, steps=60), tensorboard=True)
+    assert shown(folder) == noted(folder)
+    watching = opened(folder)
+    if second is not None:
+        killed(second[0], Plan(sources=()), again=True, tensorboard=second[1])
+        assert (shown(folder) == noted(folder)) is second[1]
+    assert train(Plan(sources=()), folder, display()[0], again=True, tensorboard=True) == 0
+    assert all(0 < step <= 20 for step in back)
+    points, texts = shown(folder)
+    assert (points, texts) == noted(folder)
+    assert [step for step, _ in points["loss"]] == list(range(1, 61))
+    assert shown(folder, watching)[0] == points, "also for a TensorBoard that was open all the time"
+    assert sum(file.stat().st_size > 0 for file in (folder / "tensorboard").iterdir()) == 1
+
+
+def test_it_is_switched_on_later_and_is_no_part_of_the_plan(code, tmp_path):
+    train(toy(code), tmp_path / "run", display()[0])
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    plan = (tmp_path / "run" / "state" / "plan.json").read_bytes()
+    longer = {"again": True, "override": ["steps"], "tensorboard": True}
+    assert train(toy(code, steps=15), tmp_path / "run", display()[0], **longer) == 0
+    assert shown(tmp_path / "run") == noted(tmp_path / "run")
+    assert plan.replace(b'"steps": 12', b'"steps": 15') == (tmp_path / "run" / "state" / "plan.json").read_bytes()
+
+
+def test_a_full_disk_ends_the_mirroring_and_not_the_run(code, tmp_path, monkeypatch):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    real, left = RecordWriter.write, [40]
+
+    def write(self, data):
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, data)
+
+    show, out = display()
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", write)
+        assert train(toy(code), tmp_path / "run", show, tensorboard=True) == 0
+    assert out.getvalue().count("could not be mirrored: [Errno 28] No space left on device; training goes on") == 1
+    assert 30 < sum(map(len, shown(tmp_path / "run")[0].values())) <= 40, "nothing after what is missing"
+    assert len(noted(tmp_path / "run")[0]["loss"]) == 12
+    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True, tensorboard=True) == 0
+    assert shown(tmp_path / "run") == noted(tmp_path / "run"), "made whole by the next session"
+    (tmp_path / "other" / "tensorboard").parent.mkdir()
+    (tmp_path / "other" / "tensorboard").write_text("in the way")
+    show, out = display()
+    assert train(toy(code), tmp_path / "other", show, tensorboard=True) == 0
+    assert out.getvalue().count("could not be mirrored") == 1
+
+
+def test_without_the_extra_nothing_is_done(code, tmp_path, monkeypatch):
+    for name in [n for n in sys.modules if n.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ValueError, match=r"pip install 'astral-dunes\[track\]'$") as error:
+        train(toy(code), tmp_path / "run", display()[0], tensorboard=True)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
