@@ -1,9 +1,8 @@
 """What the dial chooses, and what its estimates rest on."""
 
-from dataclasses import replace
-
 import subprocess
 import sys
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest

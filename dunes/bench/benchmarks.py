@@ -51,9 +51,7 @@ class Benchmark:
 BENCHMARKS: dict[str, Benchmark] = {}
 
 
-def benchmark(
-    batch: int = 1, memory: Callable[[Build, Shape], Allocations] = inference
-) -> Callable[[Make], Make]:
+def benchmark(batch: int = 1, memory: Callable[[Build, Shape], Allocations] = inference) -> Callable[[Make], Make]:
     """Register a benchmark under its function's name. Raises ValueError if the name is taken."""
 
     def register(make: Make) -> Make:

@@ -30,7 +30,9 @@ def measured(commits: Sequence[str], benchmark: str, size: str, rounds: int) -> 
                 order = range(len(commits)) if number % 2 == 0 else reversed(range(len(commits)))
                 for side in order:
                     out = Path(held, f"{side}-{number}.jsonl")
-                    found[side].append(_lap(trees[side], commits[side], (benchmark, size), out) | {"round": number})
+                    found[side].append(
+                        _lap(trees[side], commits[side], (benchmark, size), out) | {"round": number}
+                    )
         finally:
             for tree in trees:
                 subprocess.run(["git", "-C", SOURCE, "worktree", "remove", "--force", tree], capture_output=True)
@@ -49,7 +51,9 @@ def _lap(tree: Path, commit: str, what: tuple[str, str], out: Path) -> rows.Row:
     benchmark, size = what
     arguments = ["bench", benchmark, "--size", size, "--rounds", "1", "--out", str(out)]
     command = [sys.executable, "-P", "-c", START, str(tree), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}
+    )
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
         raise ValueError(f"{commit}: dunes bench {benchmark} did not run there: {told}")

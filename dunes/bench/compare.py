@@ -85,7 +85,9 @@ def _grouped(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[Any, ...
 
 
 def _said(columns: Sequence[str], key: Sequence[Any]) -> str:
-    return " ".join(str(v) if n in ("benchmark", "subject") else f"{n} {v}" for n, v in zip(columns, key, strict=True))
+    return " ".join(
+        str(v) if n in ("benchmark", "subject") else f"{n} {v}" for n, v in zip(columns, key, strict=True)
+    )
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
@@ -102,7 +104,9 @@ def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float
     pairs = zip(sorted(a, key=_round), sorted(b, key=_round), strict=False)
     logs = [math.log(float(y["seconds"]) / float(x["seconds"])) for x, y in pairs]
     middle, interval = typical(logs, confidence)
-    return Difference(what, math.exp(middle), interval and (math.exp(interval[0]), math.exp(interval[1])), len(logs))
+    return Difference(
+        what, math.exp(middle), interval and (math.exp(interval[0]), math.exp(interval[1])), len(logs)
+    )
 
 
 def _round(row: Row) -> int:
@@ -117,7 +121,7 @@ def typical(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[fl
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """The largest sum of ranks whose probability to be reached or stayed below is at most `tail`; None if none is."""
+    """How many of the sorted means to leave out at either end, by the signed ranks of n values; None if few."""
     counts = [1]
     for rank in range(1, n + 1):  # how many of the 2^n signings have which sum of positive ranks
         moved = [0] * rank + counts

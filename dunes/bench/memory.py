@@ -41,8 +41,8 @@ class Foreseen:
         """
         if (free := measure.free_memory(measure.device())) and free < self.log.peak:
             raise ValueError(
-                f"{self.subject.name}: the step needs {self.log.peak / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
-                "leave out --check, or choose a smaller --batch"
+                f"{self.subject.name}: the step needs {self.log.peak / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
+                "free; leave out --check, or choose a smaller --batch"
             )
         return _truth(self)
 
@@ -51,7 +51,7 @@ class Foreseen:
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
         found = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
-        return found | {"kinds": kinds, "allocations": len(self.log.list)} | (asdict(truth) if truth else {})
+        return found | {"kinds": kinds, "allocations": len(self.log.made)} | (asdict(truth) if truth else {})
 
 
 def foreseen(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> Foreseen:
@@ -78,7 +78,9 @@ def _truth(f: Foreseen) -> Truth:
     command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(told)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | GIVING_BACK)
     if done.returncode:
-        raise ValueError(f"{f.subject.name}: the step could not be taken: {done.stderr.strip().splitlines()[-1][:300]}")
+        raise ValueError(
+            f"{f.subject.name}: the step could not be taken: {done.stderr.strip().splitlines()[-1][:300]}"
+        )
     return Truth(**json.loads(done.stdout))
 
 

@@ -19,14 +19,16 @@ PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>$name</title>
 <style>
-  body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 2rem auto;
-         padding: 0 1rem; }
+  body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
+         max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
   h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd; }
   .about { color: #666; margin-top: .2rem; }
-  .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem; margin: 1.5rem 0; }
+  .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr));
+           gap: .8rem; margin: 1.5rem 0; }
   .card { border: 1px solid #ddd; border-radius: .5rem; padding: .6rem .9rem; }
   .card b { display: block; font-size: 1.5rem; } .card span { color: #666; font-size: .85rem; }
-  img { max-width: 100%; } table { border-collapse: collapse; }
+  .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
+  img { width: 100%; } table { border-collapse: collapse; }
   td { padding: .15rem 1.5rem .15rem 0; vertical-align: top; } td.figure { text-align: right; }
   td .bar { display: inline-block; height: .7rem; background: #0072B2; }
   pre { background: #f6f6f6; padding: .8rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem; }
@@ -49,11 +51,17 @@ def page(run: Path) -> str:
         raise ValueError(f"{run}: the run has not taken a step yet")
     card = json.loads((run / "dunes.json").read_text()) if (run / "dunes.json").is_file() else {}
     sections = [("Learning", _images(run, lines, points)), ("Where the time went", _spent(card.get("spent", {})))]
-    sections += [("What it wrote", _samples(run)), ("The plan", _table(_facts(plan))), ("The machine that drew this page", _table(fingerprint()))]
+    sections += [
+        ("What it wrote", _samples(run)),
+        ("The plan", _table(_facts(plan))),
+        ("The machine that drew this page", _table(fingerprint())),
+    ]
     return PAGE.substitute(
         name=escape(run.resolve().name),
         about=escape(f"{plan.family} on {', '.join(plan.sources)}"),
-        cards="".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in _cards(points, card)),
+        cards="".join(
+            f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in _cards(points, card)
+        ),
         sections="".join(f"<h2>{title}</h2>\n{body}\n" for title, body in sections if body),
     )
 
@@ -79,8 +87,9 @@ def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapp
     if any(p["bits_per_byte"] is not None for p in points):
         pictures.insert(0, ("held-out loss", plot.losses({run.resolve().name: lines})))
     pictures.append(("speed", plot.over_tokens(points, "speed", "tokens a second")))
-    pictures.append(("rate", plot.over_tokens(points, "rate", "share of the learning rate")))
-    return "\n".join(f'<img alt="{name}" src="data:image/svg+xml;base64,{_encoded(p)}">' for name, p in pictures)
+    pictures.append(("rate", plot.over_tokens(points, "rate", "share of the learning rate", keep=0.0)))
+    shown = "\n".join(f'<img alt="{name}" src="data:image/svg+xml;base64,{_encoded(p)}">' for name, p in pictures)
+    return f'<div class="pictures">{shown}</div>'
 
 
 def _encoded(picture: Any) -> str:
@@ -90,7 +99,8 @@ def _encoded(picture: Any) -> str:
 def _spent(seconds: Mapping[str, float]) -> str:
     total = sum(seconds.values()) or 1.0
     lines = [
-        f'<tr><td>{escape(what)}</td><td class="figure">{taken:.1f} s</td><td class="figure">{taken / total:.1%}</td>'
+        f'<tr><td>{escape(what)}</td><td class="figure">{taken:.1f} s</td>'
+        f'<td class="figure">{taken / total:.1%}</td>'
         f'<td><span class="bar" style="width:{20 * taken / total:.2f}rem"></span></td></tr>'
         for what, taken in sorted(seconds.items(), key=lambda item: -item[1])
     ]

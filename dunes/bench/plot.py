@@ -3,7 +3,6 @@
 Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
 """
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -11,10 +10,11 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
-from dunes.bench.rows import SETTING, Row, frames, groups, summary
+from dunes.bench.rows import SETTING, Row, groups, summary
 from dunes.bench.table import duration, size
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
+from dunes.runs.extra import extra
 from dunes.runs.picture import smoothed
 from dunes.runs.progress import quantity
 
@@ -24,14 +24,15 @@ NAMES = {"seconds": "time of a run", "peak_bytes": "tensors at the peak", "rate"
 
 
 def _plotnine() -> Any:
-    frames("a picture")
-    import plotnine
+    return extra("plotnine", "plot")
 
-    return plotnine
+
+def _frame(records: Sequence[Mapping[str, Any]]) -> Any:
+    return extra("polars", "plot").DataFrame(records)
 
 
 def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str) -> Any:
-    p, pandas = _plotnine(), importlib.import_module("pandas")  # comes with plotnine
+    p, pandas = _plotnine(), extra("pandas", "plot")  # comes with plotnine
     columns = {name: _ordered(frame[name], pandas) for name in frame.columns}  # to_pandas would ask for pyarrow
     thin = p.element_line(color="#e6e6e6", size=0.5)
     look = p.theme_minimal(base_size=11) + p.theme(
@@ -74,7 +75,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def lines(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Summaries that differ in nothing but the axis, by what tells these lines apart; single points are left out."""
+    """Summaries that differ in nothing but the axis, by what tells these lines apart; no single points."""
     follows = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # a size has its own name
     others = [n for n in SETTING if n not in follows]
     held: dict[tuple[Any, ...], list[Row]] = {}
@@ -101,11 +102,13 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
     words = duration if of == "seconds" else size if of == "peak_bytes" else quantity
     high = 3.6 + 0.25 * len({r["line"] for r in records})
     return (
-        _base(frames("a picture").DataFrame(records), high=high, x="x", y="y", color="line", shape="line")
+        _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
         + p.geom_line(p.aes(y="fit"), size=0.8)
         + p.geom_point(size=3)
         + p.scale_x_log10(labels=lambda v: [quantity(t) for t in v], breaks=_marks(r["x"] for r in records))
-        + p.scale_y_log10(labels=lambda v: [words(t) for t in v], breaks=_marks(r[c] for r in records for c in ("y", "fit")))
+        + p.scale_y_log10(
+            labels=lambda v: [words(t) for t in v], breaks=_marks(r[c] for r in records for c in ("y", "fit"))
+        )
         + p.scale_color_manual(COLOURS * 4)
         + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
         + p.labs(title=f"{found[0]['benchmark']}: {NAMES[of]} over {axis}", x=axis, y="")
@@ -132,7 +135,7 @@ def bars(found: Sequence[Mapping[str, Any]], title: str) -> Any:
         assert isinstance(record["rate"], float), "made above"
         record["label"] = "  " + quantity(record["rate"])
     order = [str(f["name"]) for f in reversed(found)]
-    frame = frames("a picture").DataFrame(records)
+    frame = _frame(records)
     return (
         _base(frame, high=1.2 + 0.42 * len(records), x="name", y="rate")
         + p.geom_col(fill=COLOURS[0], width=0.65)
@@ -160,7 +163,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     if not records:
         raise ValueError("no run measured bits a byte yet; let it train for 10 steps at least")
     return (
-        _base(frames("a picture").DataFrame(records), x="x", y="y", color="run")
+        _base(_frame(records), x="x", y="y", color="run")
         + p.geom_line(size=0.9)
         + p.geom_point(size=1.6)
         + p.scale_color_manual(COLOURS * 4)
@@ -169,14 +172,14 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     )
 
 
-def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str) -> Any:
+def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, keep: float = 0.9) -> Any:
     """A column of a run's points over the tokens seen, each step and their running mean."""
     p = _plotnine()
     kept = [q for q in points if q[column] == q[column]]
-    smooth = smoothed([q[column] for q in kept], 0.9)
+    smooth = smoothed([q[column] for q in kept], keep)
     records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(kept, smooth, strict=True)]
     return (
-        _base(frames("a picture").DataFrame(records), high=2.8, x="x", y="y")
+        _base(_frame(records), high=2.8, x="x", y="y")
         + p.geom_point(size=0.5, color="#bbbbbb")
         + p.geom_line(p.aes(y="mean"), color=COLOURS[0], size=0.9)
         + p.scale_x_continuous(labels=lambda v: [quantity(t) for t in v])
@@ -204,7 +207,9 @@ def flame(report: Report) -> Any:
     boxes: list[dict[str, Any]] = []
     whole = report.inside()
     _boxes(whole, "", 0.0, boxes)
-    boxes.append({"x": sum(whole[""].values()), "wide": report.between, "level": 0, "name": "Python", "phase": "waiting"})
+    boxes.append(
+        {"x": sum(whole[""].values()), "wide": report.between, "level": 0, "name": "Python", "phase": "waiting"}
+    )
     total = report.wall
     records = [
         {
@@ -223,8 +228,10 @@ def flame(report: Report) -> Any:
     levels = 1 + max(b["level"] for b in boxes)
     shades = dict(zip((*PHASES, "waiting"), ("#56B4E9", "#E69F00", "#009E73", "#CCCCCC"), strict=True))
     return (
-        _base(frames("a picture").DataFrame(records), wide=9, high=1.4 + 0.5 * levels)
-        + p.geom_rect(p.aes(xmin="left", xmax="right", ymin="low", ymax="high", fill="phase"), color="white", size=0.3)
+        _base(_frame(records), wide=9, high=1.4 + 0.5 * levels)
+        + p.geom_rect(
+            p.aes(xmin="left", xmax="right", ymin="low", ymax="high", fill="phase"), color="white", size=0.3
+        )
         + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
         + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
         + p.labs(title=f"where {duration(total)} go, by module", x="milliseconds", y="")
@@ -259,8 +266,8 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
     for moment in moments:
         held = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
         records += [{"moment": moment, "kind": kind, "bytes": float(held.get(kind, 0))} for kind in KINDS]
-    polars = frames("a picture")
-    frame = polars.DataFrame(records).with_columns(polars.col("kind").cast(polars.Enum(list(KINDS))))
+    polars = extra("polars", "plot")
+    frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(list(KINDS))))
     seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
     return (
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")
@@ -283,12 +290,22 @@ def drawn(rows: Sequence[Row], folder: Path) -> list[Path]:
                 paths.append(folder / f"{found[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
                 saved(scaling(found, axis, of), paths[-1])
     paths.append(folder / f"{found[0]['benchmark']}-rates.svg")
-    saved(bars([_bar(f, found) for f in found], f"{found[0]['benchmark']}: {found[0]['unit']} a second"), paths[-1])
+    saved(
+        bars([_bar(f, found) for f in found], f"{found[0]['benchmark']}: {found[0]['unit']} a second"), paths[-1]
+    )
     return paths
 
 
 def _bar(f: Row, among: Sequence[Row]) -> Row:
-    telling = [n for n in SETTING[1:] if len({str(o.get(n)) for o in among}) > 1 and n not in ("parameters", "family")]
+    telling = [
+        n for n in SETTING[1:] if len({str(o.get(n)) for o in among}) > 1 and n not in ("parameters", "family")
+    ]
     name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in telling) or str(f["subject"])
     amount = f["rate"] * f["seconds"]
-    return {"name": name, "rate": f["rate"], "low": amount / f["high"], "high": amount / f["low"], "unit": f["unit"]}
+    return {
+        "name": name,
+        "rate": f["rate"],
+        "low": amount / f["high"],
+        "high": amount / f["low"],
+        "unit": f["unit"],
+    }

@@ -65,10 +65,14 @@ def race(
             before(name)
             joules = energy()
             seconds = _timed(works[name], runs[name], clock)
-            spent = energy()
-            told = joules is not None and spent is not None and spent >= joules  # counters begin anew at times
-            used = (spent - joules) / runs[name] if told else None
-            yield Lap(name, number, seconds, runs[name], used)
+            yield Lap(name, number, seconds, runs[name], _used(joules, energy(), runs[name]))
+
+
+def _used(before: float | None, after: float | None, runs: int) -> float | None:
+    """Joules of one run; None where they are not told, or where the counter began anew."""
+    if before is None or after is None or after < before:
+        return None
+    return (after - before) / runs
 
 
 def _timed(work: Work, runs: int, clock: Callable[[], float]) -> float:

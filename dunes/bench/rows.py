@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from dunes.runs.extra import extra
+
 Row = dict[str, Any]
 
 SETTING = ("benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device")
@@ -30,7 +32,7 @@ def read(path: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; `dunes bench train --size 3m --out {path}` would make it")
     if path.suffix == ".parquet":
-        return list(frames(path).read_parquet(path).to_dicts())
+        return list(extra("polars", "plot").read_parquet(path).to_dicts())
     rows = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
@@ -38,20 +40,13 @@ def read(path: Path) -> list[Row]:
         except ValueError:
             row = None
         if not isinstance(row, dict) or not {"benchmark", "seconds"} <= row.keys():
-            raise ValueError(f"{path}:{number}: expected a measurement as `dunes bench` writes it, found {line[:60]!r}")
+            raise ValueError(
+                f"{path}:{number}: expected a measurement as `dunes bench` writes it, found {line[:60]!r}"
+            )
         rows.append(row)
     if not rows:
         raise ValueError(f"{path}: holds no measurement")
     return rows
-
-
-def frames(asking: object) -> Any:
-    """polars. Raises ValueError with the remedy where it is not installed."""
-    try:
-        import polars
-    except ImportError:
-        raise ValueError(f"{asking}: needs polars and plotnine; install them with: pip install 'astral-dunes[plot]'") from None
-    return polars
 
 
 def key(row: Row) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from dunes.bench import rows
 from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
+from dunes.runs.extra import extra
 from dunes.runs.memory import Shape
 from dunes.runs.plan import parse_size
 
@@ -70,9 +71,7 @@ def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
         contexts = request.contexts or (subject.context,)
         if (most := max(contexts)) > subject.context:
             raise ValueError(f"{subject.name}: was made for {subject.context} tokens; --context {most} is more")
-        settings = itertools.product(
-            request.batches or (BENCHMARKS[name].batch,), contexts, *computing
-        )
+        settings = itertools.product(request.batches or (BENCHMARKS[name].batch,), contexts, *computing)
         found += [(subject, Setting(*setting)) for setting in settings]
     return found
 
@@ -130,7 +129,7 @@ def bench(
     if out.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{out}: a file of measurements is named .jsonl or .parquet")
     if out.suffix == ".parquet":
-        rows.frames(out)
+        extra("polars", "plot")  # now, not after an hour
     if out.exists():
         raise ValueError(f"{out}: is there already; choose another --out")
     field = {f"{number}": c for number, c in enumerate(contestants(name, request))}
@@ -144,13 +143,13 @@ def bench(
         kept.append(row)
         told(f"{name} round {lap.round + 1} of {rounds}", len(kept) / (rounds * len(works)))
     if out != lines:
-        rows.frames(out).DataFrame(kept, infer_schema_length=None).write_parquet(out)
+        extra("polars", "plot").DataFrame(kept, infer_schema_length=None).write_parquet(out)
         lines.unlink()
     return kept
 
 
 class Ceilings:
-    """What the machine could do at best, measured beside: products by dtype in each round, the highest read rate."""
+    """What the machine could do at best, measured beside: matrix products in each round, the highest read rate."""
 
     def __init__(self) -> None:
         self._matmul: dict[tuple[Any, ...], float] = {}

@@ -78,4 +78,6 @@ def of_folder(folder: Path) -> Subject:
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about so many parameters, with made-up weights."""
     config = config_for(Plan(sources=(), family=family, size=size, context=context), VOCAB)
-    return Subject(f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config), size=size)
+    return Subject(
+        f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
+    )

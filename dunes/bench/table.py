@@ -1,7 +1,7 @@
 """Measurements as plain text."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +34,9 @@ def size(count: float) -> str:
 
 def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """A table on standard output: words and bars to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 or not column else "right", no_wrap=True)
     for line in lines:
@@ -46,7 +48,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
     """A line for each contestant: what tells it from the others, and what came out."""
     differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in found}) > 1]
     telling = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
-    shown = {
+    shown: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "a run": lambda f: duration(f["seconds"]),
         "middle half": lambda f: f"{duration(f['low'])} to {duration(f['high'])}",
         "rate": lambda f: f"{quantity(f['rate'])} {f['unit']}/s",
@@ -65,13 +67,27 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
 def comparison(found: Comparison, confidence: float) -> None:
     """What differs, with intervals, and what else is to be known before it is believed."""
     for name, (a, b) in found.unlike.items():
-        words = f"A {a}, B {b}" if isinstance(a, str) or not a else f"A {quantity(a)}, B {quantity(b)} ({b / a - 1:+.1%})"
-        print(f"not the same in both: {name}: {words}" if not name.endswith("rate") else f"the machine's {name}: {words}")
+        words = (
+            f"A {a}, B {b}"
+            if isinstance(a, str) or not a
+            else f"A {quantity(a)}, B {quantity(b)} ({b / a - 1:+.1%})"
+        )
+        print(
+            f"not the same in both: {name}: {words}"
+            if not name.endswith("rate")
+            else f"the machine's {name}: {words}"
+        )
     lines = []
     for d in found.differences:
         low, high = d.interval or (0.0, 0.0)
-        lines.append([d.what, f"{d.ratio:.3f}", f"{low:.3f} to {high:.3f}" if d.interval else "", str(d.pairs), d.verdict])
-    show(f"seconds of B over seconds of A, {confidence:.0%} confidence", ["", "ratio", "interval", "rounds", ""], lines)
+        lines.append(
+            [d.what, f"{d.ratio:.3f}", f"{low:.3f} to {high:.3f}" if d.interval else "", str(d.pairs), d.verdict]
+        )
+    show(
+        f"seconds of B over seconds of A, {confidence:.0%} confidence",
+        ["", "ratio", "interval", "rounds", ""],
+        lines,
+    )
     for what in found.alone:
         print(f"only in one of them: {what}")
 
@@ -105,7 +121,11 @@ def memory(log: Allocations) -> None:
         place[1] += 1
     most = sorted(places.items(), key=lambda item: -item[1][0])[:16]
     print()
-    show("who holds it", ["", "bytes", "kind", "made in", "tensors"], [[w, size(b), k, p, str(n)] for (w, k, p), (b, n) in most])
+    show(
+        "who holds it",
+        ["", "bytes", "kind", "made in", "tensors"],
+        [[w, size(b), k, p, str(n)] for (w, k, p), (b, n) in most],
+    )
 
 
 def foreseen(found: Sequence[Foreseen], truths: Sequence[Truth | None]) -> None:

@@ -135,7 +135,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
-    """The family, its config and the card of a model folder, without its weights. Raises ValueError as `load` does."""
+    """The family, its config and the card of a model folder without its weights. Raises ValueError like `load`."""
     folder = Path(folder)
     settle(folder)
     config_file = folder / CONFIG

@@ -16,7 +16,7 @@ def verbs() -> dict[str, Callable[..., Any]]:
     """The commands below `dunes bench`."""
     from dunes.bench import BENCHMARKS
 
-    rest = {"memory": memory, "compare": compare, "plot": plot, "report": report}
+    rest: dict[str, Callable[..., Any]] = {"memory": memory, "compare": compare, "plot": plot, "report": report}
     return {name: _named(name, b.about) for name, b in BENCHMARKS.items()} | rest
 
 
@@ -128,10 +128,10 @@ def compare(
     from dunes.bench.compare import compare as compared
 
     if Path(a).is_file() or Path(b).is_file() or Path(a).suffix or Path(b).suffix:
-        sides = [rows.read(Path(a)), rows.read(Path(b))]
+        before, after = rows.read(Path(a)), rows.read(Path(b))
     else:
-        sides = measured((a, b), benchmark, size, rounds)
-    found = compared(*sides, confidence)
+        before, after = measured((a, b), benchmark, size, rounds)
+    found = compared(before, after, confidence)
     table.comparison(found, confidence)
     print(json.dumps(found.record()))
     return 0
@@ -233,7 +233,8 @@ def memory(
 
 def run(arguments: list[str]) -> int:
     """Parse what follows `dunes bench` and do it."""
-    about = "Measure: time, memory, where they go; compare and draw what was measured.\n\nExample: dunes bench train --size 1m 3m"
+    about = "Measure: time, memory, where they go; compare and draw what was measured."
+    about += "\n\nExample: dunes bench train --size 1m 3m"
     chosen = tyro.extras.subcommand_cli_from_dict(
         verbs(), args=arguments, prog="dunes bench", description=about, config=(tyro.conf.FlagCreatePairsOff,)
     )

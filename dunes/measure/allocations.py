@@ -8,14 +8,13 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -49,13 +48,13 @@ class Allocation:
 class Allocations:
     """All allocations of a piece of work, in the order in which they were made."""
 
-    list: list[Allocation]
+    made: list[Allocation]
 
     @cached_property
-    def live(self) -> "list[int]":
+    def live(self) -> list[int]:
         """Bytes held after each event."""
-        changes = [0] * (1 + max((max(a.born, a.died or 0) for a in self.list), default=0))
-        for a in self.list:
+        changes = [0] * (1 + max((max(a.born, a.died or 0) for a in self.made), default=0))
+        for a in self.made:
             changes[a.born] += a.size
             if a.died is not None:
                 changes[a.died] -= a.size
@@ -75,12 +74,12 @@ class Allocations:
         """The event at which the peak was first reached."""
         return self.live.index(self.peak)
 
-    def held(self, moment: int | None = None) -> "list[Allocation]":
+    def held(self, moment: int | None = None) -> list[Allocation]:
         """What was held after an event, the peak's if none is named."""
         at = self.moment if moment is None else moment
-        return [a for a in self.list if a.born <= at and (a.died is None or a.died > at)]
+        return [a for a in self.made if a.born <= at and (a.died is None or a.died > at)]
 
-    def by(self, *names: str, moment: int | None = None) -> "dict[tuple[Any, ...], int]":
+    def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
         """Bytes held at a moment (the peak), added up by some of Allocation's fields, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
         for a in self.held(moment):
@@ -98,9 +97,9 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     log = Allocations([])
     gc.collect()  # what waits to be freed would seem to be freed by the work
     with Places(model) as places:
-        recorder = _Recorder(places, log.list)
+        recorder = _Recorder(places, log.made)
         recorder.beginning(model)
-        marks = [p.register_post_accumulate_grad_hook(recorder.gradient) for p in model.parameters()]
+        marks: list[Any] = [_hooked(p, recorder.gradient) for p in model.parameters() if p.requires_grad]
         marks.append(register_optimizer_step_pre_hook(recorder.begin_step))
         marks.append(register_optimizer_step_post_hook(recorder.end_step))
         try:
@@ -112,9 +111,13 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
             recorder.finish()
 
 
-class _Recorder(TorchDispatchMode):
+def _hooked(parameter: Tensor, told: Callable[[Tensor], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, places: Places, log: list[Allocation]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.places, self.log = places, log
         self.stepping = 0
         self.moment = 0
@@ -171,7 +174,7 @@ class _Recorder(TorchDispatchMode):
         made.died = self.moment
         if made.kind == "temporaries" and made.phase == "forward":
             # Held for a later module or for the way back, and not only while its own module computed.
-            if self.phase == "backward" or self.places.calls > made.call and not self._inside(made):
+            if self.phase == "backward" or (self.places.calls > made.call and not self._inside(made)):
                 made.kind = "activations"
         elif made.kind == "cache" and self.places.calls == made.call:
             made.kind = "temporaries"

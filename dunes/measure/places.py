@@ -67,9 +67,9 @@ class Places:
         self._note()
 
     def _note(self) -> None:
-        """From the next node on, the innermost module is the maker. Nodes made while going backward are no matter."""
+        """From the next node on, the innermost module is the maker; on the way back, none is made that counts."""
         if not backward():
-            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
             self._names.append(self.stack[-1] if self.stack else "")
 
 

@@ -1,11 +1,11 @@
-"""What a piece of work holds in memory: seen while it is done, or foreseen on tensors that have shapes and no data."""
+"""What a piece of work holds in memory: seen while it is done, or foreseen on tensors that have no data."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dunes import measure, tree
@@ -66,8 +66,9 @@ def _in(dtype: torch.dtype, build: Build) -> Decoder:
         torch.set_default_dtype(before)
 
 
-def nats(model: Decoder, batch: Tensor) -> tuple[Tensor, Tensor]:
+def nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     """The loss that runs train with: windows of ids (B, T + 1)."""
+    assert isinstance(model, Decoder), "runs build nothing else"
     return model.nats(batch[:, :-1], batch[:, 1:])
 
 
