@@ -4,19 +4,27 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-Row = dict[str, float]
+Row = dict[str, Any]
 
 
 def child(script: str, arguments: Sequence[str]) -> Row:
     """The JSON that a run of the script prints last, with the seconds from its start to its end."""
-    start = time.time()
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+    return run((sys.executable, script, *arguments))
+
+
+def run(command: Sequence[str], **how: Any) -> Row:
+    """The same for any command. Raises RuntimeError with the end of what it said if it fails or takes too long."""
+    start, said = time.time(), " ".join(map(str, command))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    except subprocess.TimeoutExpired as late:
+        raise RuntimeError(f"{said}: not over after {late.timeout:.0f} s") from None
     if done.returncode:
-        raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{said} failed:\n{done.stderr[-2000:]}")
     row: Row = json.loads(done.stdout.splitlines()[-1])
     # A child says when its work was done; what it does after that, such as scoring, is not counted.
     return row | {"wall": row.pop("finished", time.time()) - start}
@@ -24,11 +32,17 @@ def child(script: str, arguments: Sequence[str]) -> Row:
 
 def interleaved(script: str, sides: dict[str, Sequence[str]], rounds: int) -> dict[str, list[Row]]:
     """All rows of all sides."""
+    return in_turn({side: lambda a=a: child(script, a) for side, a in sides.items()}, rounds)
+
+
+def in_turn(sides: dict[str, Callable[[], Row]], rounds: int) -> dict[str, list[Row]]:
+    """The same for sides of any kind, each a function that runs it once."""
     rows: dict[str, list[Row]] = {side: [] for side in sides}
     for _ in range(rounds):
-        for side, arguments in sides.items():
-            rows[side].append(child(script, arguments))
-            print(side, {k: round(v, 4) for k, v in rows[side][-1].items()}, flush=True)
+        for side, once in sides.items():
+            rows[side].append(once())
+            shown = {k: round(v, 4) for k, v in rows[side][-1].items() if isinstance(v, int | float)}
+            print(side, shown, flush=True)
     return rows
 
 

@@ -1,0 +1,298 @@
+"""Ours and other people's libraries side by side: decoding, prefill, training, from one model folder.
+
+    python benchmarks/peers.py --size 10m --rounds 5
+    python benchmarks/peers.py --peers transformers litgpt==0.5.12 ~/mine_side.py --tasks decode
+    python benchmarks/peers.py --toy --here --peers transformers     # a minute, nothing installed
+
+A LLaMA with random weights is saved by `dunes.checkpoint.save`; every side reads that folder, in a
+Python of its own (`environments.py`), with a script of its own (`peers/`), which also says why its
+settings are the peer's best. For each task:
+
+1. Each setting of each side is tried once. In float32 it must give what ours gives: the same ids, or
+   losses that differ by no more than TOLERANCE over six steps. A setting that does not is out, with a
+   line that says where it differs, and a peer of which no float32 setting is equal gets no ratio. What
+   another precision gives is compared, said, and not judged.
+2. Each side's fastest setting runs again, in a process of its own, in turn with the others. A setting
+   that compiles counts if its first answer comes within --patience seconds; the wait is said, and is
+   not in the rate.
+
+All sides get the same torch, the same threads, and the same settings of malloc (those that our library
+chooses for itself: freed memory is kept), so that a ratio says what their code does.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import environments
+import tyro
+from environments import Unavailable
+from sides import Row, in_turn, run
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+from work import COMPARED, Work
+
+SIDES = Path(__file__).parent / "peers"
+
+TOLERANCE = 1e-3  # nats; float32 sums in another order differ by about 1e-6, a wrong decay or shift by more
+TASKS = ("decode", "prefill", "train")
+SHAPES = {
+    "toy": (64, 2, 64),
+    "1m": (128, 2, 512),
+    "10m": (384, 6, 512),
+    "40m": (768, 5, 512),
+}  # width, layers, context
+VOCAB = 4096
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A release that is compared, and what is installed beside it."""
+
+    release: str
+    beside: tuple[str, ...] = ()
+    module: str = ""
+
+
+PEERS = {
+    "transformers": Peer("5.23.0", ("accelerate==1.15.0",)),
+    "litgpt": Peer("0.5.13"),
+    "llama-cpp-python": Peer("0.3.36", ("gguf==0.19.0", "safetensors"), "llama_cpp"),
+}
+
+
+@dataclass
+class Side:
+    """A side in a race: how it is run, what was tried, what is left to say."""
+
+    name: str
+    command: tuple[str, ...]
+    version: str = ""
+    rows: dict[str, Row] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+
+def main(
+    peers: tuple[str, ...] = tuple(PEERS),
+    rounds: int = 5,
+    size: str = "10m",
+    tasks: tuple[str, ...] = TASKS,
+    patience: float = 120.0,
+    toy: bool = False,
+    here: bool = False,
+) -> None:
+    """Race.
+
+    Args:
+        peers: Names, NAME==RELEASE, or files of sides of one's own, which run in this Python.
+        rounds: How often each side runs at its best setting.
+        size: Of 1m, 10m and 40m.
+        tasks: Of decode, prefill and train.
+        patience: Seconds that a compiling setting may take to its first answer; 0 leaves these out.
+        toy: A tiny model and little work, nothing compiled.
+        here: Peers are taken from this Python where it has them, and none is installed.
+    """
+    if toy:
+        size, patience, rounds = "toy", 0.0, min(rounds, 1)
+    sides, left_out = [Side("ours", (sys.executable, str(SIDES / "our_side.py")))], {}
+    for peer in peers:
+        try:
+            sides.append(side_of(peer, here))
+        except Unavailable as why:
+            left_out[peer] = str(why)
+            print(f"{peer}: left out: {why}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        work = prepared(Path(folder), size)
+        results = {task: raced(task, sides, Path(folder), work, rounds, patience) for task in tasks}
+    print(json.dumps({"benchmark": f"peers at {size}", "threads": work.threads, "left_out": left_out, **results}))
+
+
+def side_of(peer: str, here: bool) -> Side:
+    """A peer that can be run. Raises Unavailable."""
+    if peer.endswith(".py"):
+        return Side(Path(peer).stem, (sys.executable, peer))
+    name, _, release = peer.partition("==")
+    if name not in PEERS:
+        raise Unavailable(f"no such peer; there are {', '.join(PEERS)}")
+    known = PEERS[name]
+    if here:
+        python, release = sys.executable, environments.found_here(name, release)
+    else:
+        release = release or known.release
+        python = environments.python_of(name, release, known.beside)
+    script = SIDES / f"{name.replace('-', '_')}_side.py"
+    return Side(name, (str(python), str(script)), release)
+
+
+def prepared(folder: Path, size: str) -> Work:
+    """The model folder and the work, both written into `folder`."""
+    import torch
+
+    from dunes import checkpoint, measure
+    from dunes.models import llama
+    from dunes.text import Tokenizer
+
+    dim, depth, context = SHAPES[size]
+    config = llama.Config.sized(VOCAB, dim, depth, context)
+    kv_heads = config.heads // (3 if config.heads % 3 == 0 else 2)
+    config = replace(config, kv_heads=kv_heads, tied=False)
+    checkpoint.save(rough(llama.build(config)), folder / "model", Tokenizer.train("bytes", []), context)
+    ids = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randint(VOCAB, shape, generator=ids).tolist()
+    few = size == "toy"
+    work = Work(
+        folder=str(folder / "model"),
+        threads=1 if few else measure.threads(),  # a toy may run beside other tests
+        prompt=draw(16),
+        new=32 if few else 128,
+        prompts=draw(4, context // 2),
+        batches=draw(4, 2 if few else 8, context // 2 + 1),
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        decay=0.1,
+        clip=1.0,
+        seconds=0.1 if few else 4.0,
+    )
+    (folder / "work.json").write_text(json.dumps(asdict(work)))
+    return work
+
+
+def rough(model: Any) -> Any:
+    """Random weights, none of them zero or one, so that no weight can be taken for another unnoticed."""
+    import torch
+
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            deviation = p.shape[-1] ** -0.5 if p.dim() == 2 else 0.1
+            p.copy_(torch.randn(p.shape, generator=noise) * deviation + (p.dim() < 2))
+    return model
+
+
+def raced(task: str, sides: list[Side], folder: Path, work: Work, rounds: int, patience: float) -> dict[str, Any]:
+    """One task, all sides: tried, compared, timed."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(work.threads),
+        "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+        "MALLOC_MMAP_MAX_": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(SIDES),
+    }
+
+    def once(side: Side, *arguments: str) -> Row:
+        return run((*side.command, *arguments), env=environment, timeout=300 + 2 * patience)
+
+    print(f"\n{task}", flush=True)
+    ask = lambda side, setting: once(side, str(folder / "work.json"), task, setting)
+    entrants = [replace(side, rows={}, said=[]) for side in sides]
+    for side in entrants:
+        tried(side, task, once, ask, patience)
+    truth = entrants[0].rows["float32"]["output"]
+    assert task == "train" or len(set(truth)) > len(truth) // 8, "the ids must not be trivial"
+    for side in entrants:
+        compared(side, task, truth)
+    best = {side.name: max(side.rows, key=lambda s: side.rows[s]["rate"]) for side in entrants if side.rows}
+    racing = [side for side in entrants if side.name in best]
+    rows = in_turn({side.name: lambda side=side: ask(side, best[side.name]) for side in racing}, rounds)
+    return said(task, entrants, best, rows)
+
+
+def tried(side: Side, task: str, once: Callable[..., Row], ask: Callable[..., Row], patience: float) -> None:
+    """Fill the side's rows with one of each setting that works."""
+    try:
+        settings = once(side).get(task, [])
+    except RuntimeError as error:
+        side.said.append(f"does not start: {last_line(error)}")
+        return
+    if not settings:
+        side.said.append("does not do this")
+    for setting in settings:
+        if "compiled" in setting and not patience:
+            continue
+        try:
+            row = ask(side, setting)
+        except RuntimeError as error:
+            side.said.append(f"{setting}: failed: {last_line(error)}")
+            continue
+        if "compiled" in setting and row["warmup"] > patience:
+            side.said.append(f"{setting}: its first answer took {row['warmup']:.0f} s, not raced")
+            continue
+        side.rows[setting] = row
+        print(f"  tried {side.name}, {setting}: {row['rate']:.4g} tokens/s", flush=True)
+
+
+def last_line(error: RuntimeError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip()[:300]
+
+
+def compared(side: Side, task: str, truth: list[float]) -> None:
+    """Take out the settings in float32 whose output is not the truth, and all if none is left."""
+    for setting, row in list(side.rows.items()):
+        row["agreement"], equal = judged(task, row["output"], truth)
+        if "float32" in setting and not equal:
+            side.said.append(f"{setting}: no ratio: {row['agreement']}")
+            del side.rows[setting]
+    if side.rows and not any("float32" in setting for setting in side.rows):
+        side.said.append("no ratio: no setting of it in float32 gives what ours gives")
+        side.rows = {}
+
+
+def judged(task: str, output: list[float], truth: list[float]) -> tuple[str, bool]:
+    """How it agrees, in words, and whether that is equality."""
+    if len(output) != len(truth):
+        return f"{len(output)} values instead of {len(truth)}", False
+    if task == "train":
+        apart = max(abs(a - b) for a, b in zip(output, truth, strict=True))
+        return f"losses of {COMPARED} steps within {apart:.1e}", apart <= TOLERANCE
+    differ = [i for i, (a, b) in enumerate(zip(output, truth, strict=True)) if a != b]
+    words = f"{len(truth) - len(differ)} of {len(truth)} ids equal"
+    if differ:
+        words += f", first differs at {differ[0]}: {output[differ[0]]} for {truth[differ[0]]}"
+    return words, not differ
+
+
+def said(task: str, sides: list[Side], best: dict[str, str], rows: dict[str, list[Row]]) -> dict[str, Any]:
+    """Prints the table; the same as a dictionary."""
+    rates = {name: [row["rate"] for row in found] for name, found in rows.items()}
+    table: dict[str, Any] = {}
+    print(f"\n{task}, tokens/s: median (least..most)")
+    for side in sides:
+        table[side.name] = entry = {"version": side.version, "said": side.said}
+        if side.name in best:
+            setting, mine = best[side.name], rates[side.name]
+            entry |= {"setting": setting, "rate": median(mine), "least": min(mine), "most": max(mine)}
+            entry |= {"warmup": median(row["warmup"] for row in rows[side.name])}
+            entry |= {
+                "tried": {s: {k: r[k] for k in ("rate", "warmup", "agreement")} for s, r in side.rows.items()}
+            }
+            if side.name != "ours" and "ours" in rates:
+                each = [a / b for a, b in zip(rates["ours"], mine, strict=True)]
+                entry |= {"ours_over_it": median(each), "ours_over_it_from_to": [min(each), max(each)]}
+        shown(side, entry)
+    return table
+
+
+def shown(side: Side, entry: dict[str, Any]) -> None:
+    name = f"{side.name} {side.version}".strip()
+    if "rate" in entry:
+        ratio = f"; ours {entry['ours_over_it']:.2f} times that" if "ours_over_it" in entry else ""
+        low, high, agreement = entry["least"], entry["most"], side.rows[entry["setting"]]["agreement"]
+        print(f"  {name:24} {entry['rate']:9.4g} ({low:.4g}..{high:.4g}) {entry['setting']}; {agreement}{ratio}")
+        if "float32" not in entry["setting"]:
+            first = next(s for s in side.rows if "float32" in s)
+            print(f"  {'':24} in {first}: {side.rows[first]['agreement']}")
+    for line in side.said:
+        print(f"  {name:24} {line}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

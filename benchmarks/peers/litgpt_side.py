@@ -1,0 +1,105 @@
+"""litgpt: its generate and the steps of its pretraining.
+
+Why these settings: `litgpt generate` takes bf16-true unless --precision says otherwise, a cache as long
+as the answer, and torch.compile with --compile
+(https://github.com/Lightning-AI/litgpt/blob/main/litgpt/generate/base.py). Pretraining takes bf16-mixed
+and always compiles, AdamW fused on GPUs only, its cross entropy in chunks of 128, clipping by Fabric
+(https://github.com/Lightning-AI/litgpt/blob/main/litgpt/pretrain.py). That is repeated here with what is
+fixed for all sides (learning rate, decay of matrices only) and with eager forms beside, which compile
+nothing. The weights come through its own converter's table for LLaMA.
+"""
+
+import json
+from pathlib import Path
+
+import lightning
+import torch
+import work as asked
+from litgpt.config import Config
+from litgpt.generate import base
+from litgpt.model import GPT
+from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
+from litgpt.utils import chunked_cross_entropy
+from safetensors.torch import load_file
+from work import Answer, Watch, Work
+
+
+def config(folder: Path) -> Config:
+    """Its words for a LLaMA."""
+    hf = json.loads((folder / "config.json").read_text())
+    return Config(
+        name="llama",
+        block_size=hf["max_position_embeddings"],
+        vocab_size=hf["vocab_size"],
+        padded_vocab_size=hf["vocab_size"],
+        n_layer=hf["num_hidden_layers"],
+        n_head=hf["num_attention_heads"],
+        n_query_groups=hf["num_key_value_heads"],
+        head_size=hf["head_dim"],
+        n_embd=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        rope_base=int(hf["rope_theta"]),
+        norm_eps=hf["rms_norm_eps"],
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+    )
+
+
+PRECISIONS = {"float32": ("32-true", "32-true"), "bfloat16": ("bf16-true", "bf16-mixed")}  # generating, training
+
+
+def made(work: Work, fabric: lightning.Fabric) -> GPT:
+    folder, weights = Path(work.folder), {}
+    words = config(folder)
+    copy_weights_hf_llama(words, {}, weights, load_file(folder / "model.safetensors"))
+    with fabric.init_module(empty_init=False):
+        model = GPT(words)
+    model.load_state_dict(weights)
+    return model
+
+
+def answers(work: Work, setting: str) -> Answer:
+    precision, *compiled = setting.split()
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=PRECISIONS[precision][0])
+    model = made(work, fabric)
+    with fabric.init_tensor():
+        model.max_seq_length = max(len(work.prompt) + work.new, len(work.prompts[0]) + 1)
+        model.set_kv_cache(batch_size=1)
+    if compiled:  # as its --compile does
+        torch._dynamo.config.automatic_dynamic_shapes = True
+        torch._inductor.config.coordinate_descent_tuning = True
+        base.next_token = torch.compile(base.next_token, mode="reduce-overhead")
+    model = fabric.setup_module(model.eval())
+
+    def answer(ids, new):
+        out = base.generate(model, torch.tensor(ids), len(ids) + new, temperature=0.0, top_k=None)
+        return out[len(ids) :].tolist()
+
+    return answer
+
+
+def train(work: Work, setting: str, watch: Watch) -> None:
+    precision, *compiled = setting.split()
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=PRECISIONS[precision][1])
+    plain = made(work, fabric)
+    plain.max_seq_length = len(work.batches[0][0]) - 1
+    model = fabric.setup(torch.compile(plain) if compiled else plain)
+    optimizer = torch.optim.AdamW(asked.groups(work, plain), work.lr, tuple(work.betas), fused=False)
+    optimizer = fabric.setup_optimizers(optimizer)
+    for rows in asked.batches(work):
+        ids, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        loss = chunked_cross_entropy(model(ids), targets)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=work.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if watch(loss.item()):
+            return
+
+
+if __name__ == "__main__":
+    settings = ("float32", "bfloat16", "float32 compiled", "bfloat16 compiled")
+    asked.main({"decode": (settings, answers), "prefill": (settings, answers), "train": (settings, train)})

@@ -1,0 +1,143 @@
+"""transformers: generate, a plain loop, and its Trainer.
+
+Why these settings: its guide to optimised inference has the static cache and torch.compile beside the
+dynamic cache that generate uses unasked (https://huggingface.co/docs/transformers/llm_optims); it
+compiles by itself on accelerators only, so on a CPU the forward is compiled by hand, as that guide does.
+Weights in bfloat16 are what its guide to models loads (https://huggingface.co/docs/transformers/models).
+Attention is PyTorch's SDPA, its default and, on a CPU, its fastest. Training on a CPU is bf16=True and
+use_cpu=True (https://huggingface.co/docs/transformers/perf_train_cpu), torch_compile=True is the
+Trainer's own switch (https://huggingface.co/docs/transformers/perf_train_gpu_one), and its optimizer is
+PyTorch's fused AdamW unless asked otherwise. The plain loop is that of PyTorch with the same.
+"""
+
+import contextlib
+import tempfile
+import warnings
+
+import torch
+import work as asked
+from torch.utils.data import Dataset
+from work import Answer, Watch, Work
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+
+def loaded(work: Work, precision: str):
+    return AutoModelForCausalLM.from_pretrained(work.folder, dtype=getattr(torch, precision))
+
+
+def answers(work: Work, setting: str) -> Answer:
+    precision, cache, *compiled = setting.split()
+    model = loaded(work, precision).eval()
+    # No id ends a text here, so that all sides write equally many.
+    model.generation_config.eos_token_id = None
+    asks = {"do_sample": False, "use_cache": True} | (
+        {"cache_implementation": "static"} if cache == "static" else {}
+    )
+    if compiled:
+        model.forward = torch.compile(model.forward)
+
+    def answer(ids, new):
+        prompt = torch.tensor([ids])
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, **asks)
+        return out[0, len(ids) :].tolist()
+
+    return answer
+
+
+def train(work: Work, setting: str, watch: Watch) -> None:
+    form, precision, *compiled = setting.split()
+    model = loaded(work, "float32").train()
+    (loop if form == "loop" else trainer)(work, model, precision == "bfloat16", bool(compiled), watch)
+
+
+def inputs(rows):
+    """Targets are given as they are (`shift_labels`), so that all sides compute as many positions."""
+    ids, targets = rows[..., :-1].contiguous(), rows[..., 1:].contiguous()
+    return {"input_ids": ids, "labels": targets, "shift_labels": targets}
+
+
+def loop(work: Work, model, bf16: bool, compiled: bool, watch: Watch) -> None:
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(asked.groups(work, model), work.lr, tuple(work.betas), fused=True)
+    for rows in asked.batches(work):
+        with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
+            loss = run(**inputs(rows), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if watch(loss.item()):
+            return
+
+
+class Rows(Dataset):
+    """The rows of all batches, again and again."""
+
+    def __init__(self, work: Work) -> None:
+        self.rows = torch.tensor(work.batches).flatten(0, 1)
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, i: int):
+        return inputs(self.rows[i % len(self.rows)])
+
+
+class Watched(Trainer):
+    """Keeps the loss of the step."""
+
+    def training_step(self, *arguments, **named):
+        self.last = super().training_step(*arguments, **named)
+        return self.last
+
+
+class Stop(TrainerCallback):
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.trainer = watch, None
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = self.watch(self.trainer.last.item())
+
+
+def trainer(work: Work, model, bf16: bool, compiled: bool, watch: Watch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=len(work.batches[0]),
+            max_steps=10**6,
+            learning_rate=work.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=work.betas[0],
+            adam_beta2=work.betas[1],
+            weight_decay=work.decay,
+            max_grad_norm=work.clip,
+            optim="adamw_torch_fused",
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,  # else shift_labels is one
+            bf16=bf16,
+            torch_compile=compiled,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        stop = Stop(watch)
+        stop.trainer = Watched(model, arguments, train_dataset=Rows(work), callbacks=[stop])
+        stop.trainer.train()
+
+
+if __name__ == "__main__":
+    caches = ("float32 dynamic", "float32 static", "bfloat16 dynamic", "bfloat16 static")
+    compiled = ("float32 static compiled", "bfloat16 static compiled")
+    loops = ("loop float32", "Trainer float32", "loop bfloat16", "Trainer bfloat16", "loop bfloat16 compiled")
+    asked.main(
+        {
+            "decode": ((*caches, *compiled), answers),
+            "prefill": ((*caches, *compiled), answers),
+            "train": ((*loops, "Trainer bfloat16 compiled"), train),
+        }
+    )
