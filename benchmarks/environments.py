@@ -29,9 +29,10 @@ def home() -> Path:
 def python_of(name: str, release: str, beside: Sequence[str] = ()) -> Path:
     """The interpreter of an environment that holds this release and what is asked for beside it.
 
-    torch is the release that runs here, so that no side wins by another one. Raises Unavailable.
+    "torch" beside it is the release that runs here, so that no side wins by another one. Raises Unavailable.
     """
-    tag = f"{name}-{release}-torch-{torch_release()}"
+    beside = [f"torch=={version('torch').split('+')[0]}" if b == "torch" else b for b in beside]
+    tag = "-".join([name, release, *(b.replace("==", "-") for b in beside)])
     folder = home() / tag
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{tag}.lock"):
@@ -40,21 +41,15 @@ def python_of(name: str, release: str, beside: Sequence[str] = ()) -> Path:
     return folder / "bin" / "python"
 
 
-def torch_release() -> str:
-    return version("torch").split("+")[0]
-
-
 def _make(folder: Path, main: str, beside: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     print(f"making an environment for {main}: {folder}", file=sys.stderr, flush=True)
     try:
         _run(sys.executable, "-m", "venv", str(folder))
         pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
-        # The release alone first: where there is none, that is known before gigabytes are fetched. Then
-        # torch alone, since a resolver that may choose would take the newest.
+        # The release alone first: where there is none, that is known before gigabytes are fetched.
         _run(*pip, "--no-deps", main)
-        _run(*pip, f"torch=={torch_release()}")
-        _run(*pip, f"torch=={torch_release()}", main, *beside)
+        _run(*pip, *beside, main)
         (folder / WHOLE).write_text("\n".join((main, *beside)) + "\n")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

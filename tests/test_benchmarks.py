@@ -53,3 +53,65 @@ def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
 @pytest.mark.slow
 def test_what_a_save_costs_is_said():
     assert last_line("save.py", "--size", "300k", "--rounds", 1, "--steps", 2)["blocked_seconds"] > 0
+
+
+TOY = ("peers.py", "--toy", "--here", "--peers")
+
+LIAR = """
+import our_side, work
+
+def answers(asked, setting):
+    truth = our_side.answers(asked, setting)
+    return lambda ids, new: [(id + (i == 5)) % 4096 for i, id in enumerate(truth(ids, new))]
+
+work.main({"decode": (("float32", "bfloat16"), answers)})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_transformers_gives_what_ours_gives_and_is_raced():
+    row = last_line(*TOY, "transformers")
+    for task in ("decode", "prefill", "train"):
+        side = row[task]["transformers"]
+        assert side["said"] == []
+        assert side["ours_over_it"] > 0
+    ids = [tried["agreement"] for name, tried in row["decode"]["transformers"]["tried"].items() if "32" in name]
+    assert ids == ["32 of 32 ids equal"] * 2
+
+
+@pytest.mark.slow
+def test_a_side_with_other_output_gets_no_ratio(tmp_path):
+    (tmp_path / "liar_side.py").write_text(LIAR)
+    row = last_line(*TOY, tmp_path / "liar_side.py", "--tasks", "decode")
+    side = row["decode"]["liar_side"]
+    assert "ours_over_it" not in side
+    assert "31 of 32 ids equal, first differs at 5" in side["said"][0]
+    assert row["decode"]["ours"]["rate"] > 0
+
+
+@pytest.mark.slow
+def test_a_peer_that_cannot_be_installed_is_said_and_costs_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    row = last_line("peers.py", "--toy", "--peers", "transformers==0.0.0.1", "nobody", "--tasks", "prefill")
+    assert "transformers==0.0.0.1" in row["left_out"]["transformers==0.0.0.1"]
+    assert "no such peer" in row["left_out"]["nobody"]
+    assert row["prefill"]["ours"]["rate"] > 0
+    assert not [f for f in (tmp_path / "peers").iterdir() if f.is_dir()], "a half-made environment is left behind"
+
+
+def test_a_half_made_environment_is_made_anew_and_a_whole_one_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import environments
+
+    folder, ran = tmp_path / "peers" / "thing-1.0", []
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text("left by an installation that was killed")
+    monkeypatch.setattr(environments, "_run", lambda *c: (ran.append(c), folder.mkdir(exist_ok=True)))
+    environments.python_of("thing", "1.0")
+    assert not (folder / "bin").exists()
+    made = len(ran)
+    assert made > 0
+    environments.python_of("thing", "1.0")
+    assert len(ran) == made

@@ -1,13 +1,13 @@
 """transformers: generate, a plain loop, and its Trainer.
 
 Why these settings: its guide to optimised inference has the static cache and torch.compile beside the
-dynamic cache that generate uses unasked (https://huggingface.co/docs/transformers/llm_optims); it
-compiles by itself on accelerators only, so on a CPU the forward is compiled by hand, as that guide does.
-Weights in bfloat16 are what its guide to models loads (https://huggingface.co/docs/transformers/models).
-Attention is PyTorch's SDPA, its default and, on a CPU, its fastest. Training on a CPU is bf16=True and
-use_cpu=True (https://huggingface.co/docs/transformers/perf_train_cpu), torch_compile=True is the
-Trainer's own switch (https://huggingface.co/docs/transformers/perf_train_gpu_one), and its optimizer is
-PyTorch's fused AdamW unless asked otherwise. The plain loop is that of PyTorch with the same.
+dynamic cache that generate uses unasked (https://huggingface.co/docs/transformers/llm_optims); generate
+compiles by itself on accelerators only, so here the forward is compiled by hand, as that guide does.
+Attention is PyTorch's SDPA, its default. Training on a CPU is bf16=True and use_cpu=True
+(https://huggingface.co/docs/transformers/perf_train_cpu); torch_compile=True and the optimizer, PyTorch's
+fused AdamW, which is the default, are the Trainer's arguments
+(https://huggingface.co/docs/transformers/main_classes/trainer). The plain loop does the same with
+PyTorch's words, compiled as in https://huggingface.co/docs/transformers/perf_torch_compile.
 """
 
 import contextlib
