@@ -260,7 +260,7 @@ def compared(side: Side, task: str, truth: list[float]) -> None:
     for setting, row in list(side.rows.items()):
         row["agreement"], equal = judged(task, row["output"], truth)
         if "float32" in setting and not equal:
-            side.said.append(f"{setting}: no ratio: {row['agreement']}")
+            side.said.append(f"{setting}: not raced: {row['agreement']}")
             del side.rows[setting]
     if side.rows and not any("float32" in setting for setting in side.rows):
         side.said.append("no ratio: no setting of it in float32 gives what ours gives")

@@ -4,9 +4,10 @@ Why these settings: built from source for this very processor, which is its defa
 (https://github.com/abetlen/llama-cpp-python#installation); n_threads and n_threads_batch are what all
 sides get; a batch as long as the prompt, so that it is read in one go; flash_attn is the switch that
 llama.cpp turns on by itself where it can, and the bindings do not
-(https://llama-cpp-python.readthedocs.io/en/latest/api-reference/). In float32 the cache is float32,
-too, so that its ids can be compared; else it is its default, float16. Weights in 8 or 4 bits, by which
-llama.cpp is mostly used, are another model and no part of this race.
+(https://llama-cpp-python.readthedocs.io/en/latest/api-reference/); it casts keys and values to float16
+(https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp), so there is none in float32. There
+the cache is float32, too, so that its ids can be compared; else it is its default, float16. Weights in 8
+or 4 bits, by which llama.cpp is mostly used, are another model and no part of this race.
 
 It answers a prompt from what it still has of the last one unless it is reset, so it is.
 """
@@ -86,5 +87,5 @@ def answers(work: Work, setting: str) -> Answer:
 
 
 if __name__ == "__main__":
-    settings = tuple(f"{p}{flash}" for p in KINDS for flash in ("", " flash"))
+    settings = ("float32", "bfloat16", "bfloat16 flash", "float16", "float16 flash")
     asked.main({"decode": (settings, answers), "prefill": (settings, answers)})
