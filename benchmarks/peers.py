@@ -22,6 +22,7 @@ chooses for itself: freed memory is kept), so that a ratio says what their code 
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -251,8 +252,10 @@ def tried(side: Side, task: str, once: Callable[..., Row], ask: Callable[..., Ro
 
 
 def last_line(error: RuntimeError) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip()[:300]
+    """The line that names the exception, or the last one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines)[-1][:300]
 
 
 def compared(side: Side, task: str, truth: list[float]) -> None:

@@ -19,7 +19,7 @@ def train(work: Work, setting: str, watch: Watch) -> None:
     precision, *compiled = setting.split()
     model, loss = checkpoint.load(work.folder).model, lambda m, b: m.nats(b[:, :-1], b[:, 1:])
     optimizer = adamw(model, work.lr, work.betas, work.decay)
-    loss = torch.compile(loss) if compiled else loss
+    loss = torch.compile(loss, dynamic=False) if compiled else loss
     trainer = Trainer(model, optimizer, loss, clip=work.clip, dtype=getattr(torch, precision))
     for step in trainer.run(asked.batches(work)):
         if watch(step.loss):
