@@ -12,9 +12,9 @@ settings are the peer's best. For each task:
    losses that differ by no more than TOLERANCE over six steps. A setting that does not is out, with a
    line that says where it differs, and a peer of which no float32 setting is equal gets no ratio. What
    another precision gives is compared, said, and not judged.
-2. Each side's fastest setting runs again, in a process of its own, in turn with the others. A setting
-   that compiles counts if its first answer comes within --patience seconds; the wait is said, and is
-   not in the rate.
+2. Each side's fastest setting, and those near it, run again, each time in a process of its own, in turn
+   with the other sides'; the side's figure is that of the highest median. A setting that compiles counts
+   if its first answer comes within --patience seconds; the wait is said, and is not in the rate.
 
 All sides get the same torch, the same threads, and the same settings of malloc (those that our library
 chooses for itself: freed memory is kept), so that a ratio says what their code does.
@@ -43,6 +43,7 @@ from work import COMPARED, Work
 SIDES = Path(__file__).parent / "peers"
 
 TOLERANCE = 1e-3  # nats; float32 sums in another order differ by about 1e-6, a wrong decay or shift by more
+NEAR = 0.8  # of the rate of a side's fastest setting: what is raced, too
 TASKS = ("decode", "prefill", "train")
 SHAPES = {
     "toy": (64, 2, 64),
@@ -202,12 +203,18 @@ def raced(task: str, sides: list[Side], folder: Path, work: Work, rounds: int, p
     assert task == "train" or len(set(truth)) > len(truth) // 8, "the ids must not be trivial"
     for side in entrants:
         compared(side, task, truth)
-    best = {side.name: max(side.rows, key=lambda s: side.rows[s]["rate"]) for side in entrants if side.rows}
     racing = {
-        side.name: lambda side=side: again(side, task, best[side.name], ask) for side in entrants if side.rows
+        (side.name, setting): lambda side=side, setting=setting: again(side, task, setting, ask)
+        for side in entrants
+        for setting in near_best(side)
     }
-    rows = in_turn(racing, rounds)
-    return said(task, entrants, best, rows)
+    return said(entrants, in_turn(racing, rounds))
+
+
+def near_best(side: Side) -> list[str]:
+    """The settings that one try leaves in question: those not much slower than the fastest."""
+    best = max((row["rate"] for row in side.rows.values()), default=0.0)
+    return [setting for setting, row in side.rows.items() if row["rate"] >= NEAR * best]
 
 
 def again(side: Side, task: str, setting: str, ask: Callable[..., Row]) -> Row:
@@ -284,25 +291,31 @@ def judged(task: str, output: list[float], truth: list[float]) -> tuple[str, boo
     return words, not differ
 
 
-def said(task: str, sides: list[Side], best: dict[str, str], rows: dict[str, list[Row]]) -> dict[str, Any]:
+def said(sides: list[Side], rows: dict[tuple[str, str], list[Row]]) -> dict[str, Any]:
     """Prints the table; the same as a dictionary."""
-    rates = {side.name: [row["rate"] for row in rows[side.name]] for side in sides if side.rows}
+    rates = {side.name: best_of(side, rows) for side in sides if side.rows}
     table: dict[str, Any] = {}
-    print(f"\n{task}, tokens/s: median (least..most)")
+    print("\ntokens/s: median (least..most)")
     for side in sides:
         table[side.name] = entry = {"version": side.version, "said": side.said}
         if side.name in rates:
-            setting, mine = best[side.name], rates[side.name]
+            setting, mine = rates[side.name]
             entry |= {"setting": setting, "rate": median(mine), "least": min(mine), "most": max(mine)}
             entry |= {"warmup": side.rows[setting]["warmup"]}
-            entry |= {
-                "tried": {s: {k: r[k] for k in ("rate", "warmup", "agreement")} for s, r in side.rows.items()}
-            }
+            kept = ("rate", "warmup", "agreement")
+            entry["tried"] = {name: {k: row[k] for k in kept} for name, row in side.rows.items()}
             if side.name != "ours" and "ours" in rates:
-                each = [a / b for a, b in zip(rates["ours"], mine, strict=True)]
+                each = [a / b for a, b in zip(rates["ours"][1], mine, strict=True)]
                 entry |= {"ours_over_it": median(each), "ours_over_it_from_to": [min(each), max(each)]}
         shown(side, entry)
     return table
+
+
+def best_of(side: Side, rows: dict[tuple[str, str], list[Row]]) -> tuple[str, list[float]]:
+    """The side's setting of the highest median, and its rates."""
+    rates = {setting: [r["rate"] for r in found] for (name, setting), found in rows.items() if name == side.name}
+    best = max(rates, key=lambda setting: median(rates[setting]))
+    return best, rates[best]
 
 
 def shown(side: Side, entry: dict[str, Any]) -> None:

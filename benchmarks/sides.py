@@ -35,14 +35,14 @@ def interleaved(script: str, sides: dict[str, Sequence[str]], rounds: int) -> di
     return in_turn({side: lambda a=a: child(script, a) for side, a in sides.items()}, rounds)
 
 
-def in_turn(sides: dict[str, Callable[[], Row]], rounds: int) -> dict[str, list[Row]]:
-    """The same for sides of any kind, each a function that runs it once."""
-    rows: dict[str, list[Row]] = {side: [] for side in sides}
+def in_turn(sides: dict[Any, Callable[[], Row]], rounds: int) -> dict[Any, list[Row]]:
+    """The same for sides of any kind and name, each a function that runs it once."""
+    rows: dict[Any, list[Row]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, once in sides.items():
             rows[side].append(once())
             shown = {k: round(v, 4) for k, v in rows[side][-1].items() if isinstance(v, int | float)}
-            print(side, shown, flush=True)
+            print(side if isinstance(side, str) else ", ".join(side), shown, flush=True)
     return rows
 
 
