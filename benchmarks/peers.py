@@ -42,7 +42,7 @@ from work import COMPARED, Work
 
 SIDES = Path(__file__).parent / "peers"
 
-TOLERANCE = 1e-3  # nats; float32 sums in another order differ by about 1e-6, a wrong decay or shift by more
+TOLERANCE = 1e-4  # nats; sums in another order make 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4
 NEAR = 0.8  # of the rate of a side's fastest setting: what is raced, too
 TASKS = ("decode", "prefill", "train")
 SHAPES = {
@@ -146,7 +146,8 @@ def prepared(folder: Path, size: str) -> Work:
     config = replace(config, kv_heads=kv_heads, tied=False)
     checkpoint.save(rough(llama.build(config)), folder / "model", Tokenizer.train("bytes", []), context)
     ids = torch.Generator().manual_seed(1)
-    draw = lambda *shape: torch.randint(VOCAB, shape, generator=ids).tolist()
+    # Above the special ids: transformers does not train the embedding of the padding id, ours does.
+    draw = lambda *shape: torch.randint(300, VOCAB, shape, generator=ids).tolist()
     few = size == "toy"
     work = Work(
         folder=str(folder / "model"),
@@ -155,7 +156,7 @@ def prepared(folder: Path, size: str) -> Work:
         new=32 if few else 128,
         prompts=draw(8, context // 2),
         batches=draw(4, 2 if few else 8, context // 2 + 1),
-        lr=1e-3,
+        lr=3e-4,
         betas=(0.9, 0.95),
         decay=0.1,
         clip=1.0,
