@@ -14,14 +14,13 @@ keys and values of earlier tokens; the method is that of gpt-fast and nanochat's
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from dunes import checkpoint, measure
 from dunes.bench.race import Work
-from dunes.bench.subject import Setting, Subject
+from dunes.bench.subject import Setting, Subject, scratch
 from dunes.data import collect
 from dunes.generate import generate_all
 from dunes.measure import Allocations
@@ -86,7 +85,8 @@ def prefill(subject: Subject, setting: Setting) -> Work:
         measure.wait(measure.device())
 
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
-    work = tokens * flops(model, setting.context) / 3
+    head = 2.0 * model.embed.token.weight.numel()
+    work = tokens * flops(model, setting.context) / 3 - (tokens - setting.batch) * head
     return Work(run, tokens, setup=setup, flops=work, bytes=weights(model), model=model)
 
 
@@ -145,24 +145,17 @@ def tokenize(subject: Subject, setting: Setting) -> Work:
 @benchmark()
 def load(subject: Subject, setting: Setting) -> Work:
     """From a folder (in the system's cache of files) to a model."""
-    folder, held = subject.written
-
-    def run(_: object, held: object = held) -> None:
-        checkpoint.load(folder, measure.device())
-
-    return Work(run, (folder / "model.safetensors").stat().st_size, "bytes")
+    folder = subject.written
+    size = (folder / "model.safetensors").stat().st_size
+    return Work(lambda _: checkpoint.load(folder, measure.device()), size, "bytes")
 
 
 @benchmark()
 def save(subject: Subject, setting: Setting) -> Work:
     """From a model to a folder, with digests, forced to the disk."""
-    loaded = checkpoint.load(subject.written[0], measure.device())
-
-    def run(place: TemporaryDirectory[str]) -> None:
-        checkpoint.save(loaded.model, place.name, loaded.tokenizer, loaded.context)
-
-    setup = lambda: TemporaryDirectory(prefix="dunes-bench-")
-    return Work(run, (subject.written[0] / "model.safetensors").stat().st_size, "bytes", setup=setup)
+    loaded, place = checkpoint.load(subject.written, measure.device()), scratch()
+    run = lambda _: checkpoint.save(loaded.model, place, loaded.tokenizer, loaded.context)
+    return Work(run, (subject.written / "model.safetensors").stat().st_size, "bytes")
 
 
 def weights(model: Decoder) -> int:

@@ -121,16 +121,17 @@ def typical(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[fl
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """How many of the sorted means to leave out at either end, by the signed ranks of n values; None if few."""
+    """How many of the sorted means to leave out at either end, by the signed ranks of n values.
+
+    None if these are too few. It is the largest sum of positive ranks whose probability to be reached or undercut is at most `tail`.
+    """
     counts = [1]
     for rank in range(1, n + 1):  # how many of the 2^n signings have which sum of positive ranks
-        moved = [0] * rank + counts
-        counts = [x + y for x, y in zip(moved, counts + [0] * rank, strict=True)]
-    total, below, found = 2**n, 0, None
-    for rank_sum, count in enumerate(counts):
+        counts = [x + y for x, y in zip([0] * rank + counts, counts + [0] * rank, strict=True)]
+    below, found = 0, None
+    for total, count in enumerate(counts):
         below += count
-        if below / total > tail:
-            break
-        found = rank_sum
-    # Means number `found + 1` from either end, counted from one, bound the interval.
-    return None if found is None else found + 1 if found + 1 < n * (n + 1) / 4 else found
+        if below > tail * 2**n:
+            return found
+        found = total
+    return found

@@ -1,10 +1,12 @@
 """What is measured: a model folder, or a shape with made-up weights."""
 
+import atexit
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 import torch
 
@@ -60,13 +62,20 @@ class Subject:
         return model.to(measure.device(), getattr(torch, dtype))
 
     @cached_property
-    def written(self) -> tuple[Path, object]:
-        """The model's folder, for a shape a temporary one that goes with the second value."""
+    def written(self) -> Path:
+        """The model's folder, for a shape a temporary one."""
         if self.folder is not None:
-            return self.folder, None
-        held = TemporaryDirectory(prefix="dunes-bench-")
-        checkpoint.save(self.model(), held.name, Tokenizer.train("bytes", ()), self.context)
-        return Path(held.name), held
+            return self.folder
+        folder = scratch()
+        checkpoint.save(self.model(), folder, Tokenizer.train("bytes", ()), self.context)
+        return folder
+
+
+def scratch() -> Path:
+    """A folder that is there until the process ends."""
+    path = Path(mkdtemp(prefix="dunes-bench-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def of_folder(folder: Path) -> Subject:

@@ -1,0 +1,232 @@
+"""What is said of memory is so: on planted allocations, against fake tensors, against the process itself."""
+
+import gc
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dunes import measure, tree
+from dunes.bench import memory as checked
+from dunes.bench.memory import foreseen
+from dunes.bench.subject import Setting, of_shape
+from dunes.generate import generate
+from dunes.measure import allocations
+from dunes.models import FAMILIES
+from dunes.parts import Checkpointed
+from dunes.runs.memory import Shape, inference, training
+from dunes.train import Trainer, adamw, cross_entropy
+
+MB = 1_000_000
+
+
+class Hoarder(nn.Module):
+    """Takes a megabyte for a moment, keeps another for the way back, and makes one there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.zeros(MB, dtype=torch.uint8)
+        return Keeping.apply(x)
+
+
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.zeros(2 * MB, dtype=torch.uint8))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.zeros(3 * MB, dtype=torch.uint8)
+        return grad * 1
+
+
+def hoarding():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Hoarder()), nn.Linear(4, 2))
+
+
+def test_planted_megabytes_are_found_where_they_are_taken():
+    model = hoarding()
+    with allocations(model) as log:
+        model(torch.randn(3, 4)).sum().backward()
+    planted = {a.size // MB: a for a in log.made if a.size >= MB}
+    assert {n: (a.where, a.phase, a.kind) for n, a in planted.items()} == {
+        1: ("1.1", "forward", "temporaries"),
+        2: ("1.1", "forward", "activations"),
+        3: ("1.1", "backward", "temporaries"),
+    }
+    assert all(a.died is not None for a in planted.values())
+    small = sum(a.size for a in log.made if a.size < MB)
+    assert 3 * MB < 5 * MB <= log.peak <= 5 * MB + small, "the second and third are held together"
+    assert log.by("where")["1.1",] == max(log.by("where").values())
+    assert log.live[-1] < 1000, "parameters and gradients remain"
+
+
+def test_kinds_of_a_training_step_add_up():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    size = 4 * tree.count(model)
+    trainer = Trainer(model, adamw(model), cross_entropy)
+    steps = trainer.run([(torch.randn(16, 64), torch.randint(0, 8, (16,)))] * 3)
+    with allocations(model) as first:
+        next(steps)
+    made = {
+        kind: sum(a.size for a in first.made if a.kind == kind)
+        for kind in ("parameters", "gradients", "optimizer")
+    }
+    counters = 4 * 4  # AdamW's step of each of the four parameters
+    assert made == {"parameters": size, "gradients": size, "optimizer": 2 * size + counters}
+    assert first.live[0] == size
+    assert first.live[-1] == 3 * size + counters, "gradients were let go"
+    with allocations(model) as second:
+        next(steps)
+    assert second.by("kind", moment=0) == {("optimizer",): 2 * size + counters, ("parameters",): size}
+    assert not any(a.kind == "optimizer" for a in second.made if a.born > 0)
+    assert sum(second.by("kind").values()) == second.peak
+
+
+def test_gradients_belong_to_the_module_of_their_parameter():
+    model = hoarding()
+    with allocations(model) as log:
+        model(torch.randn(3, 4)).sum().backward()
+    assert {a.where for a in log.made if a.kind == "gradients"} == {"0", "2"}
+
+
+def test_nothing_is_left_behind_and_an_error_inside_is_the_callers():
+    model = hoarding()
+    with pytest.raises(ZeroDivisionError), allocations(model) as log:  # noqa: PT012
+        kept = torch.zeros(MB)
+        raise ZeroDivisionError
+    assert log.live[-1] >= 4 * MB, "what is still held when it is over counts"
+    assert len(kept) == MB
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    count = len(log.made)
+    torch.zeros(MB)
+    assert len(log.made) == count
+
+
+def test_a_frozen_model_is_looked_into_too():
+    model = hoarding().requires_grad_(False)
+    with allocations(model) as log:
+        model(torch.randn(3, 4))
+    assert log.by("kind", moment=0) == {("parameters",): 4 * tree.count(model)}
+
+
+def test_views_take_nothing_and_what_grows_in_place_counts_once():
+    with allocations(nn.Linear(1, 1)) as log:
+        x = torch.zeros(MB, dtype=torch.uint8)
+        x.view(10, -1).t()[3].add_(1)
+    assert sum(a.size for a in log.made if a.size >= MB) == MB
+
+
+def test_keys_and_values_are_a_cache():
+    model = of_shape("llama", 300_000, 64).model()
+    with allocations(model) as log:
+        list(generate(model, [1, 2, 3], limit=4, context=64))
+    cached = [a for a in log.made if a.kind == "cache"]
+    width = model.blocks[0].attn.k.out_features
+    assert {a.size for a in cached if a.size > 64} == {4 * width * 65}, (
+        "one slot more than the context, for padding"
+    )
+    assert len([a for a in cached if a.size > 64]) == 2 * len(model.blocks)
+
+
+SHAPES = [
+    Shape(2, 32),
+    Shape(4, 32, torch.bfloat16),
+    Shape(2, 64, torch.bfloat16, checkpointing=True),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("work", [training, inference])
+def test_what_is_foreseen_is_what_is_seen(family, shape, work):
+    """To the byte, allocation by allocation: another batch, context, dtype, checkpointing."""
+    build = of_shape(family, 300_000, 64).outline
+    seen = work(build, shape, foreseen=False)
+    said = work(build, shape)
+    assert said.peak == seen.peak
+    assert sorted(a.size for a in said.made) == sorted(a.size for a in seen.made)
+    assert said.by("kind", "where", "phase") == seen.by("kind", "where", "phase")
+
+
+def test_checkpointing_takes_less_memory_for_the_same_gradients():
+    subject = of_shape("arcee", 600_000, 64)
+    plain, other = subject.model(), subject.model()
+    assert tree.replace(other, "blocks.*", Checkpointed)
+    ids = torch.randint(0, 4096, (4, 65), generator=torch.Generator().manual_seed(0))
+    for model in (plain, other):
+        for p in model.parameters():  # no weight stays zero
+            p.data.add_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p))
+        model.train().nats(ids[:, :-1], ids[:, 1:])[0].backward()
+    for (name, p), q in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, msg=name)
+    less, more = (training(subject.outline, Shape(4, 64, checkpointing=c)).peak for c in (True, False))
+    assert less < more
+
+
+def test_memory_of_a_model_too_large_for_any_machine_is_foreseen():
+    log = foreseen(of_shape("llama", 70_000_000_000, 4096), Setting(1, 4096, "bfloat16", 1), False, True).log
+    assert log.peak > 140e9
+    with pytest.raises(ValueError, match=r"the step needs \d+\.\d GB and .* GB are free"):
+        foreseen(of_shape("llama", 70_000_000_000, 64), Setting(1, 64, "float32", 1), False, True).checked()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the most memory a process had, and can forget it")
+def test_the_process_grows_by_what_tensors_hold():
+    """A training step at 40M parameters, in a process of its own whose allocator gives back what is freed."""
+    found = foreseen(of_shape("arcee", 40_000_000), Setting(4, 256, "float32", 1), False, False)
+    truth = found.checked()
+    print(f"foreseen {found.log.peak}, seen {truth.tensors}, the process grew by {truth.grown}")
+    assert truth.tensors == found.log.peak
+    assert truth.grown == pytest.approx(found.log.peak, rel=0.1)
+
+
+def test_forgetting_the_peak_lets_the_next_one_be_seen():
+    cpu = torch.device("cpu")
+    held = torch.ones(50 * MB)
+    del held
+    gc.collect()
+    before = measure.forget_peak(cpu)
+    assert measure.resident() == pytest.approx(before, rel=0.2)
+    peak = torch.ones(25 * MB)
+    assert len(peak) == 25 * MB
+    if sys.platform == "linux":
+        assert measure.peak_memory(cpu) - before == pytest.approx(100 * MB, rel=0.2)
+    assert measure.free_memory(cpu) > 0
+
+
+def test_the_command_says_who_holds_what_and_what_if():
+    shape = ["--size", "300k", "--context", "64", "--batch", "2", "8"]
+    line = [sys.executable, "-m", "dunes", "bench", "memory", *shape, "--checkpointing", "--check"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    small, large = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert small["peak"] < large["peak"]
+    for one in (small, large):
+        assert one["tensors"] == one["peak"] == sum(one["kinds"].values())
+        assert one["checkpointing"]
+    assert "process grew by" in done.stdout
+
+
+def test_a_child_that_fails_is_told(monkeypatch):
+    found = foreseen(of_shape("arcee", 300_000, 64), Setting(2, 64, "float32", 1), False, False)
+    monkeypatch.setattr(checked.sys, "executable", "/bin/false")
+    with pytest.raises(ValueError, match="the step could not be taken"):
+        found.checked()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpus_allocator_holds_what_tensors_hold():
+    build = of_shape("arcee", 40_000_000).outline
+    with torch.device("cuda"):
+        training(build, Shape(2, 64), foreseen=False)
+        before = measure.forget_peak(torch.device("cuda"))
+        log = training(build, Shape(8, 256), foreseen=False)
+    truth = torch.cuda.max_memory_allocated() - before
+    assert log.peak == pytest.approx(truth, rel=0.02)

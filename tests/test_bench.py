@@ -1,0 +1,470 @@
+"""The instrument is right: times, rates, shares, comparisons, tables, pictures. No test depends on real speed."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from conftest import display, toy
+from dunes import bench, measure
+from dunes.bench import benchmarks, commits, plot, rows, run, table
+from dunes.bench.compare import _critical, compare, typical
+from dunes.bench.page import page
+from dunes.bench.race import Lap, Work, race
+from dunes.bench.subject import Setting, of_folder, of_shape
+from dunes.bench.timed import kind, of_work, timed
+from dunes.ops import attention
+from dunes.parts import Decoder
+from dunes.runs import spent
+from dunes.runs.memory import nats
+from dunes.runs.train import train
+from dunes.train import Trainer, adamw, cross_entropy
+
+TINY = run.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
+
+
+class Clock:
+    """A clock that only work moves; the machine may become slower by the hour."""
+
+    def __init__(self, drift: float = 0.0) -> None:
+        self.now, self.drift = 0.0, drift
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> Work:
+        def go(_: object) -> None:
+            self.now += seconds * (1 + self.drift * self.now)
+
+        return Work(go, amount=100)
+
+
+def test_a_lap_is_the_time_of_its_work_and_short_work_is_repeated():
+    clock = Clock()
+    works = {"short": clock.work(0.25), "long": clock.work(3.0)}
+    laps = list(race(works, 2, least=1.0, clock=clock))
+    assert [(lap.name, lap.round) for lap in laps] == [("short", 0), ("long", 0), ("long", 1), ("short", 1)]
+    assert {lap.name: (lap.seconds, lap.runs) for lap in laps} == {"short": (0.25, 4), "long": (3.0, 1)}
+
+
+def test_what_is_set_up_for_a_run_is_not_timed():
+    clock = Clock()
+
+    def setup() -> str:
+        clock.now += 50.0
+        return "state"
+
+    seen = []
+    work = Work(lambda state: (seen.append(state), clock.work(2.0).run(None)), 1, setup=setup)
+    assert [lap.seconds for lap in race({"w": work}, 3, clock=clock)] == [2.0] * 3
+    assert set(seen) == {"state"}
+
+
+@pytest.mark.parametrize("rounds", [2, 10])
+def test_a_machine_that_slows_down_steadily_makes_no_difference_between_equals(rounds):
+    """In turn but always A first, B would seem slower; and one after the other, far more so."""
+    clock = Clock(drift=1e-3)
+    laps = list(race({"A": clock.work(1.0), "B": clock.work(1.0)}, rounds, least=1.0, clock=clock))
+    total = {name: sum(lap.seconds for lap in laps if lap.name == name) for name in "AB"}
+    assert laps[-1].seconds > 1.003
+    # What is left is the drift of the drift: (1 + d)^n instead of 1 + nd.
+    assert total["A"] / total["B"] == pytest.approx(1, abs=3e-6)
+    half = len(laps) // 2
+    assert sum(lap.seconds for lap in laps[half:]) / sum(lap.seconds for lap in laps[:half]) > 1.001
+
+
+def test_energy_is_what_the_counter_gained_for_each_run(tmp_path):
+    clock, counter = Clock(), iter([10.0, 16.0, 5.0, 3.0])
+    laps = race({"w": clock.work(0.5)}, 2, least=1.0, clock=clock, energy=lambda: next(counter))
+    assert [lap.joules for lap in laps] == [3.0, None], "a counter that began anew tells nothing"
+    for package, used in (("intel-rapl:0", 1_500_000), ("intel-rapl:1", 500_000), ("intel-rapl:0:0", 7)):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "energy_uj").write_text(f"{used}\n")
+    assert measure.joules(tmp_path) == 2.0
+    assert measure.joules(tmp_path / "none") is None
+
+
+def test_rates_and_shares_are_what_they_are_called(monkeypatch):
+    c = run.contestants("train", TINY)[0]
+    work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
+    monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: 1e11)
+    monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: 6e9)
+    found = [run._row("train", c, work, Lap("0", i, s, 1), run.Ceilings()) for i, s in enumerate((2, 1, 4))]
+    assert [r["flop_share"] for r in found] == pytest.approx([0.04, 0.08, 0.02])
+    assert [r["byte_share"] for r in found] == pytest.approx([0.25, 0.5, 0.125])
+    summed = rows.summary(found)
+    assert (summed["seconds"], summed["rate"], summed["rounds"]) == (2, 300, 3)
+    assert (summed["low"], summed["high"]) == (1.5, 3)
+    assert summed["flop_share"] == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("name", ["train", "prefill", "decode"])
+def test_counted_operations_are_those_that_are_done(name, monkeypatch):
+    """The optimizer's products are not counted; decoding looks at 64 slots (a power of two), counted as 48."""
+    monkeypatch.setattr(attention, "form", lambda q, k: attention.plain)  # the fused one is not counted by PyTorch
+    subject = of_shape("llama", 400_000, 64)
+    work = benchmarks.BENCHMARKS[name].make(subject, Setting(2, 64, "float32", 1))
+    state = work.setup()
+    if name == "train":
+        trainer, ids = Trainer(work.model, adamw(work.model), nats), torch.randint(0, 4096, (2, 65))
+        work = Work(lambda _: trainer.gradients([ids]), work.amount, flops=work.flops)
+    with FlopCounterMode(display=False) as counter:
+        work.run(state)
+    tolerance = {"train": 1e-3, "decode": 0.03}.get(name, 1e-9)  # norms add up their gradients by a product
+    assert counter.get_total_flops() == pytest.approx(work.flops, rel=tolerance)
+
+
+def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
+    tied, untied = (of_shape(f, 200_000, 32).outline() for f in ("arcee", "llama"))
+    for model in (tied, untied):
+        everything = sum(p.nbytes for p in model.parameters())
+        left_out = 0 if model.head is None else model.embed.token.weight.nbytes
+        assert benchmarks.weights(model) == everything - left_out
+    heads = tied.blocks[0].attn.k.out_features
+    assert benchmarks.kept(tied) == 2 * heads * len(tied.blocks)
+
+
+def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
+    request = run.Request(**{**vars(TINY), **changes})
+    return run.bench(name, request, 2, out, least=0.0)
+
+
+@pytest.mark.parametrize("name", sorted(benchmarks.BENCHMARKS))
+def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model_folder, tmp_path):
+    kept = measured(name, tmp_path / "out.jsonl", models=[model_folder], sizes=[])
+    assert rows.read(tmp_path / "out.jsonl") == kept
+    assert [r["round"] for r in kept] == [0, 1]
+    for row in kept:
+        assert row["seconds"] > 0
+        assert row["amount"] > 0
+        assert row["machine"] == measure.fingerprint()["machine"]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model that a short run made."""
+    root = tmp_path_factory.mktemp("bench")
+    code = root / "code"
+    code.mkdir()
+    for i in range(30):
+        (code / f"m{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n\n\n" for j in range(9)))
+    assert train(toy(code, steps=11), root / "<b>run", display()[0]) == 0
+    return root / "<b>run"
+
+
+def test_several_values_race_in_one_run_and_parquet_holds_the_same(tmp_path):
+    kept = measured("prefill", tmp_path / "out.parquet", sizes=["300k", "600k"], batches=[1, 2])
+    assert len(kept) == 2 * 2 * 2
+    assert not (tmp_path / "out.jsonl").exists()
+    back = rows.read(tmp_path / "out.parquet")
+    assert [r["seconds"] for r in back] == [r["seconds"] for r in kept]
+    assert len(run.summaries(back)) == 4
+
+
+def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
+    def told(words: str, done: float) -> None:
+        if done >= 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.bench("prefill", TINY, 4, tmp_path / "out.jsonl", told, least=0.0)
+    assert len(rows.read(tmp_path / "out.jsonl")) == 2
+
+
+def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "free_memory", lambda device: 1_000_000)
+    with pytest.raises(ValueError, match=r"this needs about \d+\.\d GB and 0\.0 GB are free"):
+        run.bench("train", run.Request(sizes=["3b"], dtypes=["float32"], threads=[1]), 1, tmp_path / "out.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("train", {"sizes": []}, "nothing to measure; name a model folder"),
+        ("train", {"sizes": ["big"]}, "--size is 'big'"),
+        ("train", {"batches": [0]}, "--batch must be at least 1, not 0"),
+        ("train", {"dtypes": ["int3"]}, "--dtype is 'int3'; it must be one of"),
+        ("decode", {"contexts": [2]}, "leaves nothing to write"),
+        ("complete", {}, "a shape has no tokenizer"),
+        ("tokenize", {}, "a shape has no tokenizer"),
+        ("load", {"models": [Path("nowhere")]}, "nowhere is not a model folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        measured(name, tmp_path / "out.jsonl", **changes)
+
+
+def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"was made for 32 tokens; --context 64 is more"):
+        measured("prefill", tmp_path / "o.jsonl", models=[model_folder], sizes=[], contexts=[64])
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    for text, words in (("", "holds no measurement"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
+        bad.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            rows.read(bad)
+    with pytest.raises(ValueError, match="is there already"):
+        run.bench("train", TINY, 1, bad)
+    with pytest.raises(ValueError, match=r"named \.jsonl or \.parquet"):
+        run.bench("train", TINY, 1, tmp_path / "x.csv")
+
+
+def test_a_benchmark_of_ones_own_is_registered_once():
+    @bench.benchmark()
+    def mine(subject, setting):
+        """Mine."""
+
+    try:
+        assert bench.BENCHMARKS["mine"].about == "Mine."
+        with pytest.raises(ValueError, match="a benchmark named mine already"):
+            bench.benchmark()(mine)
+    finally:
+        del bench.BENCHMARKS["mine"]
+
+
+# Comparing
+
+
+def laps(factor: float, noise: float, seed: int, count: int = 20, **columns: object) -> list[rows.Row]:
+    chance = random.Random(seed)
+    known = {"benchmark": "train", "subject": "m", "unit": "tokens", "amount": 1, "matmul": 1e12, **columns}
+    return [known | {"round": i, "seconds": factor * chance.lognormvariate(0, noise)} for i in range(count)]
+
+
+def test_a_planted_difference_of_three_percent_is_real_and_noise_is_not():
+    verdicts = [compare(laps(1.0, 0.01, 2 * i), laps(1.03, 0.01, 2 * i + 1)).differences[0] for i in range(50)]
+    assert all(d.real for d in verdicts)
+    assert all(d.ratio == pytest.approx(1.03, abs=0.015) for d in verdicts)
+    assert "longer" in verdicts[0].verdict
+    same = [compare(laps(1.0, 0.01, 2 * i), laps(1.0, 0.01, 2 * i + 1)).differences[0] for i in range(200)]
+    assert sum(d.real for d in same) <= 6, "one in a hundred, by chance"
+    assert "no difference seen" in next(d for d in same if not d.real).verdict
+
+
+def test_one_wild_lap_hides_no_difference():
+    slow = laps(1.03, 0.005, 1)
+    slow[7]["seconds"] = 0.2
+    assert compare(laps(1.0, 0.005, 0), slow).differences[0].real
+
+
+def test_too_few_rounds_tell_nothing():
+    few = compare(laps(1.0, 0.01, 0, count=7), laps(2.0, 0.01, 1, count=7)).differences[0]
+    assert not few.real
+    assert few.verdict == "too few rounds to tell"
+    assert compare(laps(1.0, 0.01, 0, count=8), laps(2.0, 0.01, 1, count=8)).differences[0].real
+
+
+def test_the_interval_is_wilcoxons():
+    # Two-sided, 1 %: the table of critical values in any textbook.
+    assert [_critical(n, 0.005) for n in (7, 8, 10, 12, 15, 20)] == [None, 0, 3, 7, 15, 37]
+    middle, interval = typical([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    assert (middle, interval) == (4.5, (1.0, 8.0))
+
+
+def test_only_what_both_have_is_compared_and_what_differs_is_named():
+    a = laps(1.0, 0.01, 0, batch=1) + laps(1.0, 0.01, 1, batch=2)
+    b = laps(2.0, 0.01, 2, batch=2, subject="other") + laps(2.0, 0.01, 3, batch=4, subject="other")
+    found = compare(a, b)
+    assert [d.what for d in found.differences] == ["train batch 2"]
+    assert found.alone == ["train batch 1", "train batch 4"]
+    assert found.unlike["subject"] == ("m", "other")
+    assert found.unlike["matmul rate"] == (1e12, 1e12)
+    with pytest.raises(ValueError, match="nothing was measured in both: A has train batch 1, B has train batch 4"):
+        compare(a[:20], [*b[20:], b[0] | {"batch": 8}])
+
+
+def test_what_is_no_commit_is_told(tmp_path):
+    with pytest.raises(ValueError, match="no-such-commit: neither a file of measurements nor a commit"):
+        commits.measured(("no-such-commit", "HEAD"), "train", "20k", 1)
+
+
+# Where the time goes
+
+
+class Two(nn.Module):
+    """A module that computes much and one that computes little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heavy, self.light = nn.Linear(512, 512), nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.light(self.heavy(x).relu())
+
+
+def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
+    model = Two()
+    trainer = Trainer(model, adamw(model), cross_entropy)
+    batch = (torch.randn(256, 512), torch.randint(0, 8, (256,)))
+    steps = trainer.run([batch] * 3)
+    next(steps)
+    with timed(model) as report:
+        next(steps)
+    products = {(e.phase, e.module): e.calls for e in report.entries if e.operation in ("addmm", "mm")}
+    # Going back, each takes a product for its weight, and one for its input where that wants a gradient.
+    assert products == {
+        ("forward", "heavy"): 1,
+        ("forward", "light"): 1,
+        ("backward", "heavy"): 1,
+        ("backward", "light"): 2,
+    }
+    assert {e.phase for e in report.entries if "adamw" in e.operation} == {"optimizer"}
+    assert sum(e.seconds for e in report.entries) + report.between == pytest.approx(report.wall, rel=1e-6)
+    assert report.inside()[""]["forward"] == pytest.approx(report.by("phase")[("forward",)])
+    heavy, light = (report.inside()[m]["forward"] for m in ("heavy", "light"))
+    assert heavy > light, "128 times the arithmetic"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("addmm", "matrix products"),
+        ("_softmax_backward_data", "softmax"),
+        ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("copy_", "copies"),
+        ("_fused_adamw_", "optimizer"),
+        ("native_layer_norm", "norms"),
+        ("mul", "elementwise"),
+        ("aten::t", "views"),
+    ],
+)
+def test_kinds_of_operations(operation, expected):
+    assert kind(operation) == expected
+
+
+def test_a_benchmark_by_module_says_all_of_its_time(capsys):
+    subject = of_shape("arcee", 20_000, 32)
+    report, overhead = of_work(benchmarks.BENCHMARKS["train"].make(subject, Setting(2, 32, "float32", 1)))
+    table.times(report, overhead)
+    words = capsys.readouterr().out
+    assert "blocks[*]" in words
+    assert "the profiler made it" in words
+    shares = [float(s) for s in re.findall(r"(\d+\.\d)%", words.split("module, with")[0])]
+    assert sum(shares) == pytest.approx(100, abs=0.6)
+
+
+def test_spent_time_adds_up():
+    taken = spent.Spent()
+    with taken("a"), taken("b"):
+        pass
+    assert list(taken.each("data", [1, 2])) == [1, 2]
+    taken.add("a", 3.0)
+    assert set(taken.seconds) == {"a", "b", "data"}
+    assert spent.lines({"x": 3.0, "longer": 1.0}) == ["x            3.0 s   75.0%", "longer       1.0 s   25.0%"]
+
+
+# Pictures
+
+
+def test_exponents_are_those_of_the_law():
+    assert plot.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx((1.5, 3.0))
+
+
+def test_pictures_of_all_that_varies(tmp_path):
+    measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
+    drawn = plot.drawn(rows.read(tmp_path / "out.jsonl"), tmp_path / "pictures")
+    assert [p.name for p in drawn] == [
+        "prefill-time-over-parameters.svg",
+        "prefill-tensors-over-parameters.svg",
+        "prefill-time-over-batch.svg",
+        "prefill-tensors-over-batch.svg",
+        "prefill-rates.svg",
+    ]
+    assert all(b"<svg" in p.read_bytes() for p in drawn)
+    with pytest.raises(ValueError, match=r"named \.svg or \.png"):
+        plot.saved(None, tmp_path / "x.pdf")
+
+
+def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotnine", None)
+    with pytest.raises(ValueError, match=r"pip install 'astral-dunes\[plot\]'"):
+        plot.bars([{"name": "a", "rate": 1, "low": 1, "high": 1, "unit": "tokens"}], "t")
+
+
+def test_where_time_and_memory_go_can_be_drawn(tmp_path):
+    subject = of_shape("arcee", 20_000, 32)
+    setting = Setting(2, 32, "float32", 1)
+    report, _ = of_work(benchmarks.BENCHMARKS["train"].make(subject, setting))
+    plot.saved(plot.flame(report), tmp_path / "flame.svg")
+    from dunes.bench.memory import foreseen
+
+    plot.saved(plot.memory(foreseen(subject, setting, False, False).log), tmp_path / "memory.png")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("flame.svg", "memory.png"))
+
+
+def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):
+    text = page(model_folder)
+    assert "&lt;b&gt;run" in text
+    assert "<b>run" not in text
+    assert text.count("data:image/svg+xml;base64,") == 4
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text), "it opens without a network"
+    assert "tokenizing" in text, "where the time went"
+    assert "After 11 steps" in text
+    with pytest.raises(ValueError, match="there is no training run"):
+        page(model_folder.parent)
+
+
+def test_losses_of_several_runs(model_folder, tmp_path):
+    from dunes.runs.run import records
+
+    lines = records(model_folder / "metrics.jsonl")
+    plot.saved(plot.losses({"a": lines, "b": lines}, "tokens"), tmp_path / "loss.svg")
+    assert plot.points(lines)[-1]["tokens"] == 11 * 4 * 32
+    with pytest.raises(ValueError, match="measured bits a byte yet"):
+        plot.losses({"a": lines[:1]})
+
+
+# The command
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "dunes", "bench", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=200)
+
+
+def test_the_last_line_is_one_document_and_the_table_stands_before_it(tmp_path):
+    shape = ("--size", "300k", "600k", "--context", 32, "--batch", 2, "--dtype", "float32", "--threads", 1)
+    done = command("prefill", *shape, "--rounds", 2, "--out", tmp_path / "a.jsonl")
+    assert done.returncode == 0, done.stderr
+    *words, last = done.stdout.splitlines()
+    assert [r["rounds"] for r in json.loads(last)["results"]] == [2, 2]
+    assert "middle half" in words[1]
+    compared = command("compare", tmp_path / "a.jsonl", tmp_path / "a.jsonl")
+    assert "too few rounds to tell" in compared.stdout
+    assert json.loads(compared.stdout.splitlines()[-1])["differences"][0]["ratio"] == 1.0
+    drawn = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures")
+    assert len(json.loads(drawn.stdout.splitlines()[-1])["pictures"]) == 3
+
+
+def test_a_mistake_is_one_line_and_status_2():
+    for arguments, words in (
+        (("memory",), "nothing to measure"),
+        (("compare", "a.jsonl", "b.jsonl"), "no such file"),
+    ):
+        done = command(*arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_decoder_is_what_is_measured(model_folder):
+    assert isinstance(of_folder(model_folder).model(), Decoder)
+
+
+@pytest.mark.slow
+def test_two_commits_are_run_in_turn_and_equal_ones_do_not_differ():
+    found = commits.measured(("HEAD", "HEAD"), "prefill", "20k", 2)
+    assert [[r["round"] for r in side] for side in found] == [[0, 1], [0, 1]]
+    assert found[0][0]["commit"] == "HEAD"
