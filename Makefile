@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-more check
+.PHONY: demo test test-more check bench
 
 demo: .venv/demo
 	$(BIN)/python recipes/demo.py
@@ -12,6 +12,10 @@ test: .venv/test
 
 test-more: .venv/more
 	$(BIN)/python -m pytest -n 2 -m slow -rs
+
+# Every figure of the README, again: more than an hour, alone on the machine. TEXT=tinyshakespeare.txt adds a race on it.
+bench: .venv/more
+	$(BIN)/python benchmarks/figures.py $(if $(TEXT),--text $(TEXT))
 
 check: .venv/test
 	$(BIN)/ruff format --check .

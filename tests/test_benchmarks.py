@@ -1,5 +1,6 @@
 """The benchmarks run and say what they promise; their figures are for LOG.md, never for a test."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -115,3 +116,24 @@ def test_a_half_made_environment_is_made_anew_and_a_whole_one_is_kept(tmp_path, 
     assert made > 0
     environments.python_of("thing", "1.0")
     assert len(ran) == made
+
+
+@pytest.mark.slow
+def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    figures = importlib.import_module("figures")
+    for name, path in (("KEPT", "kept"), ("PICTURES", "pictures"), ("TABLE", "figures.md")):
+        monkeypatch.setattr(figures, name, tmp_path / path)
+    shape = ("--size", "300k", "600k", "--context", "32", "--batch", "2", "--threads", "1", "--rounds", "2")
+    monkeypatch.setattr(figures, "steps", lambda text: {"train": figures.swept("train", *shape)})
+    figures.main()
+    table = (tmp_path / "figures.md").read_text()
+    rates = [json.loads(line)["amount"] for line in (tmp_path / "kept" / "train.jsonl").read_text().splitlines()]
+    assert rates == [64] * 4
+    assert "| `dunes bench train`, arcee 300.0k, 2 x 32, " in table
+    assert "![train-time-over-parameters](figures/train-time-over-parameters.svg)" in table
+    before = (tmp_path / "kept" / "train.jsonl").stat().st_mtime_ns
+    figures.main()
+    assert (tmp_path / "kept" / "train.jsonl").stat().st_mtime_ns == before, "measured once"
+    with pytest.raises(SystemExit, match="nothing: not one of train"):
+        figures.main(only=("nothing",))

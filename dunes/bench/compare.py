@@ -123,7 +123,8 @@ def typical(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[fl
 def _critical(n: int, tail: float) -> int | None:
     """How many of the sorted means to leave out at either end, by the signed ranks of n values.
 
-    None if these are too few. It is the largest sum of positive ranks whose probability to be reached or undercut is at most `tail`.
+    None if these are too few. It is the largest sum of positive ranks whose probability to be reached
+    or undercut is at most `tail`.
     """
     counts = [1]
     for rank in range(1, n + 1):  # how many of the 2^n signings have which sum of positive ranks

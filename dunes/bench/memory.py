@@ -78,9 +78,8 @@ def _truth(f: Foreseen) -> Truth:
     command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(told)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | GIVING_BACK)
     if done.returncode:
-        raise ValueError(
-            f"{f.subject.name}: the step could not be taken: {done.stderr.strip().splitlines()[-1][:300]}"
-        )
+        told = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
+        raise ValueError(f"{f.subject.name}: the step could not be taken: {told}")
     return Truth(**json.loads(done.stdout))
 
 

@@ -1,0 +1,235 @@
+"""All figures of the README, one after the other, into docs/figures/ and one table.
+
+    make bench                                        # more than an hour, on a machine that does nothing else
+    make bench TEXT=tinyshakespeare.txt               # with the race on Shakespeare's characters
+    python benchmarks/figures.py --only save memory   # some of them; what was measured before is kept
+
+What each command said is kept in runs/figures/, so that an interrupted run goes on where it stopped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dunes import measure
+from dunes.bench import plot, rows
+from dunes.runs.progress import duration, quantity
+from dunes.runs.run import METRICS, records
+
+ROOT = Path(__file__).parent.parent
+KEPT, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"
+
+Row = dict[str, Any]
+Figures = list[tuple[str, str]]
+PEER_TASKS = ("decode", "prefill", "train")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and what its last line (or its model folder) says: figures for the table, and pictures."""
+
+    command: Sequence[str]
+    figures: Callable[[Row], Figures]
+    pictures: Callable[[Row], None] = lambda row: None
+    folder: Path | None = None
+
+    @property
+    def said(self) -> str:
+        """As a person would type it."""
+        return " ".join(str(a).replace(f"{ROOT}/", "") for a in self.command)
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    return ["python", f"benchmarks/{name}", *arguments]
+
+
+def learned(row: Row) -> Figures:
+    card, m = row["card"], row["card"]["measured"]
+    minutes = card["trained"]["minutes"]
+    words = f"{m['bits_per_byte']:.3f} bits a byte on unseen files, over after {duration(row['seconds'])}, "
+    words += f"{row['peak_bytes'] / 1e9:.1f} GB; {quantity(card['trained']['size'])} parameters were chosen"
+    return [(f"the standard library in {minutes:g} minutes", words)]
+
+
+def trained(minutes: int) -> Step:
+    folder = KEPT / f"stdlib-{minutes}"
+    command = ["dunes", "train", "stdlib", "--minutes", str(minutes), "--out", str(folder)]
+    return Step(command, learned, folder=folder)
+
+
+def raced(size: str) -> Step:
+    def figures(row: Row) -> Figures:
+        rate = {side.partition(":")[0]: v for side, v in row.items() if ": tokens/s" in side}
+        others = ", ".join(f"{row[f'ours over {n}']:.2f} times {n} ({rate[n]:,.0f})" for n in rate if n != "ours")
+        share = f"{row['ours: share of it']:.0%} of the matmul rate"
+        return [(f"training at {size}, tokens/s", f"{rate['ours']:,.0f}: {others}; {share}")]
+
+    def pictures(row: Row) -> None:
+        rate = {side.partition(":")[0]: v for side, v in row.items() if ": tokens/s" in side}
+        bars = [{"name": n, "rate": r, "low": r, "high": r, "unit": "tokens"} for n, r in rate.items()]
+        title = f"training at {size} parameters, each side at its best batch"
+        plot.saved(plot.bars(bars, title), PICTURES / f"training-{size}.svg")
+
+    return Step(script("train.py", "--sizes", size, "--rounds", "3"), figures, pictures)
+
+
+def swept(name: str, *arguments: str) -> Step:
+    out = KEPT / f"{name}.jsonl"
+
+    def figures(row: Row) -> Figures:
+        found = []
+        for f in row["results"]:
+            share = f"{f['flop_share']:.0%} of the matmul rate" if name == "train" else ""
+            share = f"{f['byte_share']:.0%} of the read rate" if name == "decode" else share
+            memory = f"{f['peak_bytes'] / 1e6:.0f} MB of tensors"
+            what = f"`dunes bench {name}`, {f['subject']}, {f['batch']} x {f['context']}, {f['dtype']}"
+            found.append((what, ", ".join(filter(None, [f"{f['rate']:,.0f} {f['unit']}/s", share, memory]))))
+        return found
+
+    pictures = lambda row: plot.drawn(rows.read(out), PICTURES)
+    return Step(["dunes", "bench", name, *arguments, "--out", str(out)], figures, pictures)
+
+
+def remembered(row: Row) -> Figures:
+    return [
+        (
+            f"memory of a step, {f['subject']}, {f['batch']} x {f['context']}, {f['dtype']}",
+            f"foreseen {f['peak'] / 1e6:.0f} MB, tensors held {f['tensors'] / 1e6:.0f} MB, "
+            f"the process grew by {f['grown'] / 1e6:.0f} MB ({f['grown'] / f['peak'] - 1:+.1%})",
+        )
+        for f in row["results"]
+    ]
+
+
+def divided(row: Row) -> Figures:
+    shares = {kind: sum(phases.values()) / row["wall"] for kind, phases in row["kinds"].items()}
+    return [("a training step at 3.4M", ", ".join(f"{kind} {s:.0%}" for kind, s in shares.items() if s > 0.01))]
+
+
+def beside(row: Row) -> Figures:
+    found = []
+    for task in PEER_TASKS:
+        sides = row[task]
+        ours = sides["ours"]["rate"]
+        for name, side in sides.items():
+            if name != "ours" and "rate" in side:
+                words = f"ours {ours:,.0f} tokens/s, theirs {side['rate']:,.0f}: {ours / side['rate']:.2f} times"
+                found.append((f"{task} against {name} {side['version']}, equal output", words))
+    return found
+
+
+def beside_pictures(row: Row) -> None:
+    for task in PEER_TASKS:
+        bars = [
+            {"name": n, "rate": s["rate"], "low": s["least"], "high": s["most"], "unit": "tokens"}
+            for n, s in row[task].items()
+            if "rate" in s
+        ]
+        title = f"{task}, {row['benchmark']}, each at its best settings"
+        plot.saved(plot.bars(bars, title), PICTURES / f"peers-{task}.svg")
+
+
+def steps(text: Path | None) -> dict[str, Step]:
+    """All of them, the quick ones first."""
+    shared = ["--threads", "2"] if (os.cpu_count() or 1) >= 2 else []
+    found = {
+        "save": Step(script("save.py"), lambda r: [("a save a minute", f"{r['stall_seconds'] / 60:.2%} of training")]),
+        "memory": Step(
+            ["dunes", "bench", "memory", "--size", "40m", "--batch", "4", "8", "--dtype", "float32", "bfloat16",
+             "--check", "--picture", str(PICTURES / "memory.svg")],
+            remembered,
+        ),
+        "modules": Step(
+            ["dunes", "bench", "train", "--size", "3.4m", "--by-module", *shared,
+             "--picture", str(PICTURES / "modules.svg")],
+            divided,
+        ),
+        "train": swept("train", "--size", "1m", "3m", "10m", "30m", "--rounds", "8", *shared),
+        "decode": swept("decode", "--size", "1m", "3m", "10m", "30m", "--rounds", "8", *shared),
+        "three": trained(3),
+        **{f"race-{size}": raced(size) for size in ("1m", "10m", "40m")},
+        "peers": Step(script("peers.py", "--size", "10m", "--rounds", "5"), beside, beside_pictures),
+        "large": Step(
+            script("large.py", "--folder", str(KEPT / "large")),
+            lambda r: [("2 GB of text", f"tokenized and trained on within {r['peak_gigabytes']:.2f} GB")],
+        ),
+        "fifteen": trained(15),
+    }  # fmt: skip
+    if text is not None:
+        found["shakespeare"] = Step(script("shakespeare.py", str(text)), won)
+    return found
+
+
+def won(row: Row) -> Figures:
+    words = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "benchmark")
+    return [("Shakespeare's characters to a validation loss of 1.88", words)]
+
+
+def done(name: str, step: Step) -> Row:
+    """What the step said, from its file or by running it; with the seconds and the most memory it took."""
+    file = KEPT / f"{name}.json"
+    if file.exists():
+        row: Row = json.loads(file.read_text())
+        return row
+    KEPT.mkdir(parents=True, exist_ok=True)
+    print(f"\n== {step.said}", flush=True)
+    program = Path(sys.executable).parent / step.command[0]
+    start, out = time.time(), KEPT / f"{name}.txt"
+    with out.open("w") as said:
+        process = subprocess.Popen([program, *step.command[1:]], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{step.said}: failed; see {out}")
+    row = {"seconds": time.time() - start, "peak_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)}
+    if step.folder is not None:
+        row["card"] = json.loads((step.folder / "dunes.json").read_text())
+    else:
+        row |= json.loads(out.read_text().splitlines()[-1])
+    row |= {"commit": rows.commit(), **measure.fingerprint()}
+    file.write_text(json.dumps(row, indent=1))
+    return row
+
+
+def table(found: dict[str, tuple[Step, Row]]) -> str:
+    """What was measured, with the command that measured it."""
+    first = next(iter(found.values()))[1]
+    text = ["# Figures", "", f"Made by `make bench` on {first['cpu']}, {first['cores']} cores, torch {first['torch']}."]
+    text += ["", "| what | figure | command |", "|---|---|---|"]
+    for step, row in found.values():
+        text += [f"| {what} | {figure} | `{step.said}` |" for what, figure in step.figures(row)]
+    shown = [f"![{p.stem}](figures/{p.name})" for p in sorted(PICTURES.glob("*.svg"))]
+    return "\n".join([*text, "", *shown]) + "\n"
+
+
+def main(only: tuple[str, ...] = (), text: Path | None = None) -> None:
+    """Measure, draw, write the table.
+
+    Args:
+        only: These alone; the table has all that were measured so far.
+        text: tinyshakespeare.txt, for the race on it.
+    """
+    every = steps(text.resolve() if text else None)
+    if unknown := set(only) - every.keys():
+        raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(every)}")
+    found: dict[str, tuple[Step, Row]] = {}
+    for name, step in every.items():
+        if not only or name in only or (KEPT / f"{name}.json").exists():
+            found[name] = step, done(name, step)
+            step.pictures(found[name][1])
+    runs = {s.folder.name: records(s.folder / METRICS) for s, _ in found.values() if s.folder is not None}
+    if runs:
+        plot.saved(plot.losses(runs), PICTURES / "learning.svg")
+    TABLE.write_text(table(found))
+    print(f"\n{table(found)}\nwritten: docs/figures.md and docs/figures/")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
