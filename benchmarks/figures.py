@@ -9,6 +9,7 @@ What each command said is kept in runs/figures/, so that an interrupted run goes
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -34,12 +35,16 @@ PEER_TASKS = ("decode", "prefill", "train")
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and what its last line (or its model folder) says: figures for the table, and pictures."""
+    """A command, and what its last line (or its model folder) says: figures for the table, and pictures.
+
+    `leaves` is what an interrupted one leaves behind, and would not write over.
+    """
 
     command: Sequence[str]
     figures: Callable[[Row], Figures]
     pictures: Callable[[Row], None] = lambda row: None
     folder: Path | None = None
+    leaves: Path | None = None
 
     @property
     def said(self) -> str:
@@ -55,14 +60,14 @@ def learned(row: Row) -> Figures:
     card, m = row["card"], row["card"]["measured"]
     minutes = card["trained"]["minutes"]
     words = f"{m['bits_per_byte']:.3f} bits a byte on unseen files, over after {duration(row['seconds'])}, "
-    words += f"{row['peak_bytes'] / 1e9:.1f} GB; {quantity(card['trained']['size'])} parameters were chosen"
+    words += f"{m['peak_bytes'] / 1e9:.1f} GB; {quantity(card['trained']['size'])} parameters were chosen"
     return [(f"the standard library in {minutes:g} minutes", words)]
 
 
 def trained(minutes: int) -> Step:
     folder = KEPT / f"stdlib-{minutes}"
     command = ["dunes", "train", "stdlib", "--minutes", str(minutes), "--out", str(folder)]
-    return Step(command, learned, folder=folder)
+    return Step(command, learned, folder=folder, leaves=folder)
 
 
 def raced(size: str) -> Step:
@@ -76,7 +81,7 @@ def raced(size: str) -> Step:
         rate = {side.partition(":")[0]: v for side, v in row.items() if ": tokens/s" in side}
         bars = [{"name": n, "rate": r, "low": r, "high": r, "unit": "tokens"} for n, r in rate.items()]
         title = f"training at {size} parameters, each side at its best batch"
-        plot.saved(plot.bars(bars, title), PICTURES / f"training-{size}.svg")
+        plot.saved(plot.bars(bars, title, "none, medians of three"), PICTURES / f"training-{size}.svg")
 
     return Step(script("train.py", "--sizes", size, "--rounds", "3"), figures, pictures)
 
@@ -95,7 +100,7 @@ def swept(name: str, *arguments: str) -> Step:
         return found
 
     pictures = lambda row: plot.drawn(rows.read(out), PICTURES)
-    return Step(["dunes", "bench", name, *arguments, "--out", str(out)], figures, pictures)
+    return Step(["dunes", "bench", name, *arguments, "--out", str(out)], figures, pictures, leaves=out)
 
 
 def remembered(row: Row) -> Figures:
@@ -118,11 +123,13 @@ def beside(row: Row) -> Figures:
     found = []
     for task in PEER_TASKS:
         sides = row[task]
-        ours = sides["ours"]["rate"]
+        ours = f"ours {sides['ours']['rate']:,.0f} tokens/s ({sides['ours']['setting']})"
         for name, side in sides.items():
             if name != "ours" and "rate" in side:
-                words = f"ours {ours:,.0f} tokens/s, theirs {side['rate']:,.0f}: {ours / side['rate']:.2f} times"
-                found.append((f"{task} against {name} {side['version']}, equal output", words))
+                agreed = side["tried"][side["setting"]]["agreement"]
+                theirs = f"theirs {side['rate']:,.0f} ({side['setting']}: {agreed})"
+                what = f"{task} against {name} {side['version']}, equal in float32"
+                found.append((what, f"{side['ours_over_it']:.2f} times: {ours}, {theirs}"))
     return found
 
 
@@ -134,14 +141,14 @@ def beside_pictures(row: Row) -> None:
             if "rate" in s
         ]
         title = f"{task}, {row['benchmark']}, each at its best settings"
-        plot.saved(plot.bars(bars, title), PICTURES / f"peers-{task}.svg")
+        plot.saved(plot.bars(bars, title, "least to most"), PICTURES / f"peers-{task}.svg")
 
 
 def steps(text: Path | None) -> dict[str, Step]:
     """All of them, the quick ones first."""
     shared = ["--threads", "2"] if (os.cpu_count() or 1) >= 2 else []
     found = {
-        "save": Step(script("save.py"), lambda r: [("a save a minute", f"{r['stall_seconds'] / 60:.2%} of training")]),
+        "save": Step(script("save.py"), stalled),
         "memory": Step(
             ["dunes", "bench", "memory", "--size", "40m", "--batch", "4", "8", "--dtype", "float32", "bfloat16",
              "--check", "--picture", str(PICTURES / "memory.svg")],
@@ -168,27 +175,35 @@ def steps(text: Path | None) -> dict[str, Step]:
     return found
 
 
+def stalled(row: Row) -> Figures:
+    return [("a save a minute", f"costs {row['stall_seconds'] / 60:.2%} of training")]
+
+
 def won(row: Row) -> Figures:
-    words = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "benchmark")
+    words = ", ".join(
+        f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "benchmark"
+    )
     return [("Shakespeare's characters to a validation loss of 1.88", words)]
 
 
 def done(name: str, step: Step) -> Row:
-    """What the step said, from its file or by running it; with the seconds and the most memory it took."""
+    """What the step said, from its file or by running it; with the seconds that it took."""
     file = KEPT / f"{name}.json"
     if file.exists():
         row: Row = json.loads(file.read_text())
-        return row
+        if row["said"] == step.said and row["machine"] == measure.fingerprint()["machine"]:
+            return row
+    if step.leaves is not None and step.leaves.exists():
+        shutil.rmtree(step.leaves) if step.leaves.is_dir() else step.leaves.unlink()
     KEPT.mkdir(parents=True, exist_ok=True)
     print(f"\n== {step.said}", flush=True)
     program = Path(sys.executable).parent / step.command[0]
     start, out = time.time(), KEPT / f"{name}.txt"
-    with out.open("w") as said:
-        process = subprocess.Popen([program, *step.command[1:]], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
+    with out.open("w") as told:
+        ended = subprocess.run([program, *step.command[1:]], cwd=ROOT, stdout=told, stderr=subprocess.STDOUT)
+    if ended.returncode:
         raise SystemExit(f"{step.said}: failed; see {out}")
-    row = {"seconds": time.time() - start, "peak_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)}
+    row = {"said": step.said, "seconds": time.time() - start, "time": time.strftime("%Y-%m-%d")}
     if step.folder is not None:
         row["card"] = json.loads((step.folder / "dunes.json").read_text())
     else:
@@ -201,10 +216,15 @@ def done(name: str, step: Step) -> Row:
 def table(found: dict[str, tuple[Step, Row]]) -> str:
     """What was measured, with the command that measured it."""
     first = next(iter(found.values()))[1]
-    text = ["# Figures", "", f"Made by `make bench` on {first['cpu']}, {first['cores']} cores, torch {first['torch']}."]
-    text += ["", "| what | figure | command |", "|---|---|---|"]
+    text = [
+        "# Figures",
+        "",
+        f"Made by `make bench` on {first['cpu']}, {first['cores']} cores, torch {first['torch']}.",
+    ]
+    text += ["", "| what | figure | command | commit |", "|---|---|---|---|"]
     for step, row in found.values():
-        text += [f"| {what} | {figure} | `{step.said}` |" for what, figure in step.figures(row)]
+        made = f"{row['commit']}, {row['time']}"
+        text += [f"| {what} | {figure} | `{step.said}` | {made} |" for what, figure in step.figures(row)]
     shown = [f"![{p.stem}](figures/{p.name})" for p in sorted(PICTURES.glob("*.svg"))]
     return "\n".join([*text, "", *shown]) + "\n"
 

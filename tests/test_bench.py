@@ -3,8 +3,10 @@
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from dunes.bench.compare import _critical, compare, typical
 from dunes.bench.page import page
 from dunes.bench.race import Lap, Work, race
 from dunes.bench.subject import Setting, of_folder, of_shape
-from dunes.bench.timed import kind, of_work, timed
+from dunes.bench.timed import kind, of_work
 from dunes.ops import attention
 from dunes.parts import Decoder
 from dunes.runs import spent
@@ -82,8 +84,12 @@ def test_a_machine_that_slows_down_steadily_makes_no_difference_between_equals(r
 
 def test_energy_is_what_the_counter_gained_for_each_run(tmp_path):
     clock, counter = Clock(), iter([10.0, 16.0, 5.0, 3.0])
-    laps = race({"w": clock.work(0.5)}, 2, least=1.0, clock=clock, energy=lambda: next(counter))
-    assert [lap.joules for lap in laps] == [3.0, None], "a counter that began anew tells nothing"
+    laps = race({"w": clock.work(0.5)}, 2, least=0.5, clock=clock, energy=lambda: next(counter))
+    assert [lap.joules for lap in laps] == [6.0, None], "a counter that began anew tells nothing"
+    setup = lambda: setattr(clock, "now", clock.now + 7.0)
+    work = Work(clock.work(0.5).run, 1, setup=setup)
+    (lap,) = race({"w": work}, 1, least=1.0, clock=clock, energy=lambda: 10 * clock.now)
+    assert lap.joules == pytest.approx(5.0), "what is set up uses energy, too, but is not the work"
     for package, used in (("intel-rapl:0", 1_500_000), ("intel-rapl:1", 500_000), ("intel-rapl:0:0", 7)):
         (tmp_path / package).mkdir()
         (tmp_path / package / "energy_uj").write_text(f"{used}\n")
@@ -138,7 +144,9 @@ def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
 
 @pytest.mark.parametrize("name", sorted(benchmarks.BENCHMARKS))
 def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model_folder, tmp_path):
-    kept = measured(name, tmp_path / "out.jsonl", models=[model_folder], sizes=[])
+    reads = {"batch": "batches", "context": "contexts", "dtype": "dtypes"}
+    idle = {fields: [] for option, fields in reads.items() if option not in benchmarks.BENCHMARKS[name].reads}
+    kept = measured(name, tmp_path / "out.jsonl", models=[model_folder], sizes=[], **idle)
     assert rows.read(tmp_path / "out.jsonl") == kept
     assert [r["round"] for r in kept] == [0, 1]
     for row in kept:
@@ -168,6 +176,21 @@ def test_several_values_race_in_one_run_and_parquet_holds_the_same(tmp_path):
     assert len(run.summaries(back)) == 4
 
 
+def test_no_file_is_written_over_or_taken_for_ones_own(tmp_path):
+    measured("prefill", tmp_path / "a.jsonl")
+    before = (tmp_path / "a.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"a\.jsonl: is there already"):
+        measured("prefill", tmp_path / "a.parquet")
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
+    kept = measured("prefill", tmp_path / "a.jsonl")
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"benchmark": "pre')
+    assert rows.read(tmp_path / "a.jsonl") == kept
+
+
 def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
     def told(words: str, done: float) -> None:
         if done >= 0.5:
@@ -191,11 +214,15 @@ def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypa
         ("train", {"sizes": []}, "nothing to measure; name a model folder"),
         ("train", {"sizes": ["big"]}, "--size is 'big'"),
         ("train", {"batches": [0]}, "--batch must be at least 1, not 0"),
+        ("train", {"threads": [0]}, "--threads must be at least 1, not 0"),
+        ("train", {"sizes": ["0"]}, "--size is '0'"),
         ("train", {"dtypes": ["int3"]}, "--dtype is 'int3'; it must be one of"),
         ("decode", {"contexts": [2]}, "leaves nothing to write"),
-        ("complete", {}, "a shape has no tokenizer"),
-        ("tokenize", {}, "a shape has no tokenizer"),
-        ("load", {"models": [Path("nowhere")]}, "nowhere is not a model folder"),
+        ("complete", {"batches": []}, "a shape has no tokenizer"),
+        ("complete", {}, "--batch means nothing to complete; leave it out"),
+        ("tokenize", {"batches": [], "contexts": [], "dtypes": []}, "a shape has no tokenizer"),
+        ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context means nothing to load"),
+        ("train", {"models": [Path("nowhere")]}, "nowhere is not a model folder"),
     ],
 )
 def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):
@@ -210,6 +237,9 @@ def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
 
 def test_files_that_are_none_are_refused(tmp_path):
     bad = tmp_path / "bad.jsonl"
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"bad\.parquet: not a parquet file"):
+        rows.read(tmp_path / "bad.parquet")
     for text, words in (("", "holds no measurement"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
         bad.write_text(text)
         with pytest.raises(ValueError, match=words):
@@ -284,6 +314,19 @@ def test_only_what_both_have_is_compared_and_what_differs_is_named():
         compare(a[:20], [*b[20:], b[0] | {"batch": 8}])
 
 
+def test_a_confidence_is_a_share():
+    with pytest.raises(ValueError, match="--confidence is 99; it is a share"):
+        compare(laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
+
+
+def test_rounds_are_paired_by_their_numbers():
+    a, b = laps(1.0, 0.0, 0, count=12), laps(1.0, 0.0, 1, count=12)
+    for i, row in enumerate(a):
+        row["seconds"] = b[i]["seconds"] = float(i + 1)
+    (difference,) = compare(a[2:], b[:10]).differences
+    assert (difference.ratio, difference.pairs) == (1.0, 8)
+
+
 def test_what_is_no_commit_is_told(tmp_path):
     with pytest.raises(ValueError, match="no-such-commit: neither a file of measurements nor a commit"):
         commits.measured(("no-such-commit", "HEAD"), "train", "20k", 1)
@@ -309,7 +352,7 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     batch = (torch.randn(256, 512), torch.randint(0, 8, (256,)))
     steps = trainer.run([batch] * 3)
     next(steps)
-    with timed(model) as report:
+    with bench.timed(model) as report:
         next(steps)
     products = {(e.phase, e.module): e.calls for e in report.entries if e.operation in ("addmm", "mm")}
     # Going back, each takes a product for its weight, and one for its input where that wants a gradient.
@@ -444,8 +487,38 @@ def test_the_last_line_is_one_document_and_the_table_stands_before_it(tmp_path):
     compared = command("compare", tmp_path / "a.jsonl", tmp_path / "a.jsonl")
     assert "too few rounds to tell" in compared.stdout
     assert json.loads(compared.stdout.splitlines()[-1])["differences"][0]["ratio"] == 1.0
+    looked = command("train", *shape[:1], "300k", *shape[3:], "--by-module")
+    assert json.loads(looked.stdout.splitlines()[-1])["modules"]["blocks[*]"]["backward"] > 0
+    idle = command("train", *shape, "--by-module", "--rounds", 3)
+    assert "has no --rounds" in idle.stderr
     drawn = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures")
     assert len(json.loads(drawn.stdout.splitlines()[-1])["pictures"]) == 3
+
+
+def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
+    out = tmp_path / "out.jsonl"
+    line = [
+        sys.executable,
+        "-m",
+        "dunes",
+        "bench",
+        "prefill",
+        "--size",
+        "300k",
+        "--context",
+        "32",
+        "--rounds",
+        "10000",
+    ]
+    process = subprocess.Popen([*line, "--threads", "1", "--out", out], stdout=subprocess.PIPE, text=True)
+    while not out.exists() or out.read_bytes().count(b"\n") < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=100)[0].splitlines()
+    assert process.returncode == 130
+    assert "interrupted; what was measured until then:" in said
+    assert json.loads(said[-1])["results"][0]["rounds"] == len(rows.read(out)) >= 2
 
 
 def test_a_mistake_is_one_line_and_status_2():
@@ -464,7 +537,9 @@ def test_a_decoder_is_what_is_measured(model_folder):
 
 
 @pytest.mark.slow
-def test_two_commits_are_run_in_turn_and_equal_ones_do_not_differ():
+def test_two_commits_are_run_in_turn_and_compared_round_by_round():
     found = commits.measured(("HEAD", "HEAD"), "prefill", "20k", 2)
     assert [[r["round"] for r in side] for side in found] == [[0, 1], [0, 1]]
     assert found[0][0]["commit"] == "HEAD"
+    (difference,) = compare(*found).differences
+    assert difference.pairs == 2

@@ -2,6 +2,7 @@
 
 from dunes.bench.benchmarks import BENCHMARKS, benchmark
 from dunes.bench.race import Lap, Work, race
+from dunes.bench.timed import Report, timed
 from dunes.measure import allocations
 
-__all__ = ["BENCHMARKS", "Lap", "Work", "allocations", "benchmark", "race"]
+__all__ = ["BENCHMARKS", "Lap", "Report", "Work", "allocations", "benchmark", "race", "timed"]

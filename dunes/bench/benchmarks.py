@@ -36,27 +36,33 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark by its name: what it does in one line, its usual batch, and how its memory is foreseen."""
+    """A benchmark: its usual batch, how its memory is foreseen (if it can be), and the settings that it reads."""
 
     make: Make
     batch: int
-    memory: Callable[[Build, Shape], Allocations]
+    memory: Callable[[Build, Shape], Allocations] | None
+    reads: tuple[str, ...]
 
     @property
     def about(self) -> str:
-        return (self.make.__doc__ or "").strip().splitlines()[0]
+        """What it does, in one line."""
+        return (self.make.__doc__ or self.make.__name__).strip().splitlines()[0]
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
 
 
-def benchmark(batch: int = 1, memory: Callable[[Build, Shape], Allocations] = inference) -> Callable[[Make], Make]:
+def benchmark(
+    batch: int = 1,
+    memory: Callable[[Build, Shape], Allocations] | None = None,
+    reads: tuple[str, ...] = ("batch", "context", "dtype"),
+) -> Callable[[Make], Make]:
     """Register a benchmark under its function's name. Raises ValueError if the name is taken."""
 
     def register(make: Make) -> Make:
         if make.__name__ in BENCHMARKS:
             raise ValueError(f"there is a benchmark named {make.__name__} already; choose another name")
-        BENCHMARKS[make.__name__] = Benchmark(make, batch, memory)
+        BENCHMARKS[make.__name__] = Benchmark(make, batch, memory, reads)
         return make
 
     return register
@@ -73,7 +79,7 @@ def train(subject: Subject, setting: Setting) -> Work:
     return Work(lambda _: next(steps), tokens, flops=tokens * flops(model, setting.context), model=model)
 
 
-@benchmark()
+@benchmark(memory=inference)
 def prefill(subject: Subject, setting: Setting) -> Work:
     """Reading a prompt of `context` tokens into an empty cache, up to the logits of the next one."""
     model, tokens = subject.model(setting.dtype), setting.batch * setting.context
@@ -82,7 +88,6 @@ def prefill(subject: Subject, setting: Setting) -> Work:
     @torch.no_grad()
     def run(cache: Cache) -> None:
         model(ids, at=cache.start(torch.ones_like(ids, dtype=torch.bool)), cache=cache, last=1)
-        measure.wait(measure.device())
 
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
     head = 2.0 * model.embed.token.weight.numel()
@@ -90,7 +95,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
     return Work(run, tokens, setup=setup, flops=work, bytes=weights(model), model=model)
 
 
-@benchmark()
+@benchmark(memory=inference)
 def decode(subject: Subject, setting: Setting) -> Work:
     """Writing one token after another: the second half of a context whose first half is the prompt."""
     model, half = subject.model(setting.dtype), setting.context // 2
@@ -126,7 +131,7 @@ def score(subject: Subject, setting: Setting) -> Work:
     return Work(run, tokens, flops=tokens * flops(model, setting.context) / 3, model=model)
 
 
-@benchmark()
+@benchmark(reads=("context", "dtype"))
 def complete(subject: Subject, setting: Setting) -> Work:
     """The rest of a line of the standard library, from where it is cut: seconds to wait for it."""
     tokenizer, model = subject.tokenizer, subject.model(setting.dtype)
@@ -135,14 +140,14 @@ def complete(subject: Subject, setting: Setting) -> Work:
     return Work(run, 1, "lines", model=model)
 
 
-@benchmark()
+@benchmark(reads=())
 def tokenize(subject: Subject, setting: Setting) -> Work:
     """Turning the standard library's text into ids."""
     tokenizer, text = subject.tokenizer, _text(300_000)
     return Work(lambda _: tokenizer.encode(text), len(text.encode()), "bytes")
 
 
-@benchmark()
+@benchmark(reads=())
 def load(subject: Subject, setting: Setting) -> Work:
     """From a folder (in the system's cache of files) to a model."""
     folder = subject.written
@@ -150,7 +155,7 @@ def load(subject: Subject, setting: Setting) -> Work:
     return Work(lambda _: checkpoint.load(folder, measure.device()), size, "bytes")
 
 
-@benchmark()
+@benchmark(reads=())
 def save(subject: Subject, setting: Setting) -> Work:
     """From a model to a folder, with digests, forced to the disk."""
     loaded, place = checkpoint.load(subject.written, measure.device()), scratch()

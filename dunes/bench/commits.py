@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dunes import measure
 from dunes.bench import rows
 
 SOURCE = Path(__file__).parents[2]
@@ -21,6 +22,8 @@ def measured(commits: Sequence[str], benchmark: str, size: str, rounds: int) -> 
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}; 1 at least")
     found: list[list[rows.Row]] = [[] for _ in commits]
+    # Chosen once: a process that measures them anew might choose otherwise.
+    what = (benchmark, size, "--threads", str(measure.threads()))
     with TemporaryDirectory(prefix="dunes-commits-") as held:
         trees = [Path(held, str(number)) for number in range(len(commits))]
         try:
@@ -30,9 +33,7 @@ def measured(commits: Sequence[str], benchmark: str, size: str, rounds: int) -> 
                 order = range(len(commits)) if number % 2 == 0 else reversed(range(len(commits)))
                 for side in order:
                     out = Path(held, f"{side}-{number}.jsonl")
-                    found[side].append(
-                        _lap(trees[side], commits[side], (benchmark, size), out) | {"round": number}
-                    )
+                    found[side].append(_lap(trees[side], commits[side], what, out) | {"round": number})
         finally:
             for tree in trees:
                 subprocess.run(["git", "-C", SOURCE, "worktree", "remove", "--force", tree], capture_output=True)
@@ -46,10 +47,10 @@ def _git(commit: str, *arguments: str) -> None:
         raise ValueError(f"{commit}: neither a file of measurements nor a commit of {SOURCE}: {told}")
 
 
-def _lap(tree: Path, commit: str, what: tuple[str, str], out: Path) -> rows.Row:
+def _lap(tree: Path, commit: str, what: Sequence[str], out: Path) -> rows.Row:
     """One process of that revision, one lap; the code that is here does not reach it."""
-    benchmark, size = what
-    arguments = ["bench", benchmark, "--size", size, "--rounds", "1", "--out", str(out)]
+    benchmark, size, *alike = what
+    arguments = ["bench", benchmark, "--size", size, *alike, "--rounds", "1", "--out", str(out)]
     command = [sys.executable, "-P", "-c", START, str(tree), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}

@@ -57,11 +57,13 @@ class Comparison:
 
 
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
-    """Pair what was measured in both. Raises ValueError if that is nothing.
+    """Pair what was measured in both. Raises ValueError if that is nothing, or for a senseless confidence.
 
     A column with one value in A and one in B does not tell things apart: it may differ (another model,
     another number of threads), and is named in `unlike`.
     """
+    if not 0.5 <= confidence < 1:
+        raise ValueError(f"--confidence is {confidence}; it is a share, at least 0.5 and below 1")
     fixed = [n for n in SETTING if all(len({str(r.get(n)) for r in side}) == 1 for side in (a, b))]
     columns = [n for n in SETTING if n not in fixed or n == "benchmark"]
     sides = [_grouped(side, columns) for side in (a, b)]
@@ -101,16 +103,14 @@ def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
 
 
 def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float) -> Difference:
-    pairs = zip(sorted(a, key=_round), sorted(b, key=_round), strict=False)
-    logs = [math.log(float(y["seconds"]) / float(x["seconds"])) for x, y in pairs]
+    sides = [{int(row.get("round", i)): float(row["seconds"]) for i, row in enumerate(side)} for side in (a, b)]
+    logs = [math.log(sides[1][n] / sides[0][n]) for n in sides[0] if n in sides[1]]
+    if not logs:
+        raise ValueError(f"{what}: no round was measured in both; measure again")
     middle, interval = typical(logs, confidence)
     return Difference(
         what, math.exp(middle), interval and (math.exp(interval[0]), math.exp(interval[1])), len(logs)
     )
-
-
-def _round(row: Row) -> int:
-    return int(row.get("round", 0))
 
 
 def typical(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, tuple[float, float] | None]:

@@ -16,6 +16,9 @@ from dunes.measure import Allocations
 from dunes.runs import memory
 from dunes.runs.memory import Shape
 
+BESIDE = 0.5e9
+"""Bytes of Python and torch in the process that takes the step."""
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -39,7 +42,7 @@ class Foreseen:
 
         Raises ValueError if it would not fit into the memory that is free.
         """
-        if (free := measure.free_memory(measure.device())) and free < self.log.peak:
+        if (free := measure.free_memory(measure.device())) and free < self.log.peak + BESIDE:
             raise ValueError(
                 f"{self.subject.name}: the step needs {self.log.peak / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
                 "free; leave out --check, or choose a smaller --batch"
@@ -78,8 +81,8 @@ def _truth(f: Foreseen) -> Truth:
     command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(told)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | GIVING_BACK)
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
-        raise ValueError(f"{f.subject.name}: the step could not be taken: {told}")
+        why = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
+        raise ValueError(f"{f.subject.name}: the step could not be taken: {why}")
     return Truth(**json.loads(done.stdout))
 
 

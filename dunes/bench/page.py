@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -14,6 +13,7 @@ from dunes.measure import fingerprint
 from dunes.runs.plan import Plan
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
+from dunes.runs.track import SAMPLES, written
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -109,10 +109,8 @@ def _spent(seconds: Mapping[str, float]) -> str:
 
 def _samples(run: Path) -> str:
     """Each sample behind its heading, the last one open."""
-    if not (run / "samples.md").is_file():
-        return ""
-    found = re.findall(r"^## (.*?)\n\n```\n(.*?)\n?```$", (run / "samples.md").read_text(), re.M | re.S)
-    shown = [f"<summary>{escape(title)}</summary><pre>{escape(text)}</pre>" for title, text in found]
+    found = written(run / SAMPLES).items()
+    shown = [f"<summary>After {step} steps</summary><pre>{escape(text)}</pre>" for step, text in found]
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
 

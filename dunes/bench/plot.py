@@ -4,6 +4,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -105,7 +106,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
         + p.geom_line(p.aes(y="fit"), size=0.8)
         + p.geom_point(size=3)
-        + p.scale_x_log10(labels=lambda v: [quantity(t) for t in v], breaks=_marks(r["x"] for r in records))
+        + p.scale_x_log10(labels=_round, breaks=_marks(r["x"] for r in records))
         + p.scale_y_log10(
             labels=lambda v: [words(t) for t in v], breaks=_marks(r[c] for r in records for c in ("y", "fit"))
         )
@@ -115,19 +116,23 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
     )
 
 
+def _round(values: Sequence[float]) -> list[str]:
+    return [re.sub(r"\.0(?=\D|$)", "", quantity(v)) for v in values]
+
+
 def _marks(values: Any) -> list[float]:
     """1, 2 and 5 times powers of ten around the values; powers of ten alone where these would be many."""
     values = list(values)
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    steps = (1, 2, 5) if high - low <= 2 else (1,)
+    steps = (1, 2, 5) if max(values) < 300 * min(values) else (1,)
     marks = [m * 10.0**e for e in range(low, high + 1) for m in steps]
     return [m for m in marks if min(values) / 2 <= m <= max(values) * 2]
 
 
-def bars(found: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Rates side by side, with the middle half of the laps as an interval and the number beside it.
+def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "middle half of the laps") -> Any:
+    """Rates side by side, with the number beside each, and with what the interval says.
 
-    Takes records with `name`, `rate`, `low`, `high` (rates, too) and `unit`.
+    Takes records with `name`, `rate`, `low`, `high` (rates, too; the ends of the interval) and `unit`.
     """
     p = _plotnine()
     records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in found]
@@ -142,9 +147,9 @@ def bars(found: Sequence[Mapping[str, Any]], title: str) -> Any:
         + p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
         + p.geom_text(p.aes(label="label", y="high"), ha="left", size=9)
         + p.scale_x_discrete(limits=order)
-        + p.scale_y_continuous(labels=lambda v: [quantity(t) for t in v], expand=(0, 0, 0.18, 0))
+        + p.scale_y_continuous(labels=_round, expand=(0, 0, 0.18, 0))
         + p.coord_flip()
-        + p.labs(title=title, x="", y=f"{found[0]['unit']}/s (line: middle half of the laps)")
+        + p.labs(title=title, x="", y=f"{found[0]['unit']}/s (line: {interval})")
         + p.theme(panel_grid_major_y=p.element_blank())
     )
 
@@ -182,7 +187,7 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
         _base(_frame(records), high=2.8, x="x", y="y")
         + p.geom_point(size=0.5, color="#bbbbbb")
         + p.geom_line(p.aes(y="mean"), color=COLOURS[0], size=0.9)
-        + p.scale_x_continuous(labels=lambda v: [quantity(t) for t in v])
+        + p.scale_x_continuous(labels=_round)
         + p.scale_y_continuous(labels=lambda v: [quantity(t) if t >= 1000 else f"{t:g}" for t in v])
         + p.labs(title=title, x="tokens seen", y="")
     )
@@ -220,7 +225,7 @@ def flame(report: Report) -> Any:
             "middle": 1e3 * (b["x"] + b["wide"] / 2),
             "centre": b["level"] + 0.47,
             "phase": b["phase"],
-            "label": b["name"] if b["wide"] > 0.011 * (2 + len(b["name"])) * total else "",
+            "label": b["name"] if b["wide"] > 0.008 * (1 + len(b["name"])) * total else "",
         }
         for b in boxes
         if b["wide"] > 0.001 * total
@@ -234,7 +239,11 @@ def flame(report: Report) -> Any:
         )
         + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
         + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
-        + p.labs(title=f"where {duration(total)} go, by module", x="milliseconds", y="")
+        + p.labs(
+            title=f"where {duration(total)} go, by module",
+            x="milliseconds ((outside): what no module did, like the loss)",
+            y="",
+        )
         + p.theme(axis_text_y=p.element_blank(), panel_grid_major_y=p.element_blank())
     )
 
@@ -286,7 +295,7 @@ def drawn(rows: Sequence[Row], folder: Path) -> list[Path]:
     paths = []
     for axis in AXES:
         if lines(found, axis):
-            for of in ("seconds", "peak_bytes"):
+            for of in ("seconds", "peak_bytes") if found[0].get("peak_bytes") else ("seconds",):
                 paths.append(folder / f"{found[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
                 saved(scaling(found, axis, of), paths[-1])
     paths.append(folder / f"{found[0]['benchmark']}-rates.svg")

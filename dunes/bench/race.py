@@ -1,12 +1,13 @@
 """Timing several pieces of work against each other so that a machine whose speed drifts favours none."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from torch import nn
+
+from dunes import measure
 
 LEAST = 0.2
 """Seconds that a lap takes at least; shorter work is repeated within it."""
@@ -58,27 +59,27 @@ def race(
     runs = {}
     for name, work in works.items():
         before(name)
-        first = [_timed(work, 1, clock) for _ in range(2)][1]
+        first = [_timed(work, 1, clock, lambda: None)[0] for _ in range(2)][1]
         runs[name] = max(1, round(least / max(first, 1e-9)))
     for number in range(rounds):
         for name in works if number % 2 == 0 else reversed(list(works)):
             before(name)
-            joules = energy()
-            seconds = _timed(works[name], runs[name], clock)
-            yield Lap(name, number, seconds, runs[name], _used(joules, energy(), runs[name]))
+            seconds, joules = _timed(works[name], runs[name], clock, energy)
+            yield Lap(name, number, seconds, runs[name], joules)
 
 
-def _used(before: float | None, after: float | None, runs: int) -> float | None:
-    """Joules of one run; None where they are not told, or where the counter began anew."""
-    if before is None or after is None or after < before:
-        return None
-    return (after - before) / runs
-
-
-def _timed(work: Work, runs: int, clock: Callable[[], float]) -> float:
-    total = 0.0
-    for state in itertools.starmap(work.setup, itertools.repeat((), runs)):
+def _timed(
+    work: Work, runs: int, clock: Callable[[], float], energy: Callable[[], float | None]
+) -> tuple[float, float | None]:
+    """Seconds and joules of one run without what is set up for it; None where no counter tells."""
+    total, used = 0.0, list[float]()
+    for _ in range(runs):
+        state, joules = work.setup(), energy()
         start = clock()
         work.run(state)
+        measure.wait(measure.device())
         total += clock() - start
-    return total / runs
+        spent = energy()
+        if joules is not None and spent is not None and spent >= joules:
+            used.append(spent - joules)
+    return total / runs, sum(used) / len(used) if used else None

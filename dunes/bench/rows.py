@@ -7,7 +7,7 @@ known of it), in which round, and what came out (`seconds` of one run, `amount` 
 import json
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -31,15 +31,9 @@ def read(path: Path) -> list[Row]:
     """All rows of a .jsonl or .parquet file. Raises ValueError that names the line which is not a row."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; `dunes bench train --size 3m --out {path}` would make it")
-    if path.suffix == ".parquet":
-        return list(extra("polars", "plot").read_parquet(path).to_dicts())
     rows = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or not {"benchmark", "seconds"} <= row.keys():
+    for number, (row, line) in enumerate(_parquet(path) if path.suffix == ".parquet" else _lines(path), 1):
+        if not isinstance(row, dict) or not {"benchmark", "seconds", "amount", "unit"} <= row.keys():
             raise ValueError(
                 f"{path}:{number}: expected a measurement as `dunes bench` writes it, found {line[:60]!r}"
             )
@@ -47,6 +41,25 @@ def read(path: Path) -> list[Row]:
     if not rows:
         raise ValueError(f"{path}: holds no measurement")
     return rows
+
+
+def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
+    polars = extra("polars", "plot")
+    try:
+        frame = polars.read_parquet(path)
+    except polars.exceptions.PolarsError as error:
+        raise ValueError(f"{path}: not a parquet file: {error}") from None
+    yield from ((row, str(row)) for row in frame.to_dicts())
+
+
+def _lines(path: Path) -> Iterator[tuple[Any, str]]:
+    """Each line read as JSON, None where it is none; a last line that was cut short is left out."""
+    text = path.read_text(errors="replace")
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        try:
+            yield json.loads(line), line
+        except ValueError:
+            yield None, line
 
 
 def key(row: Row) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
 from dunes.runs.extra import extra
-from dunes.runs.memory import Shape
+from dunes.runs.memory import Shape, training
 from dunes.runs.plan import parse_size
 
 FRAGMENTS = 1.5
@@ -40,13 +40,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One thing that is timed; `bytes` and `peak` are its weights' and its whole step's memory, foreseen."""
+    """One thing that is timed.
+
+    `bytes` are its weights', `held` what it holds between runs and `peak` the most that its tensors hold
+    in one, foreseen; None where nobody can tell.
+    """
 
     subject: Subject
     setting: Setting
     parameters: int
     bytes: int
-    peak: int
+    held: int
+    peak: int | None
 
 
 def contestants(name: str, request: Request) -> list[Contestant]:
@@ -59,9 +64,16 @@ def contestants(name: str, request: Request) -> list[Contestant]:
 
 def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
     """Each subject with each setting. Raises ValueError for what no machine can do."""
-    for field in ("batches", "contexts", "threads"):
-        if any(value < 1 for value in getattr(request, field)):
-            raise ValueError(f"--{field.rstrip('es')} must be at least 1, not {min(getattr(request, field))}")
+    for option, values in (
+        ("batch", request.batches),
+        ("context", request.contexts),
+        ("threads", request.threads),
+    ):
+        if min(values, default=1) < 1:
+            raise ValueError(f"--{option} must be at least 1, not {min(values)}")
+    asked = {"batch": request.batches, "context": request.contexts, "dtype": request.dtypes}
+    if idle := [option for option, values in asked.items() if values and option not in BENCHMARKS[name].reads]:
+        raise ValueError(f"--{idle[0]} means nothing to {name}; leave it out")
     if not request.models and not request.sizes:
         raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
     if wrong := [d for d in request.dtypes if d not in DTYPES]:
@@ -94,17 +106,19 @@ def _subjects(request: Request) -> Iterator[Subject]:
 
 
 def _contestant(named: Benchmark, subject: Subject, setting: Setting) -> Contestant:
-    shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))
-    log = named.memory(subject.outline, shape)
     with torch.device("meta"):
         parameters = tree.count(subject.outline())
-    held = log.by("kind", moment=0)
-    return Contestant(subject, setting, parameters, held[("parameters",)], log.peak)
+    size = parameters * (4 if named.memory is training else getattr(torch, setting.dtype).itemsize)
+    if named.memory is None:
+        return Contestant(subject, setting, parameters, size, size, None)
+    shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))
+    log = named.memory(subject.outline, shape)
+    return Contestant(subject, setting, parameters, size, log.live[0], log.peak)
 
 
 def _fits(found: Sequence[Contestant]) -> None:
     """Raises ValueError if the machine would swap: all models are held at once, one works at a time."""
-    need = FRAGMENTS * (sum(c.bytes for c in found) * 3 + max(c.peak for c in found))
+    need = FRAGMENTS * (sum(c.held for c in found) + max((c.peak or 0) - c.held for c in found))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
             f"this needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; a smaller model, --batch or "
@@ -130,12 +144,14 @@ def bench(
         raise ValueError(f"{out}: a file of measurements is named .jsonl or .parquet")
     if out.suffix == ".parquet":
         extra("polars", "plot")  # now, not after an hour
-    if out.exists():
-        raise ValueError(f"{out}: is there already; choose another --out")
+    lines = out.with_suffix(".jsonl")
+    for path in {out, lines}:
+        if path.exists():
+            raise ValueError(f"{path}: is there already; choose another --out")
     field = {f"{number}": c for number, c in enumerate(contestants(name, request))}
     works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}
     known = {"commit": rows.commit(), "dunes": __version__, **measure.fingerprint()}
-    ceilings, lines, kept = Ceilings(), out.with_suffix(".jsonl"), list[rows.Row]()
+    ceilings, kept = Ceilings(), list[rows.Row]()
     before = lambda n: torch.set_num_threads(field[n].setting.threads)
     for lap in race(works, rounds, before=before, least=least, energy=measure.joules):
         row = _row(name, field[lap.name], works[lap.name], lap, ceilings) | known
@@ -153,7 +169,7 @@ class Ceilings:
 
     def __init__(self) -> None:
         self._matmul: dict[tuple[Any, ...], float] = {}
-        self._read: dict[int, float] = {}
+        self._read: dict[tuple[int, int], dict[int, float]] = {}
 
     def matmul(self, dtype: str, threads: int, round: int) -> float:
         """FLOP/s, once a round."""
@@ -162,17 +178,17 @@ class Ceilings:
             self._matmul[key] = measure.matmul_rate(getattr(torch, dtype), measure.device())
         return self._matmul[key]
 
-    def read(self, size: int, threads: int) -> float:
-        """Bytes a second, over as many bytes; the highest of three tries."""
-        key = size * 1024 + threads
-        if key not in self._read:
-            self._read[key] = max(measure.read_rate(measure.device(), size, 0.05) for _ in range(3))
-        return self._read[key]
+    def read(self, size: int, threads: int, round: int) -> float:
+        """Bytes a second, over as many bytes; the highest so far, of a try a round."""
+        tries = self._read.setdefault((size, threads), {})
+        if round not in tries:
+            tries[round] = measure.read_rate(measure.device(), size, 0.1)
+        return max(tries.values())
 
 
 def _row(name: str, c: Contestant, work: Work, lap: Lap, ceilings: Ceilings) -> rows.Row:
     matmul = ceilings.matmul(c.setting.dtype, c.setting.threads, lap.round)
-    read = ceilings.read(c.bytes, c.setting.threads)
+    read = ceilings.read(c.bytes, c.setting.threads, lap.round)
     return {
         "benchmark": name,
         "subject": c.subject.name,

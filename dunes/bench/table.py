@@ -22,13 +22,15 @@ WIDTH = 240
 
 def duration(seconds: float) -> str:
     """1.23 s, 45.6 ms, 789 µs."""
-    size, unit = next((u for u in UNITS if abs(seconds) >= u[0]), UNITS[-1])
+    size, unit = next((u for u in UNITS if abs(seconds) >= 0.9995 * u[0]), UNITS[-1])
     return f"{seconds / size:.3g} {unit}"
 
 
 def size(count: float) -> str:
     """1.2 GB, 34 MB, 56 kB."""
-    scale, unit = next((u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if abs(count) >= u[0]), (1.0, "B"))
+    scale, unit = next(
+        (u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if abs(count) >= 0.9995 * u[0]), (1.0, "B")
+    )
     return f"{count / scale:.3g} {unit}"
 
 
@@ -55,7 +57,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
         "of matmul": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
         "of reading": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
         "energy": lambda f: f"{f['joules']:.3g} J" if "joules" in f else "",
-        "tensors": lambda f: size(f["peak_bytes"]),
+        "tensors": lambda f: size(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in found)}
     lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in found]

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -163,7 +164,8 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
     sums: Counter[tuple[str, str, str]] = Counter()
     calls: Counter[tuple[str, str, str]] = Counter()
     for event in events:
-        if event.name.startswith((MODULE, "ProfilerStep")):
+        # A kernel is an event of its own, too; its time is that of the operation which launched it.
+        if event.name.startswith((MODULE, "ProfilerStep")) or event.device_type != DeviceType.CPU:
             continue
         seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
         phase, module = _place(event, makers)
@@ -180,6 +182,7 @@ def of_work(work: Work) -> tuple[Report, float]:
     for _ in range(4):  # the first ones load kernels
         state, start = work.setup(), perf_counter()
         work.run(state)
+        measure.wait(measure.device())
         plain.append(perf_counter() - start)
     state = work.setup()
     with timed(work.model) as report:

@@ -32,7 +32,7 @@ def _named(name: str, about: str) -> Callable[..., int]:
         context: Annotated[tuple[int, ...], _open("TOKENS", "the model's")] = (),
         dtype: Annotated[tuple[str, ...], _open("DTYPE", "usual for it")] = (),
         threads: Annotated[tuple[int, ...], _open("THREADS", "measured")] = (),
-        rounds: int = 10,
+        rounds: Annotated[int | None, _open("ROUNDS", "10")] = None,
         out: Annotated[Path | None, _open("FILE", "runs/bench/...")] = None,
         by_module: bool = False,
         picture: Annotated[Path | None, _open("FILE", "none")] = None,
@@ -41,9 +41,11 @@ def _named(name: str, about: str) -> Callable[..., int]:
         from dunes.bench.run import Request
 
         request = Request(models, size, family, batch, context, dtype, threads)
-        if by_module:
-            return _by_module(name, request, picture)
-        return _race(name, request, rounds, out)
+        if not by_module and picture:
+            raise ValueError("--picture draws what --by-module finds; draw laps with dunes bench plot FILE")
+        if by_module and (rounds or out):
+            raise ValueError("--by-module looks into one run, which has no --rounds and no --out")
+        return _by_module(name, request, picture) if by_module else _race(name, request, rounds or 10, out)
 
     command.__doc__ = f"""{about}
 
@@ -70,13 +72,20 @@ def _named(name: str, about: str) -> Callable[..., int]:
 def _race(name: str, request: Any, rounds: int, out: Path | None) -> int:
     from rich.console import Console
 
-    from dunes.bench import run, table
+    from dunes.bench import rows, run, table
     from dunes.runs.progress import Display
 
-    file, rows, status = out or run.named(name), [], 0
-    with Display(Console(stderr=True, highlight=False)) as show:
-        rows = run.bench(name, request, rounds, file, show.state)
-    found = run.summaries(rows)
+    file, status = out or run.named(name), 0
+    try:
+        with Display(Console(stderr=True, highlight=False)) as show:
+            laps = run.bench(name, request, rounds, file, show.state)
+    except KeyboardInterrupt:
+        file, status = file.with_suffix(".jsonl"), 130
+        if not file.exists():
+            raise
+        laps = rows.read(file)
+        print("interrupted; what was measured until then:")
+    found = run.summaries(laps)
     table.summary(found)
     print(f"all laps: {file}   compare: dunes bench compare {file} OTHER   draw: dunes bench plot {file}")
     print(json.dumps({"file": str(file), "results": found}))
@@ -84,14 +93,19 @@ def _race(name: str, request: Any, rounds: int, out: Path | None) -> int:
 
 
 def _by_module(name: str, request: Any, picture: Path | None) -> int:
+    import torch
+
     from dunes.bench import BENCHMARKS, run, table
     from dunes.bench import plot as plots
     from dunes.bench.timed import of_work
 
     found = run.contestants(name, request)
+    if len(found) > 1:
+        raise ValueError(f"--by-module looks into one run, and these are {len(found)}; give each option one value")
+    torch.set_num_threads(found[0].setting.threads)
     work = BENCHMARKS[name].make(found[0].subject, found[0].setting)
-    if len(found) > 1 or work.model is None:
-        raise ValueError(f"--by-module looks into one run of one model; dunes bench {name} would run {len(found)}")
+    if work.model is None:
+        raise ValueError(f"--by-module: dunes bench {name} runs no model")
     report, overhead = of_work(work)
     table.times(report, overhead)
     if picture:
@@ -127,7 +141,7 @@ def compare(
     from dunes.bench.commits import measured
     from dunes.bench.compare import compare as compared
 
-    if Path(a).is_file() or Path(b).is_file() or Path(a).suffix or Path(b).suffix:
+    if any(Path(side).is_file() or Path(side).suffix in (".jsonl", ".parquet") for side in (a, b)):
         before, after = rows.read(Path(a)), rows.read(Path(b))
     else:
         before, after = measured((a, b), benchmark, size, rounds)
@@ -157,7 +171,9 @@ def plot(
 
     if over not in ("minutes", "tokens", "steps"):
         raise ValueError(f"--over is {over!r}; it must be minutes, tokens or steps")
-    drawn = [path for p in paths if not p.is_dir() for path in plots.drawn(rows.read(p), out)]
+    laps = [row for p in paths if not p.is_dir() for row in rows.read(p)]
+    kinds = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
+    drawn = [path for kind in kinds.values() for path in plots.drawn(kind, out)]
     if runs := {str(p): records(p / METRICS) for p in paths if p.is_dir()}:
         drawn.append(out / "loss.svg")
         plots.saved(plots.losses(runs, over), drawn[-1])
@@ -232,7 +248,11 @@ def memory(
 
 
 def run(arguments: list[str]) -> int:
-    """Parse what follows `dunes bench` and do it."""
+    """Parse what follows `dunes bench` and do it, with memory and small numbers as `dunes train` has them."""
+    from dunes import measure
+
+    measure.keep_memory()
+    measure.quick_small_numbers()
     about = "Measure: time, memory, where they go; compare and draw what was measured."
     about += "\n\nExample: dunes bench train --size 1m 3m"
     chosen = tyro.extras.subcommand_cli_from_dict(

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import sys
 from contextlib import suppress
@@ -115,6 +116,9 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes this process has held at once: on the GPU if it uses one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, StopIteration), open("/proc/self/status") as file:
+        # Linux's getrusage would tell the parent's peak where that was higher.
+        return int(next(line for line in file if line.startswith("VmHWM:")).split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -145,16 +149,20 @@ def free_memory(device: torch.device) -> int:
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
         told = dict(line.split(":") for line in file)
         return min(int(told["MemAvailable"].split()[0]) * 1024, _granted())
+    with suppress(OSError, ValueError):  # all there is, where nothing else is told
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident()
     return 0
 
 
 def _granted() -> int:
     """What is left of the memory that a container grants."""
-    left, group = sys.maxsize, Path("/sys/fs/cgroup")
+    left, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
+    with suppress(OSError, ValueError):  # files in memory make room
+        cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])
     older = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
     for most, used in (("memory.max", "memory.current"), older):
         with suppress(OSError, ValueError):
-            left = min(left, int((group / most).read_text()) - int((group / used).read_text()))
+            left = min(left, int((group / most).read_text()) - int((group / used).read_text()) + cached)
     return left
 
 

@@ -206,11 +206,12 @@ def memory(plan: Plan) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
     assert plan.dtype, "chosen before"
     log = training(partial(build, plan), Shape(plan.batch, plan.context, getattr(torch, plan.dtype)))
-    parts: dict[str, float] = {"Python, torch and its kernels": STARTED}
-    parts |= {str(kind): size for (kind,), size in log.by("kind").items()}
+    parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
+    if measure.device().type == "cuda":
+        return parts
     weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
-    if measure.device().type == "cpu":
-        parts["holes between them"] = HOLES * (log.peak - weights)
+    parts["Python, torch and its kernels"] = STARTED
+    parts["holes between them"] = HOLES * (log.peak - weights)
     parts["the best weights and the state that is being saved"] = 3 * weights + averages
     return parts
 

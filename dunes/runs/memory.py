@@ -49,7 +49,7 @@ def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
         model = _in(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
         with measure.allocations(model) as log, torch.no_grad():
-            cache = Cache(shape.batch, shape.context)
+            cache = Cache(shape.batch, shape.context, measure.device())
             for new in (ids, ids[:, :1]):
                 real = torch.ones_like(new, dtype=torch.bool)
                 model(new, at=cache.start(real), cache=cache, last=1)
@@ -81,5 +81,5 @@ def _step(trainer: Trainer, batch: Tensor) -> None:
 
 @contextmanager
 def _tensors(foreseen: bool) -> Iterator[None]:
-    with FakeTensorMode() if foreseen else nullcontext():
+    with FakeTensorMode() if foreseen else nullcontext(), torch.device(measure.device()):
         yield

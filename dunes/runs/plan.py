@@ -74,8 +74,11 @@ def parse_size(text: str) -> int:
     units = {"k": 1e3, "m": 1e6, "b": 1e9}
     number, unit = text.lower()[:-1], text.lower()[-1:]
     try:
-        return int(float(number) * units[unit]) if unit in units else int(text)
-    except ValueError:
+        count = int(float(number) * units[unit]) if unit in units else int(text)
+        if count < 1:
+            raise ValueError
+        return count
+    except (ValueError, OverflowError):
         raise ValueError(f"--size is {text!r}; write a number of parameters like 3m or 500k") from None
 
 

@@ -366,6 +366,7 @@ def _model(run: Run, score: Score) -> None:
             "perplexity": score.perplexity,
             "bits_per_byte": score.bits_per_byte,
             "tokens": score.tokens,
+            "peak_bytes": measure.peak_memory(run.trainer.device),
         },
         "spent": {what: round(seconds, 3) for what, seconds in run.spent.seconds.items()},
     }
