@@ -105,7 +105,7 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
 
 
 def test_the_estimate_is_what_a_run_takes(code, tmp_path):
-    """In a process of its own, with saves on the way; the estimate promises a tenth once the heap has its holes."""
+    """In a process of its own, with saves on the way; it promises a tenth once the heap has its holes."""
     script = """
         import sys, torch
         from pathlib import Path
