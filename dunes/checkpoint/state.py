@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
     folder = run / "state" / f"step-{step:06d}"
     taken = state if isinstance(state, Snapshot) else snapshot(state)
     for name, tensor in taken.tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not _finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} holds numbers that are not finite")
 
     def fill(staged: Path) -> None:
@@ -54,6 +56,17 @@ def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
     for old in _folders(run)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite, found by numpy, which computes in the calling thread alone.
+
+    PyTorch would give this thread a team of threads of its own for as long as it lives, and libgomp lets
+    all waiting threads sleep sooner once there are more of them than processors: training went 40 % slower.
+    """
+    if tensor.dtype == torch.bfloat16:  # numpy has none; an exponent of ones alone is not finite
+        return bool((tensor.detach().view(torch.int16).numpy() & 0x7F80 != 0x7F80).all())
+    return bool(np.isfinite(tensor.detach().numpy()).all())
 
 
 def tidy(run: Path) -> None:
