@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+from textwrap import dedent
 
 import pytest
 import torch
@@ -196,3 +199,34 @@ def test_a_state_that_is_there_already_is_not_written_again_unless_damaged(tmp_p
     flip(path / "state.json")
     checkpoint.store(tmp_path, 4, {"a": 1})
     assert checkpoint.restore(state.latest(tmp_path)) == {"a": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])
+def test_a_state_that_is_not_finite_is_not_stored_in_any_dtype(tmp_path, dtype, wrong):
+    weights = torch.linspace(-1e4, 1e4, 100).to(dtype)
+    assert checkpoint.store(tmp_path, 1, {"weights": weights}).exists()
+    weights[50] = wrong
+    with pytest.raises(ValueError, match="weights holds numbers that are not finite"):
+        checkpoint.store(tmp_path, 2, {"weights": weights})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_storing_in_a_thread_starts_no_team_of_threads_there(tmp_path):
+    """A second team in the process makes training 40 % slower for as long as it lives."""
+    script = """
+        import os, sys, torch
+        from concurrent.futures import ThreadPoolExecutor
+        from pathlib import Path
+        from dunes import checkpoint
+        torch.set_num_threads(2)
+        taken = checkpoint.snapshot({"weights": torch.ones(3_000_000).sin()})
+        count = lambda: len(os.listdir("/proc/self/task"))
+        before = count()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(checkpoint.store, Path(sys.argv[1]), 1, taken).result()
+            print(count() - before)
+    """
+    command = [sys.executable, "-c", dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 1, "the pool's own"
