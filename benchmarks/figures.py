@@ -71,18 +71,22 @@ def trained(minutes: int) -> Step:
     return Step(command, learned, folder=folder, leaves=folder)
 
 
+def rates(row: Row) -> dict[str, float]:
+    """Tokens a second of each side of the race."""
+    return {side.partition(":")[0]: v for side, v in row.items() if ": tokens/s" in side}
+
+
 def raced(size: str) -> Step:
     def figures(row: Row) -> Figures:
-        rate = {side.partition(":")[0]: v for side, v in row.items() if ": tokens/s" in side}
+        rate = rates(row)
         others = ", ".join(f"{row[f'ours over {n}']:.2f} times {n} ({rate[n]:,.0f})" for n in rate if n != "ours")
         share = f"{row['ours: share of it']:.0%} of the matmul rate"
         return [(f"training at {size}, tokens/s", f"{rate['ours']:,.0f}: {others}; {share}")]
 
     def pictures(row: Row) -> None:
-        rate = {side.partition(":")[0]: v for side, v in row.items() if ": tokens/s" in side}
-        bars = [{"name": n, "rate": r, "low": r, "high": r, "unit": "tokens"} for n, r in rate.items()]
+        bars = [{"name": n, "rate": r, "low": r, "high": r, "unit": "tokens"} for n, r in rates(row).items()]
         title = f"training at {size} parameters, each side at its best batch"
-        plot.saved(plot.bars(bars, title, "none, medians of three"), PICTURES / f"training-{size}.svg")
+        plot.saved(plot.bars(bars, title, ""), PICTURES / f"training-{size}.svg")
 
     return Step(script("train.py", "--sizes", size, "--rounds", "3"), figures, pictures)
 

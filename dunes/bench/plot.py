@@ -130,7 +130,7 @@ def _marks(values: Any) -> list[float]:
 
 
 def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "middle half of the laps") -> Any:
-    """Rates side by side, with the number beside each, and with what the interval says.
+    """Rates side by side, with the number beside each, and an interval unless its name is empty.
 
     Takes records with `name`, `rate`, `low`, `high` (rates, too; the ends of the interval) and `unit`.
     """
@@ -141,15 +141,17 @@ def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "middle
         record["label"] = "  " + quantity(record["rate"])
     order = [str(f["name"]) for f in reversed(found)]
     frame = _frame(records)
+    ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
+    words = f"/s (line: {interval})" if interval else "/s"
     return (
         _base(frame, high=1.2 + 0.42 * len(records), x="name", y="rate")
         + p.geom_col(fill=COLOURS[0], width=0.65)
-        + p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
+        + ([ends] if interval else [])
         + p.geom_text(p.aes(label="label", y="high"), ha="left", size=9)
         + p.scale_x_discrete(limits=order)
         + p.scale_y_continuous(labels=_round, expand=(0, 0, 0.18, 0))
         + p.coord_flip()
-        + p.labs(title=title, x="", y=f"{found[0]['unit']}/s (line: {interval})")
+        + p.labs(title=title, x="", y=found[0]["unit"] + words)
         + p.theme(panel_grid_major_y=p.element_blank())
     )
 

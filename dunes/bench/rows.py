@@ -75,11 +75,6 @@ def groups(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     return dict(found)
 
 
-def varying(rows: Sequence[Row]) -> list[str]:
-    """The columns of SETTING in which the rows differ."""
-    return [name for name in SETTING if len({str(row.get(name)) for row in rows}) > 1]
-
-
 def summary(rows: Sequence[Row]) -> Row:
     """One thing's rounds in one record: the medians, and the middle half of the seconds as their spread."""
     first = rows[0]

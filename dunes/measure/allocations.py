@@ -123,7 +123,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moment = 0
         self.over = False
         self.held: dict[int, tuple[Any, Allocation]] = {}
-        self.late: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
