@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from dunes import __version__
 from dunes.checkpoint import atomic
 from dunes.checkpoint.say import said
+from dunes.checkpoint.stored import held, moved
 from dunes.models import FAMILIES, family_of
-from dunes.models.names import from_theirs, to_theirs
+from dunes.models.names import to_ours, to_theirs
 from dunes.parts import Decoder
 from dunes.text import END, Tokenizer
 
@@ -57,7 +58,10 @@ def save(
     folder = Path(folder)
     settle(folder)
     family = FAMILIES[words.family]
-    weights = {k: v.detach().contiguous() for k, v in to_theirs(family.NAMES, model.state_dict()).items()}
+    state = model.state_dict()
+    moves, unknown = to_theirs(family.NAMES, state)
+    assert not unknown, "a family has a name for each of its weights"
+    weights = {k: v.read() for k, v in moved(moves, held(state)).items()}
 
     def fill(staged: Path) -> None:
         atomic.write_tensors(staged / WEIGHTS, weights)
@@ -126,7 +130,11 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     family, hf = FAMILIES[name], _json(folder / CONFIG)
     with torch.device("meta"):
         model: Decoder = family.build(config)
-    weights = from_theirs(family.NAMES, _weights(folder))
+    stored = held(_weights(folder), WEIGHTS)
+    moves, unknown = to_ours(family.NAMES, {k: w.shape for k, w in stored.items()})
+    if unknown:
+        raise ValueError(f"{folder / WEIGHTS}: weights that this family does not have: {', '.join(unknown)}")
+    weights = {k: w.read() for k, w in moved(moves, stored).items()}
     tokenizer = Tokenizer.load(folder)
     if (rows := weights.get("embed.token.weight")) is not None:
         _agree(folder, hf, len(rows), tokenizer)

@@ -1,11 +1,13 @@
 """Tensors that lie in files: known by name, shape and dtype before a single number is read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from dunes.models.names import Move
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,35 @@ class Stored:
 
 
 Weights: TypeAlias = Mapping[str, Stored]
+
+
+def held(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str, Stored]:
+    """Tensors that are here already, as if they were stored."""
+    return {
+        key: Stored(tuple(t.shape), t.dtype, f"{origin}: {key}", lambda t=t: t.detach())  # type: ignore[misc]
+        for key, t in tensors.items()
+    }
+
+
+def moved(moves: Iterable[Move], weights: Weights) -> dict[str, Stored]:
+    """The tensors that these moves make, made when they are read.
+
+    Raises ValueError where two of them would be the same one.
+    """
+    made: dict[str, Stored] = {}
+    for move in moves:
+        sources = [weights[s] for s in move.sources]
+        if move.to in made:
+            raise ValueError(f"{sources[0].origin} and {made[move.to].origin} are the same weight, {move.to}")
+        made[move.to] = _made(move, sources)
+    return made
+
+
+def _made(move: Move, sources: list[Stored]) -> Stored:
+    shapes = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]
+    try:
+        shape = tuple(move.make(shapes).shape)
+    except (RuntimeError, IndexError):  # a matrix was expected where none is; the comparison of shapes will say so
+        shape = sources[0].shape
+    origin = ", ".join(s.origin for s in sources)
+    return Stored(shape, sources[0].dtype, origin, lambda: move.make([s.read() for s in sources]).contiguous())

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import nn
 
-from dunes.models.names import Names, both, name
+from dunes.models.names import Names, both, name, turned
 from dunes.models.words import hf_config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding
 
@@ -118,10 +118,10 @@ NAMES: Names = [
     name("transformer.wte.weight", "embed.token.weight"),
     name("transformer.wpe.weight", "embed.place.weight"),
     *both("transformer.h.{i}.ln_1", "blocks.{i}.attn_norm"),
-    *both("transformer.h.{i}.attn.c_attn", *[f"blocks.{{i}}.attn.{p}" for p in "qkv"], turned=True),
-    *both("transformer.h.{i}.attn.c_proj", "blocks.{i}.attn.out", turned=True),
+    *both("transformer.h.{i}.attn.c_attn", *[f"blocks.{{i}}.attn.{p}" for p in "qkv"], load=turned, save=turned),
+    *both("transformer.h.{i}.attn.c_proj", "blocks.{i}.attn.out", load=turned, save=turned),
     *both("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm"),
-    *both("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", turned=True),
-    *both("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", turned=True),
+    *both("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", load=turned, save=turned),
+    *both("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", load=turned, save=turned),
     *both("transformer.ln_f", "norm"),
 ]

@@ -1,81 +1,135 @@
 """The same weights under someone else's names. One table, read in both directions.
 
-`{i}` in a name stands for a number; it is the same number on both sides.
+`{i}` in a name stands for a number; it is the same number on both sides. A number that only our side
+has counts along the first dimension of theirs, where all of ours lie stacked.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+Change = Callable[[Tensor], Tensor]
+
+
+def same(weight: Tensor) -> Tensor:
+    """No change of layout."""
+    return weight
+
 
 @dataclass(frozen=True)
 class Name:
-    """Their tensor is ours, several of ours below each other, or that turned (in, out for out, in)."""
+    """Their tensor is ours, or several of ours below each other.
+
+    `load` brings a whole tensor of theirs into our layout before it is parted, `save` takes it back.
+    """
 
     theirs: str
     ours: tuple[str, ...]
-    turned: bool = False
+    load: Change = same
+    save: Change = same
 
-    def load(self, weight: Tensor) -> Sequence[Tensor]:
-        weight = weight.T if self.turned else weight
-        return [part.contiguous() for part in weight.chunk(len(self.ours))]
-
-    def save(self, weights: Sequence[Tensor]) -> Tensor:
-        weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-        return (weight.T if self.turned else weight).contiguous()
+    @property
+    def stacked(self) -> bool:
+        """Whether theirs holds many of ours (experts), one after the other in its first dimension."""
+        return bool(_fields(self.ours[0]) - _fields(self.theirs))
 
 
 Names = Sequence[Name]
 
 
-def name(theirs: str, *ours: str, turned: bool = False) -> Name:
-    return Name(theirs, ours, turned)
+def turned(weight: Tensor) -> Tensor:
+    """(in, out) for (out, in), as GPT-2's Conv1D stores matrices."""
+    return weight.mT
 
 
-def both(theirs: str, *ours: str, turned: bool = False) -> list[Name]:
-    """A weight, turned if asked, and its bias."""
+def name(theirs: str, *ours: str, load: Change = same, save: Change = same) -> Name:
+    return Name(theirs, ours, load, save)
+
+
+def both(theirs: str, *ours: str, load: Change = same, save: Change = same) -> list[Name]:
+    """A weight in another layout, if asked, and its bias."""
     return [
-        name(f"{theirs}.weight", *[f"{o}.weight" for o in ours], turned=turned),
+        name(f"{theirs}.weight", *[f"{o}.weight" for o in ours], load=load, save=save),
         name(f"{theirs}.bias", *[f"{o}.bias" for o in ours]),
     ]
 
 
-def _number(template: str, name: str) -> dict[str, str] | None:
-    """The numbers in `name` if it has the template's form."""
-    found = re.fullmatch(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(template)), name)
-    return None if found is None else found.groupdict()
+@dataclass(frozen=True)
+class Move:
+    """A tensor `to` is what `make` makes of the tensors `sources`; views where nothing has to be copied."""
+
+    to: str
+    sources: tuple[str, ...]
+    make: Callable[[Sequence[Tensor]], Tensor]
 
 
-def from_theirs(names: Names, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict from theirs. Raises ValueError that lists every weight the table does not know."""
-    ours: dict[str, Tensor] = {}
+def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Move], list[str]]:
+    """How our tensors are made of theirs, given by name and shape, and the names that the table does not know."""
+    moves: list[Move] = []
     unknown = []
-    for key, weight in theirs.items():
-        hit = next(((n, at) for n in names if (at := _number(n.theirs, key)) is not None), None)
+    for key, shape in theirs.items():
+        hit = next(((n, at) for n in names if (at := _numbers(n.theirs, key)) is not None), None)
         if hit is None:
-            unknown.append(f"{key} {tuple(weight.shape)}")
+            unknown.append(key)
             continue
         rule, at = hit
-        ours |= {o.format(**at): part for o, part in zip(rule.ours, rule.load(weight), strict=True)}
-    if unknown:
-        raise ValueError(f"weights that this family does not have: {', '.join(unknown)}")
-    return ours
+        copies = shape[0] if rule.stacked and shape else 1
+        for e in range(copies):
+            for part, ours in enumerate(rule.ours):
+                to = _filled(ours, at | {f: str(e) for f in _fields(ours) - at.keys()})
+                moves.append(Move(to, (key,), _taken(rule, part, e if rule.stacked else None)))
+    return moves, unknown
 
 
-def to_theirs(names: Names, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their state dict from ours. Raises ValueError that lists every weight the table does not know."""
-    theirs: dict[str, Tensor] = {}
-    used: set[str] = set()
+def _taken(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tensor]], Tensor]:
+    def make(sources: Sequence[Tensor]) -> Tensor:
+        whole = rule.load(sources[0] if index is None else sources[0][index])
+        # Unlike `chunk`, this refuses to part what does not part evenly: it gives other shapes than expected.
+        return whole if len(rule.ours) == 1 else whole.tensor_split(len(rule.ours))[part]
+
+    return make
+
+
+def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Move], list[str]]:
+    """How their tensors are made of ours, given by name, and the names that the table does not know."""
+    moves: list[Move] = []
+    left = dict.fromkeys(ours)
     for rule in names:
-        for key in ours:
-            if (at := _number(rule.ours[0], key)) is None:
+        for key in [k for k in left if _numbers(rule.ours[0], k) is not None]:
+            at = _numbers(rule.ours[0], key) or {}
+            parts = tuple(_filled(o, at) for o in rule.ours)
+            if rule.stacked or any(p not in left for p in parts):
                 continue
-            parts = [o.format(**at) for o in rule.ours]
-            theirs[rule.theirs.format(**at)] = rule.save([ours[p] for p in parts])
-            used.update(parts)
-    if unknown := set(ours) - used:
-        raise ValueError(f"weights without a name there: {', '.join(sorted(unknown))}")
-    return theirs
+            moves.append(Move(_filled(rule.theirs, at), parts, _joined(rule)))
+            for part in parts:
+                del left[part]
+    return moves, list(left)
+
+
+def _joined(rule: Name) -> Callable[[Sequence[Tensor]], Tensor]:
+    return lambda parts: rule.save(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+
+
+def _fields(template: str) -> set[str]:
+    return set(re.findall(r"\{(\w)\}", template))
+
+
+def _filled(template: str, at: Mapping[str, str]) -> str:
+    for field, number in at.items():
+        template = template.replace(f"{{{field}}}", number)
+    return template
+
+
+@lru_cache(maxsize=4096)
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>0|[1-9]\\d{0,8})", re.escape(template)), re.ASCII)
+
+
+def _numbers(template: str, key: str) -> dict[str, str] | None:
+    """The numbers in `key` if it has the template's form."""
+    found = _pattern(template).fullmatch(key)
+    return None if found is None else found.groupdict()
