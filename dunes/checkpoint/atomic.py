@@ -82,16 +82,20 @@ def room_for(folder: Path, size: int) -> None:
 
 
 def write_folder(
-    folder: Path, fill: Callable[[Path], None], tensors: Mapping[str, Mapping[str, Tensor]] | None = None
+    folder: Path,
+    fill: Callable[[Path], None],
+    tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
+    size: int = 0,
 ) -> None:
     """Make a folder that appears whole or not at all; `fill` writes plain files into a staging folder.
 
     A manifest is written last, with each file's size and SHA-256, and that of each of the `tensors` in
-    it (by file name), so that damage can be told by name. Raises OSError, and leaves what was there
-    untouched, if anything cannot be written.
+    it (by file name), so that damage can be told by name. `size` is about how many bytes there will be
+    beside those. Raises OSError, and leaves what was there untouched, if anything cannot be written.
     """
     tensors = tensors or {}
-    room_for(folder, sum(t.nbytes for held in tensors.values() for t in held.values()) + (1 << 16))
+    size += sum(t.nbytes for held in tensors.values() for t in held.values())
+    room_for(folder, size + (1 << 16))
     staged = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(staged, ignore_errors=True)
     try:

@@ -4,27 +4,24 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from dunes import __version__
-from dunes.checkpoint import atomic
+from dunes.checkpoint import atomic, json_file, stream
 from dunes.checkpoint.say import said
-from dunes.checkpoint.stored import held, moved
-from dunes.models import FAMILIES, family_of
-from dunes.models.names import to_ours, to_theirs
+from dunes.checkpoint.source import CONFIG, Source, opened
+from dunes.checkpoint.stored import Stored, Weights, cast, held, moved
+from dunes.models import FAMILIES
+from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.text import END, Tokenizer
 
 CARD = "dunes.json"
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 FORMAT = 1
 READY = ".ready"
 
@@ -58,31 +55,27 @@ def save(
     folder = Path(folder)
     settle(folder)
     family = FAMILIES[words.family]
-    state = model.state_dict()
+    state = held(model.state_dict())
     moves, unknown = to_theirs(family.NAMES, state)
     assert not unknown, "a family has a name for each of its weights"
-    weights = {k: v.read() for k, v in moved(moves, held(state)).items()}
+    weights = moved(moves, state)
 
     def fill(staged: Path) -> None:
-        atomic.write_tensors(staged / WEIGHTS, weights)
+        stream.write(staged, weights)
         tokenizer.save(staged)
         for name, content in _beside(family.to_hf(words.config), tokenizer, context, weights).items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
-        card = {
-            "format": FORMAT,
-            "dunes": __version__,
-            "family": words.family,
-            "context": context,
-            "changes": [],
-            "files": {
-                f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)} for f in sorted(staged.iterdir())
-            },
-            **(facts or {}),
-        }
-        (staged / CARD).write_text(json.dumps(card, indent=2) + "\n")
+        write_card(staged, {"family": words.family, "context": context, "changes": [], **(facts or {})})
 
-    atomic.write_folder(folder / READY, fill, {WEIGHTS: weights})
+    atomic.write_folder(folder / READY, fill, size=sum(w.nbytes for w in weights.values()))
     settle(folder)
+
+
+def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
+    """The card of a folder whose other files are all there: `facts`, and each file's size and SHA-256."""
+    files = {f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)} for f in sorted(folder.iterdir())}
+    card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
+    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
 
 
 def settle(folder: Path) -> None:
@@ -92,6 +85,7 @@ def settle(folder: Path) -> None:
         return
     with atomic.naming(folder), suppress(FileNotFoundError):  # another process may be at it, too
         (ready / atomic.MANIFEST).unlink(missing_ok=True)
+        _make_way(folder, ready)
         for file in sorted(ready.iterdir()):
             os.replace(file, folder / file.name)
         atomic.sync(folder)
@@ -99,9 +93,16 @@ def settle(folder: Path) -> None:
         atomic.sync(folder)
 
 
-def _beside(
-    words: dict[str, Any], tokenizer: Tokenizer, context: int, weights: Mapping[str, Tensor]
-) -> dict[str, Any]:
+def _make_way(folder: Path, ready: Path) -> None:
+    """Remove weights that would be read instead of the new ones: one file beside several, or the reverse."""
+    if (ready / stream.INDEX).exists():
+        (folder / stream.SINGLE).unlink(missing_ok=True)
+    if (ready / stream.SINGLE).exists():
+        for old in [folder / stream.INDEX, *folder.glob("model-*-of-*.safetensors")]:
+            old.unlink(missing_ok=True)
+
+
+def _beside(words: dict[str, Any], tokenizer: Tokenizer, context: int, weights: Weights) -> dict[str, Any]:
     """The JSON files that belong to a Hugging Face folder."""
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     end, pad = tokenizer.end, tokenizer.special("<|fim_pad|>")
@@ -121,53 +122,57 @@ def _beside(
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
-    """The model, its tokenizer and its card. Raises ValueError that names what is missing or wrong.
+    """The model, its tokenizer and its card, from any form of folder that is read here.
 
-    Built on the meta device first, so that no memory is taken before everything is known to fit.
+    Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
+    the dtype they are stored in; they are mapped, not copied, and the file never changes.
     """
     folder = Path(folder)
-    name, config, card = described(folder)
-    family, hf = FAMILIES[name], _json(folder / CONFIG)
-    with torch.device("meta"):
-        model: Decoder = family.build(config)
-    stored = held(_weights(folder), WEIGHTS)
-    moves, unknown = to_ours(family.NAMES, {k: w.shape for k, w in stored.items()})
-    if unknown:
-        raise ValueError(f"{folder / WEIGHTS}: weights that this family does not have: {', '.join(unknown)}")
-    weights = {k: w.read() for k, w in moved(moves, stored).items()}
-    tokenizer = Tokenizer.load(folder)
-    if (rows := weights.get("embed.token.weight")) is not None:
-        _agree(folder, hf, len(rows), tokenizer)
-    _fill(model, weights, folder / WEIGHTS)
-    return Loaded(model.to(device).eval(), tokenizer, config.context, card)
+    source = _checked(folder)
+    weights, tokenizer = source.weights(), Tokenizer.load(folder)
+    _agree(source, tokenizer)
+    model = source.outline()
+    assert isinstance(model, Decoder), "families build nothing else"
+    model.load_state_dict({name: stored.read() for name, stored in _alike(source, weights).items()}, assign=True)
+    return Loaded(model.to(device).eval(), tokenizer, source.config.context, dict(source.card))
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a model folder without its weights. Raises ValueError like `load`."""
-    folder = Path(folder)
+    source = _checked(Path(folder))
+    return source.family, source.config, dict(source.card)
+
+
+def _checked(folder: Path) -> Source:
+    """The folder's source, its files as the card says. Raises ValueError."""
     settle(folder)
-    config_file = folder / CONFIG
-    if not config_file.is_file():
-        raise ValueError(f"{config_file}: no such file; {folder} is not a model folder")
-    hf, card = _json(config_file), _json(folder / CARD) if (folder / CARD).is_file() else {}
+    if not (folder / CARD).is_file():
+        return opened(folder)
+    card = json_file.read(folder / CARD)
     if card:
         _check(folder, card)
-    try:
-        name = family_of(hf)
-        return name, FAMILIES[name].from_hf(hf), card
-    except KeyError as key:
-        raise ValueError(f"{config_file}: {key} is missing") from None
+    return replace(opened(folder), card=card)
 
 
-def _agree(folder: Path, hf: Mapping[str, Any], rows: int, tokenizer: Tokenizer) -> None:
-    """Raise ValueError unless config and embedding agree and every id has a row; more rows do no harm."""
-    special = {k: v for k, v in hf.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+def _alike(source: Source, weights: dict[str, Stored]) -> dict[str, Stored]:
+    """The weights in one dtype: the config's where the files hold several."""
+    kinds = {w.dtype for w in weights.values()}
+    if len(kinds) == 1:
+        return weights
+    said = str(source.words.get("dtype") or source.words.get("torch_dtype"))
+    named = [k for k in kinds if str(k).removeprefix("torch.") == said]
+    return cast(weights, named[0] if named else max(kinds, key=lambda k: k.itemsize))
+
+
+def _agree(source: Source, tokenizer: Tokenizer) -> None:
+    """Raise ValueError unless every id has a row in the embedding; more rows do no harm."""
+    rows = source.config.vocab
+    special = {k: v for k, v in source.words.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     largest = max((i for v in special.values() for i in (v if isinstance(v, list) else [v or 0])), default=0)
-    if hf["vocab_size"] != rows or tokenizer.vocab > rows or largest >= rows:
+    if tokenizer.vocab > rows or largest >= rows:
         raise ValueError(
-            f"{folder}: config.json says {hf['vocab_size']} words, the embedding has {rows} rows and the "
-            f"tokenizer {tokenizer.vocab} ids, special ids are {special}; the first two must be equal, and each "
-            "id needs a row"
+            f"{source.folder}: the embedding has {rows} rows, the tokenizer {tokenizer.vocab} ids, special ids "
+            f"are {special}; each id needs a row"
         )
 
 
@@ -176,35 +181,3 @@ def _check(folder: Path, card: dict[str, Any]) -> None:
         atomic.verify(folder, card["files"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{error}; the save was interrupted or the file was changed since") from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected an object, found {type(content).__name__}")
-    return content
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a safetensors file: {error}") from None
-
-
-def _fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Give the model its weights, all of them and no other. Raises ValueError with every difference."""
-    expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    found = {name: tuple(w.shape) for name, w in weights.items()}
-    differences = [f"{n} is missing" for n in expected if n not in found]
-    differences += [f"{n} is not a weight of this model" for n in found if n not in expected]
-    differences += [f"{n} is {found[n]}, not {s}" for n, s in expected.items() if n in found and found[n] != s]
-    if differences:
-        raise ValueError(f"{path}: {'; '.join(differences)}")
-    model.load_state_dict(dict(weights), assign=True)

@@ -12,12 +12,16 @@ from dunes.models.names import Move
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file. `origin` says where it lies, for messages; `read` brings its numbers."""
+    """One tensor of a file. `origin` says where it lies, for messages; `read` brings its numbers.
+
+    `forget` gives back the memory that a mapped file takes after reading; nobody may use the tensor then.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     origin: str
     read: Callable[[], Tensor]
+    forget: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -57,4 +61,20 @@ def _made(move: Move, sources: list[Stored]) -> Stored:
     except (RuntimeError, IndexError):  # a matrix was expected where none is; the comparison of shapes will say so
         shape = sources[0].shape
     origin = ", ".join(s.origin for s in sources)
-    return Stored(shape, sources[0].dtype, origin, lambda: move.make([s.read() for s in sources]).contiguous())
+
+    def read() -> Tensor:
+        return move.make([s.read() for s in sources]).contiguous()
+
+    def forget() -> None:
+        for source in sources:
+            source.forget()
+
+    return Stored(shape, sources[0].dtype, origin, read, forget)
+
+
+def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Stored]:
+    """The same tensors in another dtype."""
+    return {
+        key: Stored(w.shape, dtype, w.origin, lambda w=w: w.read().to(dtype), w.forget)  # type: ignore[misc]
+        for key, w in weights.items()
+    }

@@ -16,6 +16,7 @@ def _open(metavar: str, without: str = "chosen") -> Any:
 
 Family = Literal["arcee", "llama", "qwen3", "gpt2"]
 Kind = Literal["bpe", "bytes", "chars"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def train(
@@ -192,6 +193,84 @@ def _tasks(model: Path, sources: tuple[str, ...], names: list[str], **options: A
     results = run_tasks(model, names, Display(), **options)
     print("\n".join(table(results)))
     print(f"full results: {options['out'] or '--out FILE.json keeps them'}")
+
+
+def inspect(model: Model, values: bool = False) -> int:
+    """What a folder of weights holds, what it takes, and whether it would load; nothing is loaded.
+
+    Example: dunes inspect ~/models/Mistral-7B-v0.1
+
+    Args:
+        model: A model folder in any form, or a Hub id.
+        values: Read all numbers, too, and name tensors with odd ones.
+    """
+    from dunes.checkpoint import inspect as look
+
+    source = _opened(model)
+    for line in look.inspect(source):
+        print(line)
+    odd = list(look.values(source.files)) if values else []
+    for line in odd:
+        print(f"values      {line}")
+    if values and not odd:
+        print("values      all finite")
+    return 1 if source.compared[1] else 0
+
+
+def convert(
+    source: Model,
+    out: Annotated[Path, tyro.conf.Positional],
+    *,
+    dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as stored")] = None,
+    names: Annotated[Path | None, _open("FILE", "the family's")] = None,
+) -> None:
+    """Bring weights in from any form, as a verified folder that Hugging Face's tools open.
+
+    Example: dunes convert ~/llama-2-7b-native ~/models/llama-2-7b --dtype bfloat16
+
+    Args:
+        source: A model folder in any form, or a Hub id.
+        out: The new folder.
+        dtype: Round the weights.
+        names: JSON object that maps foreign names to Hugging Face's, with {i} for a number.
+    """
+    _convert(_opened(source, names), out, dtype, "hf")
+
+
+def export(
+    model: Model,
+    out: Annotated[Path, tyro.conf.Positional],
+    *,
+    to: Annotated[Literal["hf", "native"], _open("hf|native", "hf")] = "hf",
+    dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as stored")] = None,
+) -> None:
+    """Take a model out, verified: as a plain Hugging Face folder, or as Mistral's own files.
+
+    Example: dunes export runs/project ~/models/project --to hf
+
+    Args:
+        model: A model folder.
+        out: The new folder.
+        to: The form.
+        dtype: Round the weights.
+    """
+    _convert(_opened(model), out, dtype, to)
+
+
+def _opened(model: Path, names: Path | None = None) -> Any:
+    from dunes.checkpoint import convert, source
+
+    return source.opened(model, None if names is None else convert.table(names))
+
+
+def _convert(source: Any, out: Path, dtype: str | None, form: str) -> None:
+    import torch
+
+    from dunes.checkpoint.convert import convert
+
+    verified = convert(source, out, dtype=None if dtype is None else getattr(torch, dtype), form=form)
+    print(f"{out}: {verified}")
+    print(f'next: dunes generate {out} "..."')
 
 
 def bench() -> None:

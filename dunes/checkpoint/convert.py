@@ -1,0 +1,132 @@
+"""A model from one folder to another: another form, other names, another dtype; streamed, whole and verified."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dunes.checkpoint import atomic, folder, json_file, native, stream
+from dunes.checkpoint.source import CONFIG, Source, opened
+from dunes.checkpoint.stored import cast, moved
+from dunes.checkpoint.verify import Verified, verify
+from dunes.models import FAMILIES
+from dunes.models.names import Names, to_theirs
+from dunes.text import Tokenizer
+
+BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "tekken.json",
+)
+FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
+"""Keys of a config.json that are not carried over: they speak of code, or of what we write anew."""
+
+
+def convert(
+    source: Source,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    form: str = "hf",
+    facts: Mapping[str, Any] | None = None,
+) -> Verified:
+    """Write the source's model as a new folder, Hugging Face's form (`hf`) or Mistral's own (`native`).
+
+    Tensor by tensor, so that no more than one of them has to be in memory; under another name until
+    all is written, read again and found equal; `facts` go into the card. Raises ValueError before
+    anything is written for a source that is not whole, an `out` that is there, or an unknown form.
+    """
+    _new(source.folder, out)
+    weights = source.weights()
+    if dtype is not None:
+        weights = cast(weights, dtype)
+    words = _words(source, dtype)
+    names, said = _form(form, words, source)
+    moves, unknown = to_theirs(names, weights)
+    assert not unknown, "a family has a name for each of its weights"
+    theirs = moved(moves, weights)
+    verified: list[Verified] = []
+
+    def fill(staged: Path) -> None:
+        stream.write(staged, theirs, "consolidated.safetensors" if form == "native" else stream.SINGLE)
+        for name, content in said.items():
+            (staged / name).write_text(json.dumps(content, indent=2) + "\n")
+        _beside(source.folder, staged, form)
+        rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
+        verified.append(verify(source, opened(staged), rounded))
+        folder.write_card(staged, _card(source, verified[0]) | dict(facts or {}))
+
+    size = sum(w.nbytes for w in theirs.values())
+    atomic.write_folder(out / folder.READY, fill, size=size)
+    folder.settle(out)
+    return verified[0]
+
+
+def _new(source: Path, out: Path) -> None:
+    """Raise ValueError unless `out` is a new or empty folder, apart from the source."""
+    a, b = source.resolve(), out.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise ValueError(f"{out}: source and result must not lie in each other; choose another folder")
+    if (ready := out / folder.READY).is_dir():
+        # Written whole, but not moved yet: all of it is there still, or the rest is moved now.
+        shutil.rmtree(ready) if _empty(out) else folder.settle(out)
+    if out.exists() and not (out.is_dir() and _empty(out)):
+        raise ValueError(f"{out}: is there already; choose another name, or remove it")
+
+
+def _empty(path: Path) -> bool:
+    """What a conversion that was cut short left begins with a dot."""
+    return all(p.name.startswith(".") for p in path.iterdir())
+
+
+def _words(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The config.json to write: what the source's says beside the model, and the model as we read it."""
+    kinds = [w.dtype for w in source.files.values()]
+    kind = str(dtype or max(set(kinds), key=kinds.count)).removeprefix("torch.")
+    kept = {k: v for k, v in source.words.items() if k not in FOREIGN}
+    said: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
+    return kept | said | {"dtype": kind, "torch_dtype": kind}
+
+
+def _form(form: str, words: dict[str, Any], source: Source) -> tuple[Names, dict[str, dict[str, Any]]]:
+    """The table of names and the JSON files of a form. Raises ValueError for an unknown one."""
+    if form == "hf":
+        return FAMILIES[source.family].NAMES, {CONFIG: words}
+    if form == "native":
+        return native.names(words), {native.PARAMS: native.params(words)}
+    raise ValueError(f"no form is called {form!r}; there are hf and native")
+
+
+def _beside(source: Path, staged: Path, form: str) -> None:
+    """What belongs to the tokenizer: copied, and tokenizer.json made where there was only another form."""
+    for path in sorted(source.iterdir()):
+        if path.name in BESIDE or path.name.startswith("tokenizer.model"):
+            shutil.copyfile(path, staged / path.name)
+    there = any((staged / name).exists() for name in ("tokenizer.json", "tekken.json", "tokenizer.model"))
+    if form == "hf" and there and not (staged / "tokenizer.json").exists():
+        Tokenizer.load(staged).save(staged)
+
+
+def _card(source: Source, verified: Verified) -> dict[str, Any]:
+    origin: dict[str, Any] = {"form": source.form, "notes": list(source.notes)}
+    return {
+        "family": source.family,
+        "context": source.config.context,
+        "changes": [],
+        "converted": origin | {"verified": verified.card()},
+    }
+
+
+def table(path: Path) -> dict[str, str]:
+    """A table of foreign names: a JSON object, their name to Hugging Face's, both with `{i}` for a number."""
+    content = json_file.read(path)
+    if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
+        raise ValueError(f"{path}: {wrong[0]!r} must stand for a name in quotes")
+    return content

@@ -1,0 +1,272 @@
+"""Meta's and Mistral's own files: params.json, consolidated.*, rotary dimensions as adjacent pairs.
+
+Said in Hugging Face's words, so that a family reads them as it reads a config.json.
+https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dunes.checkpoint.stored import Stored, Weights
+from dunes.models.names import Change, Names, name, same
+
+PARAMS = "params.json"
+NEEDED = ("dim", "n_layers", "n_heads")
+
+
+def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
+    """The config.json that says the same as a params.json, and what had to be assumed, in words.
+
+    `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for
+    what is missing or of another type.
+    """
+    if lacking := [k for k in NEEDED if k not in params]:
+        raise ValueError(f"{PARAMS}: {lacking[0]!r} is missing")
+    p: dict[str, Any] = {k: _whole(k, v) if k in _WHOLE else v for k, v in params.items() if v is not None}
+    heads, dim = p["n_heads"], p["dim"]
+    mistral = "hidden_dim" in p
+    if not mistral and "multiple_of" not in p:
+        raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is there")
+    if not heads or dim % heads and "head_dim" not in p:
+        raise ValueError(f"{PARAMS}: dim {dim} is not divided by n_heads {heads}")
+    said: dict[str, Any] = {
+        "model_type": "mixtral" if p.get("moe") else "mistral" if mistral else "llama",
+        "vocab_size": vocab,
+        "hidden_size": dim,
+        "num_hidden_layers": p["n_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": p.get("n_kv_heads") or heads,
+        "head_dim": p.get("head_dim") or dim // heads,
+        "intermediate_size": p["hidden_dim"] if mistral else _hidden(p),
+        "rms_norm_eps": p.get("norm_eps", 1e-5),
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+    }
+    notes: list[str] = []
+    window = _window(p)
+    if mistral:
+        said["sliding_window"] = window
+    if p.get("moe"):
+        said |= {
+            "num_local_experts": p["moe"]["num_experts"],
+            "num_experts_per_tok": p["moe"]["num_experts_per_tok"],
+        }
+    said |= {
+        "rope_theta": _base(p, mistral, window, notes),
+        "max_position_embeddings": _context(p, mistral, notes),
+    }
+    if p.get("use_scaled_rope"):
+        said["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": float(p.get("rope_scaling_factor", 8.0)),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": float(p.get("rope_high_freq_factor", 4.0)),
+            "original_max_position_embeddings": 8192,
+        }
+    return said, notes
+
+
+_WHOLE = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "max_seq_len")
+
+
+def _whole(key: str, value: Any) -> int:
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise ValueError(f"{PARAMS}: {key} is {value!r}, and must be a positive whole number")
+    return value
+
+
+def _hidden(p: Mapping[str, Any]) -> int:
+    """Two thirds of four times the width, times a factor, up to the next multiple."""
+    hidden = int(float(p.get("ffn_dim_multiplier", 1.0)) * int(8 * p["dim"] / 3))
+    return -(-hidden // int(p["multiple_of"])) * int(p["multiple_of"])
+
+
+def _window(p: Mapping[str, Any]) -> int | None:
+    """A number, a list with one number for all layers, or a number in a string."""
+    window = p.get("sliding_window", p.get("_sliding_window"))
+    if isinstance(window, list):
+        if len(set(map(str, window))) != 1:
+            raise ValueError(f"{PARAMS}: layers have different sliding windows {window}, which no family here has")
+        window = window[0]
+    return (
+        None if window is None else _whole("sliding_window", int(str(window)) if str(window).isdigit() else window)
+    )
+
+
+def _base(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
+    if "rope_theta" in p:
+        return float(p["rope_theta"])
+    # Mistral's first release meant 10,000, its code of today means 1,000,000 where nothing is said.
+    base = 1e6 if mistral and window is None else 1e4
+    notes.append(f"{PARAMS} has no rope_theta: taken as {base:,.0f}")
+    return base
+
+
+def _context(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
+    if "max_seq_len" in p:
+        return int(p["max_seq_len"])
+    if mistral:
+        context = 32768
+    elif p.get("use_scaled_rope"):
+        context = 131072
+    elif float(p.get("rope_theta", 1e4)) > 1e4:
+        context = 8192
+    else:
+        context = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
+    notes.append(f"{PARAMS} has no max_seq_len: taken as {context:,}")
+    return context
+
+
+def params(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The params.json for a config.json. Raises ValueError where it has no word for something."""
+    family, scaling = said["model_type"], said.get("rope_scaling")
+    if family not in ("llama", "mistral", "mixtral"):
+        raise ValueError(f"native files are for llama, mistral and mixtral, not for {family}")
+    if scaling and scaling.get("rope_type") not in ("default", "llama3"):
+        raise ValueError(f"params.json has no word for rotary scaling {scaling['rope_type']!r}")
+    p = {
+        "dim": said["hidden_size"],
+        "n_layers": said["num_hidden_layers"],
+        "n_heads": said["num_attention_heads"],
+        "n_kv_heads": said["num_key_value_heads"],
+        "head_dim": said["head_dim"],
+        "norm_eps": said["rms_norm_eps"],
+        "vocab_size": said["vocab_size"],
+        "rope_theta": said["rope_theta"],
+        "max_seq_len": said["max_position_embeddings"],
+    }
+    if family == "llama":
+        # A multiple that gives this very width: its own.
+        p |= {"multiple_of": said["intermediate_size"], "ffn_dim_multiplier": _factor(said)}
+    else:
+        p |= {"hidden_dim": said["intermediate_size"], "sliding_window": said.get("sliding_window")}
+    if family == "mixtral":
+        p["moe"] = {"num_experts": said["num_local_experts"], "num_experts_per_tok": said["num_experts_per_tok"]}
+    if scaling and scaling["rope_type"] == "llama3":
+        if (scaling["low_freq_factor"], scaling["original_max_position_embeddings"]) != (1.0, 8192):
+            raise ValueError(
+                "params.json has no word for this llama3 scaling: low factor 1 and 8,192 positions only"
+            )
+        p |= {"use_scaled_rope": True, "rope_scaling_factor": scaling["factor"]}
+        p |= {"rope_high_freq_factor": scaling["high_freq_factor"]}
+    return {k: v for k, v in p.items() if v is not None}
+
+
+def _factor(said: Mapping[str, Any]) -> float:
+    return float(said["intermediate_size"] / int(8 * said["hidden_size"] / 3))
+
+
+def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
+    """Their names for our weights.
+
+    `permuted`: the rows of queries and keys change from adjacent pairs to halves and back. Without it
+    they stay as they are, for a model whose rotary positions turn adjacent pairs.
+    """
+
+    def turn(heads: int) -> dict[str, Change]:
+        if not permuted:
+            return {}
+        return {"load": lambda w: to_halves(w, heads), "save": lambda w: to_pairs(w, heads)}
+
+    attention, ours = "layers.{i}.attention", "blocks.{i}.attn"
+    return [
+        name("tok_embeddings.weight", "embed.token.weight"),
+        name("layers.{i}.attention_norm.weight", "blocks.{i}.attn_norm.weight"),
+        name(f"{attention}.wq.weight", f"{ours}.q.weight", **turn(said["num_attention_heads"])),
+        name(f"{attention}.wk.weight", f"{ours}.k.weight", **turn(said["num_key_value_heads"])),
+        name(f"{attention}.wv.weight", f"{ours}.v.weight"),
+        name(f"{attention}.wo.weight", f"{ours}.out.weight"),
+        name("layers.{i}.ffn_norm.weight", "blocks.{i}.mlp_norm.weight"),
+        *(_experts(said["num_local_experts"]) if "num_local_experts" in said else _mlp()),
+        name("norm.weight", "norm.weight"),
+        name("output.weight", "head.weight"),
+    ]
+
+
+IGNORED = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
+"""Tables of angles that old files carry; they are computed here."""
+
+
+def _mlp() -> Names:
+    return [
+        name("layers.{i}.feed_forward.w1.weight", "blocks.{i}.mlp.gate.weight"),
+        name("layers.{i}.feed_forward.w3.weight", "blocks.{i}.mlp.up.weight"),
+        name("layers.{i}.feed_forward.w2.weight", "blocks.{i}.mlp.down.weight"),
+    ]
+
+
+def _experts(count: int) -> Names:
+    """One by one, as mistral-inference spells them, then as the first release stacked them, w2 turned."""
+    parts = {"w1": "gate", "w3": "up", "w2": "down"}
+    router = "blocks.{i}.mlp.router.weight"
+    single = [
+        name(
+            f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{ours}.weight"
+        )
+        for w, ours in parts.items()
+    ]
+    stacked = [
+        name(
+            f"layers.{{i}}.block_sparse_moe.{w}",
+            *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
+            load=(lambda x: _turned_each(x, count)) if w == "w2" else same,
+            save=(lambda x: _turned_each(x, count)) if w == "w2" else same,
+        )
+        for w, ours in parts.items()
+    ]
+    return [
+        name("layers.{i}.feed_forward.gate.weight", router),
+        *single,
+        name("layers.{i}.block_sparse_moe.gate.weight", router),
+        *stacked,
+    ]
+
+
+def _turned_each(weight: Tensor, count: int) -> Tensor:
+    return weight.view(count, -1, weight.shape[1]).mT.flatten(0, 1)
+
+
+def to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows (heads x D, ...) of a query or key projection: dimensions 2i, 2i+1 of a head become i, i + D/2."""
+    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `to_halves`."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
+    """One set of tensors from the shards that several machines held; `whole` are the shapes to come.
+
+    A tensor that is whole in a shard is taken from the first, others are put together along the one
+    dimension in which they add up.
+    """
+    keys = dict.fromkeys(key for shard in shards for key in shard)
+    return {key: _joined([shard[key] for shard in shards if key in shard], whole.get(key)) for key in keys}
+
+
+def _joined(parts: list[Stored], whole: tuple[int, ...] | None) -> Stored:
+    first = parts[0]
+    if len(parts) == 1 or whole is None or first.shape == whole:
+        return first
+    along = next((d for d in range(len(first.shape)) if _with(parts, d) == whole), 0)
+
+    def forget() -> None:
+        for part in parts:
+            part.forget()
+
+    shape = _with(parts, along) or first.shape
+    return Stored(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], along), forget)
+
+
+def _with(parts: Sequence[Stored], along: int) -> tuple[int, ...] | None:
+    """The shape of the parts put together along a dimension, or None if they do not fit."""
+    others = {(p.shape[:along], p.shape[along + 1 :], p.dtype) for p in parts if len(p.shape) > along}
+    if len(others) != 1 or any(len(p.shape) <= along for p in parts):
+        return None
+    shape = parts[0].shape
+    return (*shape[:along], sum(p.shape[along] for p in parts), *shape[along + 1 :])

@@ -1,0 +1,91 @@
+"""Writing safetensors files tensor by tensor, so that a model larger than memory can be written.
+
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dunes.checkpoint import atomic
+from dunes.checkpoint.stored import Stored, Weights
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = 5_000_000_000
+"""Bytes in a file, as Hugging Face's tools part a model."""
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHARD) -> None:
+    """Write the tensors into one file, or into several with an index if they hold more than `shard` bytes.
+
+    Each is read when its turn comes and let go afterwards. Raises OSError where it cannot be written.
+    """
+    shards = list(_parted(weights, shard))
+    if len(shards) == 1:
+        _write_file(folder / single, shards[0])
+        return
+    where: dict[str, str] = {}
+    for i, part in enumerate(shards, 1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, part)
+        where |= dict.fromkeys(part, name)
+    total = sum(w.nbytes for w in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _parted(weights: Weights, shard: int) -> Iterator[dict[str, Stored]]:
+    part: dict[str, Stored] = {}
+    size = 0
+    for key, stored in weights.items():
+        if part and size + stored.nbytes > shard:
+            yield part
+            part, size = {}, 0
+        part[key] = stored
+        size += stored.nbytes
+    yield part
+
+
+def _write_file(path: Path, weights: Weights) -> None:
+    # The widest numbers first: then every tensor begins at a multiple of its item's size.
+    order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in order:
+        begin, end = end, end + weights[key].nbytes
+        header[key] = {
+            "dtype": CODES[weights[key].dtype],
+            "shape": list(weights[key].shape),
+            "data_offsets": [begin, end],
+        }
+    words = json.dumps(header, separators=(",", ":")).encode()
+    words += b" " * (-len(words) % 8)
+    with atomic.naming(path), path.open("wb") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        for key in order:
+            tensor = weights[key].read()
+            assert (tuple(tensor.shape), tensor.dtype) == (weights[key].shape, weights[key].dtype), key
+            file.write(_bytes(tensor))
+            weights[key].forget()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
