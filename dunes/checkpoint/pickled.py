@@ -1,0 +1,449 @@
+"""Tensors of files that torch.save wrote, read without executing anything.
+
+A pickle is a program for a small machine with a stack (<https://docs.python.org/3/library/pickletools.html>) that
+may name any function and call it. This machine knows only what torch writes for tensors. The few names it knows
+are words to it: none is imported, looked up or called. Everything else is refused by name. What the numbers
+occupy is checked against the file; they are mapped when they are read.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from struct import unpack
+from typing import Any, BinaryIO
+
+import torch
+
+from dunes.checkpoint.header import NAME, TENSORS, named, refused, shown
+from dunes.checkpoint.mapped import RANK, Mapped, span, unusable
+from dunes.checkpoint.stored import Stored
+from dunes.checkpoint.zipped import entries
+
+# A tensor takes about 35 opcodes and 150 bytes. What steps a pickle may take follows from the storages that the
+# archive lists, so that a small file is refused soon; the older format lists them behind the pickle.
+_STEPS, _STEPS_OF_ONE = 100_000, 64
+_STEPS_LEGACY = 1_000_000
+BYTES = 64 << 20
+_TEXT = 1 << 20
+_STACK = 10_000
+_MARKS = 1_000
+_DEPTH = 8
+_ITEMS = 2 * TENSORS
+_LEGACY = 0x1950A86A20F9469CFC6C, 1001
+_CUT = "its pickle is cut off"
+_REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
+
+Name = tuple[str, str]
+"""A module and a name in it."""
+
+
+@dataclass(frozen=True)
+class _Word:
+    """A name of a module that the pickle says. Nothing stands behind it."""
+
+    name: Name
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Numbers that tensors share."""
+
+    key: str
+    dtype: torch.dtype
+    count: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A view of a storage; offset and stride count numbers."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+_STORAGES: dict[Name, torch.dtype] = {
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "ShortStorage"): torch.int16,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "BoolStorage"): torch.bool,
+}
+
+
+def tensors(source: Path | Mapped) -> dict[str, Stored]:
+    """The tensors of a file of torch.save by name, in the file's order, of either of torch's two formats.
+
+    The file holds a dict; dicts in it are joined with dots. If it has a dict under "state_dict" or "model",
+    that one is meant, and what stands beside it (an optimizer's tensors) is not returned; nor is anything
+    but tensors, of which none in a list. Tensors may share numbers: their `nbytes` may sum to more than the
+    file. Raises ValueError, on one line, that says what is refused, and where.
+    """
+    mapped = source if isinstance(source, Mapped) else Mapped(source)
+    try:
+        with mapped.open() as file:
+            found, places = (_zipped if file.read(4) == b"PK\3\4" else _legacy)(file, mapped.size)
+        return {
+            name: Stored(
+                held.shape, held.storage.dtype, f"{mapped.path.name}: {name}", _reader(mapped, held, places)
+            )
+            for name, held in _named(found).items()
+        }
+    except ValueError as error:
+        raise refused(mapped.path, error, _REMEDY) from None
+
+
+def _reader(mapped: Mapped, held: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
+    """What reads a tensor, once its storage is known to lie in the file."""
+    size = held.storage.dtype.itemsize
+    begin, room = places.get(held.storage.key, (0, -1))
+    if held.storage.count * size > room:
+        raise ValueError(
+            f"storage {shown(held.storage.key)} needs {held.storage.count * size} bytes; the file has "
+            f"{'none' if room < 0 else room} for it"
+        )
+    begin += held.offset * size if 0 not in held.shape else 0
+    return partial(mapped.tensor, begin, held.shape, held.storage.dtype, held.stride)
+
+
+def _zipped(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
+    """What a file of torch 1.6 and later holds, and where each storage lies."""
+    held = entries(file, size)
+    (prefix, *others) = {name.split("/")[0] for name in held} or {""}
+    pickle = held.get(f"{prefix}/data.pkl")
+    if others or pickle is None or pickle[1] > BYTES:
+        raise ValueError(f"the archive has no one folder with a data.pkl of at most {BYTES} bytes")
+    order = _read(file, held.get(f"{prefix}/byteorder", (0, 0)), 16)
+    if order not in (b"", b"little"):
+        raise ValueError(f"its byte order is {shown(order.decode('latin-1'))}; expected 'little'")
+    text = io.BytesIO(_read(file, pickle, BYTES))
+    found = _Machine(text, _STEPS + _STEPS_OF_ONE * len(held)).run()
+    if text.read(1):
+        raise ValueError(f"the pickle ends before data.pkl does, at byte {text.tell() - 1}")
+    folder = f"{prefix}/data/"
+    return found, {name.removeprefix(folder): place for name, place in held.items() if name.startswith(folder)}
+
+
+def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
+    file.seek(place[0])
+    return file.read(min(place[1], most))
+
+
+def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
+    """What a file of earlier torch holds: four or five pickles, then each storage's count and numbers."""
+    file.seek(0)
+    machine = _Machine(file, _STEPS_LEGACY)
+    if file.read(1) != b"\x80":
+        raise ValueError("it is not a file of torch.save")
+    file.seek(0)
+    if (machine.run(), machine.run()) != _LEGACY:
+        raise ValueError("it is a pickle, but not one of torch.save")
+    system = machine.run()
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise ValueError("it was not written on a little-endian machine")
+    found, keys = machine.run(), machine.run()
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys if isinstance(keys, list) else [None]:
+        storage = machine.storages.get(key) if isinstance(key, str) else None
+        head = file.read(8)
+        if storage is None or key in places or len(head) < 8 or int.from_bytes(head, "little") != storage.count:
+            raise ValueError(f"its list of storages is damaged at {shown(key)}")
+        places[storage.key] = file.tell(), min(storage.count * storage.dtype.itemsize, size - file.tell())
+        file.seek(sum(places[storage.key]))
+    if file.tell() != size:
+        raise ValueError(f"{size - file.tell()} bytes follow the last storage")
+    return found, places
+
+
+class _Machine:
+    """Runs pickles of one file, one after the other; `storages` are those that they name.
+
+    What may be built is bounded by the steps, the bytes read and the stack's height. No value is compared,
+    hashed or printed unless it is a number or text: a few steps build values with 2^n parts.
+    """
+
+    def __init__(self, file: BinaryIO | io.BytesIO, steps: int) -> None:
+        self.file, self.bytes, self.steps = file, BYTES, steps
+        self.storages: dict[str, _Storage] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.stack: list[object] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, object] = {}
+
+    def run(self) -> object:
+        """The value of the next pickle; the file then stands behind it."""
+        self._clear()
+        read, stack, marks = self.file.read, self.stack, self.marks
+        while (code := read(1)) != b".":
+            step = _OPCODES.get(code)
+            if step is None:
+                raise ValueError(f"it holds the opcode {_OTHERS.get(code, code.hex())}" if code else _CUT)
+            step(self)
+            self.steps -= 1
+            if self.steps < 0 or len(stack) > _STACK or len(marks) > _MARKS:
+                raise ValueError(f"its pickle takes too many steps, {_STACK} values at once or {_MARKS} levels")
+        value = self.pop()
+        if self.stack or self.marks:
+            raise ValueError("its pickle ends in the middle")
+        return value
+
+    def read(self, count: int) -> bytes:
+        self.bytes -= count
+        if count > _TEXT or self.bytes < 0:
+            raise ValueError(f"its pickle has more than {BYTES} bytes, or {_TEXT} in one text")
+        data = self.file.read(count)
+        if len(data) < count:
+            raise ValueError(_CUT)
+        return data
+
+    def number(self, count: int) -> int:
+        return int.from_bytes(self.read(count), "little")
+
+    def text(self, width: int) -> str:
+        return self.read(self.number(width)).decode("utf-8")
+
+    def line(self) -> str:
+        data = self.file.readline(256)
+        self.bytes -= len(data)
+        if not data.endswith(b"\n"):
+            raise ValueError("its pickle has a name of more than 255 bytes, or is cut off")
+        return data[:-1].decode("utf-8")
+
+    def push(self, value: object) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> object:
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+            raise ValueError("its pickle takes a value from an empty stack")
+        return self.stack.pop()
+
+    def popped(self, count: int) -> list[object]:
+        return [self.pop() for _ in range(count)][::-1]
+
+    def since_mark(self) -> list[object]:
+        if not self.marks:
+            raise ValueError("its pickle goes back to a mark that is not there")
+        start = self.marks.pop()
+        values = self.stack[start:]
+        del self.stack[start:]
+        return values
+
+    def top(self, kind: type) -> Any:
+        """The value on the stack's top, which stays there."""
+        value = self.pop()
+        if type(value) is not kind:
+            raise ValueError(f"its pickle changes {shown(value)} as if it were a {kind.__name__}")
+        self.push(value)
+        return value
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.pop()
+        self.push(self.memo[index])
+
+    def get(self, index: int) -> None:
+        if index not in self.memo:
+            raise ValueError("its pickle refers to a value that it has not")
+        self.push(self.memo[index])
+
+    def word(self, module: object, name: object) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("its pickle asks for a name that is no text")
+        if (module, name) not in _STORAGES and (module, name) not in _CALLS:
+            raise ValueError(f"it asks for {ascii(f'{module}.{name}')[1:-1]}")
+        self.push(_Word((module, name)))
+
+    def set(self, pairs: list[object]) -> None:
+        held = self.top(dict)
+        if len(pairs) % 2:
+            raise ValueError("its pickle has a key without a value")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if type(key) not in (str, int) or key in held:
+                raise ValueError(f"its pickle has the key {shown(key)} twice, or it is neither text nor integer")
+            held[key] = value
+
+    def extend(self, values: list[object]) -> None:
+        self.top(list).extend(values)
+
+    def call(self) -> None:
+        function, arguments = self.popped(2)
+        if not isinstance(function, _Word) or function.name not in _CALLS or type(arguments) is not tuple:
+            raise ValueError("its pickle calls what is no function of a tensor")
+        self.push(_CALLS[function.name](arguments))
+
+    def build(self) -> None:
+        """A state dict's attribute of versions, the only state that is known, is dropped."""
+        state = self.pop()
+        self.top(dict)
+        if type(state) is not dict or len(state) != 1 or "_metadata" not in state:
+            raise ValueError("its pickle sets attributes of an object")
+
+    def storage(self) -> None:
+        match self.pop():
+            case ("storage", _Word(name), str() as key, str(), int() as count, *view) if name in _STORAGES:
+                storage = _Storage(key, _STORAGES[name], count)
+            case _:
+                raise ValueError("its pickle refers to something outside that is no storage of a known type")
+        if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
+            raise ValueError(f"storage {shown(key)} has an odd size or is part of another")
+        if self.storages.setdefault(key, storage) != storage:
+            raise ValueError(f"storage {shown(key)} is said to be of two types or sizes")
+        self.push(self.storages[key])
+
+
+def _ordered(arguments: tuple[object, ...]) -> dict[object, object]:
+    if arguments:
+        raise ValueError("its pickle makes an OrderedDict of something")
+    return {}
+
+
+def _sizes(values: object) -> tuple[int, ...]:
+    """A tensor's sizes or strides. Raises ValueError if they are anything but a few integers from 0 on."""
+    if type(values) is not tuple or len(values) > RANK:
+        raise ValueError(f"a tensor's sizes or strides are no tuple of at most {RANK} integers")
+    if not all(type(v) is int and v >= 0 for v in values):
+        raise ValueError("a tensor has a negative or odd size or stride")
+    return values
+
+
+def _size(arguments: tuple[object, ...]) -> tuple[int, ...]:
+    if len(arguments) != 1:
+        raise ValueError("torch.Size is called with something else than a tuple")
+    return _sizes(arguments[0])
+
+
+def _parameter(arguments: tuple[object, ...]) -> _Tensor:
+    tensor, grad, hooks = arguments if len(arguments) == 3 else (None, None, None)
+    if not isinstance(tensor, _Tensor) or type(grad) is not bool or type(hooks) is not dict or hooks:
+        raise ValueError("a parameter is made of something else than a tensor")
+    return tensor
+
+
+def _tensor(arguments: tuple[object, ...]) -> _Tensor:
+    """A tensor of what torch gives: storage, offset, sizes, strides, grad, no hooks and perhaps no metadata."""
+    if len(arguments) not in (6, 7):
+        raise ValueError(f"a tensor is made of {len(arguments)} values; expected 6 or 7")
+    storage, offset, size, step, grad, hooks, *more = arguments
+    shape, stride = _sizes(size), _sizes(step)
+    if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
+        raise ValueError("a tensor has no storage, a negative or odd offset, or not one stride for each size")
+    nothing = all(v is None or (type(v) is dict and not v) for v in (hooks, *more))
+    if type(grad) is not bool or not nothing:
+        raise ValueError("a tensor comes with hooks or metadata")
+    if reason := unusable(shape):
+        raise ValueError(f"a tensor {reason}")
+    if (count := span(shape, stride)) and offset + count > storage.count:
+        raise ValueError(f"a tensor of {shape} does not lie in its storage of {storage.count} numbers")
+    if _overlaps(shape, stride):
+        raise ValueError(f"a tensor of {shape} has the strides {stride}, by which its numbers overlap")
+    return _Tensor(storage, offset, shape, stride)
+
+
+def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two places of a tensor may be the same number: a step must pass all that smaller steps reach."""
+    reach = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step <= reach and 0 not in shape:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _named(found: object) -> dict[str, _Tensor]:
+    """The tensors of nested dicts, by names joined with dots."""
+    if type(found) is not dict:
+        raise ValueError("it holds something else than a dict of tensors")
+    inner = [key for key in ("state_dict", "model") if type(found.get(key)) is dict]
+    if len(inner) > 1:
+        raise ValueError("it has both a 'state_dict' and a 'model', so that it is not clear which is meant")
+    result: dict[str, _Tensor] = {}
+    _gather(found[inner[0]] if inner else found, "", _DEPTH, result, [_ITEMS])
+    if not result:
+        raise ValueError("it holds no tensor by name")
+    return result
+
+
+def _gather(
+    held: dict[object, object], prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]
+) -> None:
+    left[0] -= len(held)
+    if not depth or left[0] < 0:
+        raise ValueError(f"its dicts are more than {_DEPTH} deep or hold more than {_ITEMS} values")
+    for key, value in held.items():
+        # Cut, since a dict may be there many times and its key be long; what is cut is too long for a name.
+        name = prefix + str(key)[: NAME + 1]
+        if type(value) is dict:
+            _gather(value, f"{name}.", depth - 1, into, left)
+        elif isinstance(value, _Tensor):
+            if named(name) in into or len(into) >= TENSORS:
+                raise ValueError(f"tensor {shown(name)} is there twice, or is one of more than {TENSORS}")
+            into[name] = value
+
+
+_CALLS: dict[Name, Callable[[tuple[object, ...]], object]] = {
+    ("collections", "OrderedDict"): _ordered,
+    ("torch", "Size"): _size,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+}
+
+_OPCODES: dict[bytes, Callable[[_Machine], object]] = {
+    b"\x80": lambda m: m.read(1),  # PROTO
+    b"\x95": lambda m: m.read(8),  # FRAME
+    b"(": lambda m: m.marks.append(len(m.stack)),
+    b"N": lambda m: m.push(None),
+    b"\x88": lambda m: m.push(True),
+    b"\x89": lambda m: m.push(False),
+    b"K": lambda m: m.push(m.number(1)),
+    b"M": lambda m: m.push(m.number(2)),
+    b"J": lambda m: m.push(int.from_bytes(m.read(4), "little", signed=True)),
+    b"\x8a": lambda m: m.push(int.from_bytes(m.read(m.number(1)), "little", signed=True)),  # LONG1
+    b"G": lambda m: m.push(unpack(">d", m.read(8))[0]),
+    b"X": lambda m: m.push(m.text(4)),
+    b"\x8c": lambda m: m.push(m.text(1)),
+    b"\x8d": lambda m: m.push(m.text(8)),
+    b"T": lambda m: m.push(m.text(4)),  # as Python 2 wrote text
+    b"U": lambda m: m.push(m.text(1)),
+    b"}": lambda m: m.push({}),
+    b"]": lambda m: m.push([]),
+    b")": lambda m: m.push(()),
+    b"t": lambda m: m.push(tuple(m.since_mark())),
+    b"\x85": lambda m: m.push(tuple(m.popped(1))),
+    b"\x86": lambda m: m.push(tuple(m.popped(2))),
+    b"\x87": lambda m: m.push(tuple(m.popped(3))),
+    b"q": lambda m: m.put(m.number(1)),
+    b"r": lambda m: m.put(m.number(4)),
+    b"\x94": lambda m: m.put(len(m.memo)),
+    b"h": lambda m: m.get(m.number(1)),
+    b"j": lambda m: m.get(m.number(4)),
+    b"c": lambda m: m.word(m.line(), m.line()),
+    b"\x93": lambda m: m.word(*m.popped(2)),
+    b"s": lambda m: m.set(m.popped(2)),
+    b"u": lambda m: m.set(m.since_mark()),
+    b"a": lambda m: m.extend(m.popped(1)),
+    b"e": lambda m: m.extend(m.since_mark()),
+    b"Q": _Machine.storage,
+    b"R": _Machine.call,
+    b"b": _Machine.build,
+}
+_OTHERS = {
+    b"i": "INST",
+    b"o": "OBJ",
+    b"P": "PERSID",
+    b"\x81": "NEWOBJ",
+    b"\x92": "NEWOBJ_EX",
+    b"\x82": "EXT1",
+    b"\x83": "EXT2",
+    b"\x84": "EXT4",
+    b"0": "POP",
+    b"\x8b": "LONG4",
+}
