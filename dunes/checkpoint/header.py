@@ -111,6 +111,8 @@ def _entries(mapped: Mapped) -> tuple[int, dict[str, Any]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("__metadata__ is not an object of strings")
+    if len(header) > TENSORS:
+        raise ValueError(f"the header has {len(header)} tensors; at most {TENSORS} are read")
     return 8 + length, header
 
 
@@ -130,8 +132,6 @@ def _json(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
     assert isinstance(found, dict)  # since it begins with a brace
-    if len(found) > TENSORS + 1:
-        raise ValueError(f"the header has {len(found)} entries; at most {TENSORS} tensors are read")
     return found
 
 

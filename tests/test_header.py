@@ -1,0 +1,423 @@
+"""Safetensors files: ours are read bit for bit, odd ones are refused on one line, by name and soon."""
+
+import json
+import os
+import random
+import resource
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as library
+from safetensors.torch import save_file
+
+from dunes import measure
+from dunes.checkpoint import header
+from dunes.checkpoint.mapped import Mapped
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    torch.bool,
+)
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def pack(text, data=b"", length=None):
+    """The bytes of a file with this header."""
+    text = text if isinstance(text, bytes) else json.dumps(text).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(begin=0, end=4, shape=(1,), dtype="F32", **more):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]} | more
+
+
+def test_every_dtype_comes_back_bit_for_bit_with_shape_and_origin(tmp_path):
+    path, made = tmp_path / "model.safetensors", {}
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        numbers = torch.randint(0, 2 if dtype is torch.bool else 256, (3, 5 * dtype.itemsize), dtype=torch.uint8)
+        made[f"a.{dtype}"] = numbers.view(dtype)
+    made |= {"empty": torch.zeros(0, 3), "one": torch.tensor(2.5), "odd": torch.ones(3, dtype=torch.int8)}
+    save_file(made, path, {"format": "pt"})
+    found = header.tensors(path)
+    assert found.keys() == made.keys()
+    for name, tensor in made.items():
+        stored, read = found[name], found[name].read()
+        assert (stored.shape, stored.dtype, stored.nbytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
+        assert stored.origin == f"model.safetensors: {name}"
+        assert (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(bits(read), bits(tensor))
+
+
+def test_tensors_that_begin_at_odd_bytes_are_read(tmp_path):
+    text = json.dumps({"a": entry(0, 1, dtype="U8"), "b": entry(1, 9, (2,))})
+    for spaces in range(8):
+        path = tmp_path / f"{spaces}.safetensors"
+        path.write_bytes(pack(text.encode() + b" " * spaces, b"\7" + struct.pack("<2f", 1.5, -2)))
+        assert header.tensors(path)["b"].read().tolist() == [1.5, -2]
+
+
+def test_a_bool_is_a_bool_whatever_its_byte(tmp_path):
+    (tmp_path / "x").write_bytes(pack({"a": entry(0, 4, (4,), "BOOL")}, b"\0\1\2\xff"))
+    assert header.tensors(tmp_path / "x")["a"].read().view(torch.uint8).tolist() == [0, 1, 1, 1]
+
+
+def test_an_empty_file_of_tensors_and_one_with_metadata_are_legal(tmp_path):
+    for text in (b"{}", b'{"__metadata__":{"format":"pt"}}', b'{"__metadata__":{}}        '):
+        (tmp_path / "x").write_bytes(pack(text))
+        assert header.tensors(tmp_path / "x") == {}
+
+
+def test_what_is_written_into_a_tensor_never_reaches_the_file_or_another_reader(tmp_path):
+    path = tmp_path / "x"
+    save_file({"a": torch.arange(4096.0), "b": torch.ones(2)}, path)
+    before, found = path.read_bytes(), header.tensors(path)
+    first = found["a"].read()
+    first.zero_()
+    assert found["a"].read().data_ptr() == first.data_ptr()  # one mapping, nothing copied
+    assert path.read_bytes() == before
+    assert header.tensors(path)["a"].read().tolist() == torch.arange(4096.0).tolist()
+
+
+def test_nothing_is_mapped_before_the_first_read_and_tensors_outlive_the_file(tmp_path):
+    path = tmp_path / "x"
+    save_file({"a": torch.arange(3.0)}, path)
+    mapped = Mapped(path)
+    found = header.tensors(mapped)
+    assert "_map" not in vars(mapped)
+    tensor = found["a"].read()
+    path.unlink()
+    del found, mapped
+    assert tensor.tolist() == [0, 1, 2]
+
+
+def test_a_file_that_changes_between_header_and_numbers_is_refused(tmp_path):
+    path = tmp_path / "x"
+    for change in (lambda: save_file({"a": torch.ones(4)}, path), lambda: os.truncate(path, 90), path.unlink):
+        save_file({"a": torch.ones(3)}, path)
+        found = header.tensors(path)
+        change()
+        with pytest.raises(ValueError, match=r"x: (changed while|no such file)"):
+            found["a"].read()
+
+
+def test_pages_are_given_back_between_tensors(tmp_path):
+    if not hasattr(__import__("mmap"), "MADV_DONTNEED"):
+        pytest.skip("this system has no such call")
+    save_file({name: torch.ones(8 << 20) for name in "abcd"}, tmp_path / "x")
+    mapped = Mapped(tmp_path / "x")
+    before = measure.resident()
+    for stored in header.tensors(mapped).values():
+        tensor = stored.read()
+        assert tensor.sum() == 8 << 20
+        mapped.forget()
+        assert measure.resident() - before < 16 << 20
+    assert tensor[-1] == 1
+
+
+def test_a_file_greater_than_memory_is_mapped(tmp_path):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    count = 4 * memory
+    try:
+        with (tmp_path / "x").open("wb") as file:
+            file.write(pack({"a": entry(0, count, (count,), "U8")}))
+            file.truncate(file.tell() + count)
+    except OSError as error:
+        pytest.skip(f"no file with so large a hole here: {error}")
+    tensor = header.tensors(tmp_path / "x")["a"].read()
+    tensor[count - 1] = 3
+    assert tensor[count - 3 :].tolist() == [0, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "dtype", "stride"),
+    [
+        (-1, (1,), torch.uint8, None),
+        (64, (1,), torch.uint8, None),
+        (0, (65,), torch.uint8, None),
+        (0, (17,), torch.float32, None),
+        (0, (2, 2), torch.uint8, (63, 1)),
+        (0, (2, 2), torch.uint8, (-1, 1)),
+        (0, (2, 2), torch.uint8, (1,)),
+        (0, (-1,), torch.uint8, None),
+        (1 << 64, (), torch.uint8, None),
+        (0, (1 << 40, 1 << 40), torch.uint8, None),
+        (0, (0, 1 << 62), torch.uint8, None),
+        (0, (1,) * 9, torch.uint8, None),
+    ],
+)
+def test_a_tensor_outside_of_the_file_is_refused(tmp_path, offset, shape, dtype, stride):
+    (tmp_path / "x").write_bytes(bytes(64))
+    with pytest.raises(ValueError, match=r"x: a tensor"):
+        Mapped(tmp_path / "x").tensor(offset, shape, dtype, stride)
+
+
+def test_strides_that_no_step_uses_may_be_any_number(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(range(64)))
+    mapped = Mapped(tmp_path / "x")
+    assert mapped.tensor(3, (1, 2), torch.uint8, (1 << 80, 2)).tolist() == [[3, 5]]
+    assert mapped.tensor(3, (0, 2), torch.uint8, (1 << 80, 1 << 80)).shape == (0, 2)
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, tmp_path / "missing", Path("/dev/full")):
+        with pytest.raises(ValueError, match=r"not a regular file|no such file"):
+            header.tensors(path)
+
+
+DEEP = b"[" * 100_000
+BAD: dict[str, bytes] = {
+    "shorter than 8 bytes": b"\2\0\0",
+    "empty": b"",
+    "header length 0": pack(b"", length=0) + b"{}",
+    "header length 1": pack(b"{", length=1),
+    "header length 7, junk": pack(b"junkjun"),
+    "header length 2^63": pack(b"{}", length=1 << 63),
+    "header of 99 MB in 100 bytes": pack(b"{".ljust(92), length=99_000_000),
+    "header longer than 100 MB": pack(b"{}", length=100_000_001),
+    "no brace at the begin": pack(b'["a"]'),
+    "leading space": pack(b" {}"),
+    "byte order mark": pack(b"\xef\xbb\xbf{}"),
+    "UTF-16": pack("{}".encode("utf-16-le")),
+    "bad UTF-8": pack(b'{"\xff\xfe":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+    "not JSON": pack(b'{"a":'),
+    "JSON and more": pack(b"{}{}"),
+    "a comma too many": pack(b'{"__metadata__":{},}'),
+    "NaN": pack(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
+    "infinity": pack(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}', bytes(4)),
+    "integer of 5,000 digits": pack(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'),
+    "integer of 4,000 digits": pack(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,' + b"9" * 4000 + b"]}}"),
+    "name twice": pack(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)),
+    "name twice, once escaped": pack(b'{"a":%b,"\\u0061":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)),
+    "field twice": pack(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+    "metadata key twice": pack(b'{"__metadata__":{"a":"b","a":"b"}}'),
+    "metadata twice": pack(b'{"__metadata__":{},"__metadata__":{}}'),
+    "metadata is a list": pack(b'{"__metadata__":[]}'),
+    "metadata is null": pack(b'{"__metadata__":null}'),
+    "metadata of numbers": pack(b'{"__metadata__":{"a":1}}'),
+    "deep metadata": pack(b'{"__metadata__":' + DEEP),
+    "deep objects": pack(b'{"a":' * 90_000),
+    "deep dtype": pack(
+        b'{"a":{"shape":[1],"data_offsets":[0,4],"dtype":' + b"[" * 800 + b"]" * 800 + b"}}", bytes(4)
+    ),
+    "unknown field": pack({"a": entry(extra=1)}, bytes(4)),
+    "missing field": pack({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)),
+    "entry is a list": pack({"a": ["F32", [1], [0, 4]]}, bytes(4)),
+    "unknown dtype": pack({"a": entry(dtype="F31")}, bytes(4)),
+    "dtype in small letters": pack({"a": entry(dtype="f32")}, bytes(4)),
+    "dtype is a number": pack({"a": entry(dtype=32)}, bytes(4)),
+    "shape is a number": pack({"a": entry() | {"shape": 1}}, bytes(4)),
+    "shape is text": pack({"a": entry() | {"shape": "1"}}, bytes(4)),
+    "shape of a bool": pack({"a": entry(shape=(True,))}, bytes(4)),
+    "shape of a float": pack({"a": entry(shape=(1.0,))}, bytes(4)),
+    "negative shape": pack({"a": entry(shape=(-1, -1))}, bytes(4)),
+    "shape 2^40 x 2^40": pack({"a": entry(shape=(1 << 40, 1 << 40))}, bytes(4)),
+    "product of 2^64": pack({"a": entry(0, 0, (1 << 32, 1 << 32))}),
+    "product with 0": pack({"a": entry(0, 0, (0, 1 << 40, 1 << 40))}),
+    "rank 9": pack({"a": entry(shape=(1,) * 9)}, bytes(4)),
+    "rank 10,000": pack({"a": entry(shape=(1,) * 10_000)}, bytes(4)),
+    "offsets reversed": pack({"a": entry(4, 0)}, bytes(4)),
+    "one offset": pack({"a": entry() | {"data_offsets": [4]}}, bytes(4)),
+    "three offsets": pack({"a": entry() | {"data_offsets": [0, 4, 4]}}, bytes(4)),
+    "negative offset": pack({"a": entry(-4, 0)}, bytes(4)),
+    "offsets of floats": pack({"a": entry(0.0, 4.0)}, bytes(4)),
+    "size that is not shape times dtype": pack({"a": entry(0, 8)}, bytes(8)),
+    "hole": pack({"a": entry(), "b": entry(8, 12)}, bytes(12)),
+    "hole at the begin": pack({"a": entry(4, 8)}, bytes(8)),
+    "overlap": pack({"a": entry(0, 8, (2,)), "b": entry(4, 8)}, bytes(8)),
+    "two at one place": pack({"a": entry(), "b": entry()}, bytes(4)),
+    "trailing byte": pack({"a": entry()}, bytes(5)),
+    "trailing byte of nothing": pack(b"{}", b"\0"),
+    "cut by a byte": pack({"a": entry()}, bytes(3)),
+    "data far behind the end": pack({"a": entry(0, 4 << 40, (1 << 40,))}, bytes(4)),
+    "100,001 tensors": pack(b"{" + b",".join(b'"%d":{}' % i for i in range(100_002)) + b"}"),
+}
+NAMES = [
+    *(
+        "",
+        "../../etc/passwd\0",
+        "a/b",
+        "/a",
+        "..",
+        "a..b",
+        "a\0",
+        "a\nb",
+        "a\x1b[2J",
+        "a\x7f",
+        "\u202eb",
+        "\ud800",
+    ),
+    *("a\\b", "x" * 513, "é" * 257, "\u2028"),
+]
+BAD |= {f"name {name[:20]!a}": pack({name: entry()}, bytes(4)) for name in NAMES}
+
+
+def refused(path):
+    """The line, the milliseconds and the growth of the most memory."""
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with pytest.raises(ValueError, match="refused") as caught:
+        header.tensors(path)
+    took = 1e3 * (time.perf_counter() - begin)
+    line = str(caught.value)
+    assert line.startswith(f"{path}: ")
+    assert line.isprintable()
+    assert len(line) < 600 + len(str(path))
+    return line, took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_header_is_refused_on_one_line(tmp_path, name):
+    (tmp_path / "x.safetensors").write_bytes(BAD[name])
+    line, took, grown = refused(tmp_path / "x.safetensors")
+    print(f"{took:.2f} ms, {grown} KiB: {line[-160:]}")
+    assert grown < 64 << 10
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_library_alone_accepts_some_of_them():
+    accepted = []
+    for name, data in BAD.items():
+        try:
+            library(data)
+        except (SafetensorError, ValueError, TypeError, RuntimeError, OverflowError, KeyError, UnicodeError):
+            continue
+        accepted.append(name)
+    print(f"the library reads {len(accepted)} of {len(BAD)}: {', '.join(accepted)}")
+    assert len(accepted) >= 6
+
+
+def test_names_at_the_limits_are_read(tmp_path):
+    for name in ("x" * 512, "é" * 256, "a.b", "a b", "модель.0", "{", "a:[,]"):
+        (tmp_path / "x").write_bytes(pack({name: entry()}, bytes(4)))
+        assert list(header.tensors(tmp_path / "x")) == [name]
+
+
+def test_the_count_of_tensors_is_exact_with_and_without_metadata(tmp_path, monkeypatch):
+    monkeypatch.setattr(header, "TENSORS", 3)
+    for metadata in ({}, {"__metadata__": {}}):
+        table = metadata | {name: entry(4 * i, 4 * i + 4) for i, name in enumerate("abcd")}
+        (tmp_path / "x").write_bytes(pack(table, bytes(16)))
+        refused(tmp_path / "x")
+        del table["d"]
+        (tmp_path / "x").write_bytes(pack(table, bytes(12)))
+        assert list(header.tensors(tmp_path / "x")) == ["a", "b", "c"]
+
+
+def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypatch):
+    many = pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)})
+    (tmp_path / "x").write_bytes(many)
+    print(f"200,000 tensors: {min(refused(tmp_path / 'x')[1] for _ in range(3)):.0f} ms")
+    monkeypatch.setattr(header.json, "loads", lambda *a, **k: pytest.fail("parsed"))
+    refused(tmp_path / "x")
+    (tmp_path / "x").write_bytes(pack(b'{"a":[' + b"[],0," * 1_000_000 + b"0]}"))
+    refused(tmp_path / "x")
+
+
+ODD = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        1.0,
+        0.5,
+        1e308,
+        "",
+        "F32",
+        "I64",
+        "BOOL",
+        "x",
+        [],
+        {},
+        [[]],
+        [0],
+        [-1],
+        [True],
+    ),
+    *([1 << 63], [1 << 40, 1 << 40], [0, 1 << 62], [1] * 9, [0, 0], [4, 0], [0, 1 << 63], [0, 4, 8], ["0", "4"]),
+    *({"a": 1}, {"dtype": "F32"}, entry(), entry(4, 8), "é" * 300, "\0", "..", 10**300, -(10**300), [0, 1e300]),
+]
+
+
+def mutant(chance, whole):
+    """A file with something else in its length, its bytes or its JSON."""
+    length = struct.unpack("<Q", whole[:8])[0]
+    text, data = whole[8 : 8 + length], whole[8 + length :]
+    kind = chance.randrange(5)
+    if kind == 0:
+        return (
+            struct.pack("<Q", chance.choice([0, 1, 7, length - 1, length + 1, 1 << chance.randrange(64)]))
+            + text
+            + data
+        )
+    if kind == 1:
+        changed = bytearray(text)
+        for _ in range(chance.randint(1, 3)):
+            at, stop = sorted(chance.randrange(len(changed) + 1) for _ in range(2))
+            piece = changed[at : min(stop, at + 20)]
+            new = (
+                bytes([chance.randrange(256)]),
+                b"",
+                piece * 2,
+                bytes(chance.choices(b'{}[]",:0123456789e-\\ntu', k=3)),
+            )
+            changed[at : at + chance.randrange(3)] = chance.choice(new)
+        return pack(bytes(changed), data)
+    if kind == 2:
+        changed = bytearray(whole)
+        changed[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        return bytes(changed)
+    if kind == 3:
+        return whole[: chance.randrange(len(whole))] + bytes(chance.choice([0, 0, 1, 9]))
+    table = json.loads(text)
+    for _ in range(chance.randint(1, 2)):
+        name = chance.choice(list(table))
+        if chance.random() < 0.2:
+            table[chance.choice(["", "x", "__metadata__", "a/b", "n" * 600])] = chance.choice([*ODD, table[name]])
+        elif chance.random() < 0.2 or not isinstance(table[name], dict) or not table[name]:
+            table[name] = chance.choice(ODD)
+        else:
+            table[name][chance.choice([*table[name], "more"])] = chance.choice(ODD)
+    return pack(table, data)
+
+
+def test_twenty_thousand_mutants_raise_nothing_but_one_line(tmp_path):
+    path, chance = tmp_path / "x", random.Random(0)
+    made = {"a.weight": torch.ones(3, 5), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}
+    save_file(
+        made | {"d": torch.ones(3, dtype=torch.bool), "e": torch.tensor(1)}, path, {"format": "pt", "x": "é"}
+    )
+    whole, worst, kept, lines = path.read_bytes(), 0.0, 0, set()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(20_000):
+        data = mutant(chance, whole)
+        path.write_bytes(data)
+        begin = time.perf_counter()
+        try:
+            found = header.tensors(path)
+        except ValueError as error:
+            found = None
+            lines.add(str(error))
+        worst = max(worst, time.perf_counter() - begin)
+        if found is not None:
+            kept += 1
+            for stored in found.values():
+                assert stored.read().nbytes == stored.nbytes
+            assert sum(s.nbytes for s in found.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(f"20,000 mutants: {kept} are legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown} KiB")
+    assert grown < 64 << 10
+    assert 0 < kept < 10_000
+    assert all(line.isprintable() for line in lines)
