@@ -61,7 +61,11 @@ def tensors(source: Path | Mapped) -> dict[str, Stored]:
         ) from None
     return {
         name: Stored(
-            shape, dtype, f"{mapped.path.name}: {name}", partial(mapped.tensor, begin + first, shape, dtype)
+            shape,
+            dtype,
+            f"{mapped.path.name}: {name}",
+            partial(mapped.tensor, begin + first, shape, dtype),
+            mapped.forget,
         )
         for name, (dtype, shape, first, _) in places.items()
     }

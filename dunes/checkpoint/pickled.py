@@ -93,7 +93,11 @@ def tensors(source: Path | Mapped) -> dict[str, Stored]:
             found, places = (_zipped if file.read(4) == b"PK\3\4" else _legacy)(file, mapped.size)
         return {
             name: Stored(
-                held.shape, held.storage.dtype, f"{mapped.path.name}: {name}", _reader(mapped, held, places)
+                held.shape,
+                held.storage.dtype,
+                f"{mapped.path.name}: {name}",
+                _reader(mapped, held, places),
+                mapped.forget,
             )
             for name, held in _named(found).items()
         }

@@ -14,3 +14,7 @@ def family_of(hf: dict[str, Any]) -> str:
     if kind not in FAMILIES:
         raise ValueError(f"config.json: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
     return str(kind)
+
+
+def spellings(family: str):
+    return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALSO", ())]

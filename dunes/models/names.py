@@ -72,7 +72,7 @@ def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[M
     moves: list[Move] = []
     unknown = []
     for key, shape in theirs.items():
-        hit = next(((n, at) for n in names if (at := _numbers(n.theirs, key)) is not None), None)
+        hit = next(((n, at) for n in names if (at := numbers(n.theirs, key)) is not None), None)
         if hit is None:
             unknown.append(key)
             continue
@@ -99,8 +99,8 @@ def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Move], list[str]]
     moves: list[Move] = []
     left = dict.fromkeys(ours)
     for rule in names:
-        for key in [k for k in left if _numbers(rule.ours[0], k) is not None]:
-            at = _numbers(rule.ours[0], key) or {}
+        for key in [k for k in left if numbers(rule.ours[0], k) is not None]:
+            at = numbers(rule.ours[0], key) or {}
             parts = tuple(_filled(o, at) for o in rule.ours)
             if rule.stacked or any(p not in left for p in parts):
                 continue
@@ -129,7 +129,7 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>0|[1-9]\\d{0,8})", re.escape(template)), re.ASCII)
 
 
-def _numbers(template: str, key: str) -> dict[str, str] | None:
+def numbers(template: str, key: str) -> dict[str, str] | None:
     """The numbers in `key` if it has the template's form."""
     found = _pattern(template).fullmatch(key)
     return None if found is None else found.groupdict()
