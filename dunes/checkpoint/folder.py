@@ -18,6 +18,7 @@ from dunes.checkpoint.source import CONFIG, Source, opened
 from dunes.checkpoint.stored import Stored, Weights, cast, held, moved
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
+from dunes.models.outline import outline
 from dunes.parts import Decoder
 from dunes.text import END, Tokenizer
 
@@ -125,16 +126,23 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     """The model, its tokenizer and its card, from any form of folder that is read here.
 
     Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
-    the dtype they are stored in; they are mapped, not copied, and the file never changes.
+    the dtype they are stored in.
     """
-    folder = Path(folder)
-    source = _checked(folder)
-    weights, tokenizer = source.weights(), Tokenizer.load(folder)
+    source = _checked(Path(folder))
+    tokenizer = Tokenizer.load(source.folder)
     _agree(source, tokenizer)
-    model = source.outline()
-    assert isinstance(model, Decoder), "families build nothing else"
-    model.load_state_dict({name: stored.read() for name, stored in _alike(source, weights).items()}, assign=True)
-    return Loaded(model.to(device).eval(), tokenizer, source.config.context, dict(source.card))
+    return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context, dict(source.card))
+
+
+def filled(source: Source) -> Decoder:
+    """The model with its weights, which are mapped, not copied: a file never changes.
+
+    Raises ValueError that lists every difference before any number is read.
+    """
+    weights = _alike(source, source.weights())
+    model = outline(source.family, source.config)
+    model.load_state_dict({name: stored.read() for name, stored in weights.items()}, assign=True)
+    return model
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch
 from dunes import tree
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
+from dunes.models.outline import outline
 from dunes.text import Tokenizer
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
@@ -45,7 +46,7 @@ def _counted(differences: list[Any]) -> str:
 
 
 def _parameters(source: Source) -> Iterator[str]:
-    model = source.outline()
+    model = outline(source.family, source.config)
     total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{_short(total - ends)} in blocks, {_short(ends)} in embedding and head"

@@ -30,7 +30,7 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
     mistral = "hidden_dim" in p
     if not mistral and "multiple_of" not in p:
         raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is there")
-    if not heads or dim % heads and "head_dim" not in p:
+    if not heads or (dim % heads and "head_dim" not in p):
         raise ValueError(f"{PARAMS}: dim {dim} is not divided by n_heads {heads}")
     said: dict[str, Any] = {
         "model_type": "mixtral" if p.get("moe") else "mistral" if mistral else "llama",

@@ -7,15 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from dunes.checkpoint import header, json_file, native, pickled
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.stored import Stored, Weights, held, moved
 from dunes.models import FAMILIES, family_of, spellings
 from dunes.models.names import Names, numbers, to_theirs
-from dunes.models.size import parameters
+from dunes.models.outline import outline, parameters
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -66,13 +63,7 @@ class Source:
                 f"{self.folder}: the config describes {described:.2e} parameters ({2 * described:.2e} bytes in "
                 f"bfloat16), the files hold {there:.2e}; one of them belongs to another model"
             )
-        return held(self.outline().state_dict(), self.form)
-
-    def outline(self) -> nn.Module:
-        """The model on the meta device: structure and shapes."""
-        with torch.device("meta"):
-            model: nn.Module = FAMILIES[self.family].build(self.config)
-        return model
+        return held(outline(self.family, self.config).state_dict(), self.form)
 
     @cached_property
     def compared(self) -> tuple[dict[str, Stored], list[Difference]]:
@@ -146,7 +137,7 @@ def _native(folder: Path) -> Source:
     )
     if described > 2 * there + (1 << 20):
         return unjoined  # `expected` refuses it
-    expected = held(unjoined.outline().state_dict())
+    expected = held(outline(unjoined.family, unjoined.config).state_dict())
     moves, _ = to_theirs(unjoined.names, expected)
     shapes = {key: stored.shape for key, stored in moved(moves, expected).items()}
     files = native.joined(shards, shapes)

@@ -12,6 +12,7 @@ from dunes.checkpoint import native
 from dunes.checkpoint.differences import compare
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
+from dunes.models.outline import outline
 from dunes.parts import Attention
 
 PROMPTS, TOKENS = 2, 16
@@ -68,7 +69,7 @@ def logits(source: Source) -> Tensor:
 
     A native model runs as its own code runs it: weights as they lie, rotary positions on adjacent pairs.
     """
-    model = source.outline().eval()
+    model = outline(source.family, source.config).eval()
     names = source.names
     if source.form == "native":
         names = native.names(source.words, permuted=False)
