@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -14,7 +14,7 @@ def _open(metavar: str, without: str = "chosen") -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"({without})")
 
 
-Family = Literal["arcee", "llama", "qwen3", "gpt2"]
+Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 Kind = Literal["bpe", "bytes", "chars"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -28,7 +28,7 @@ def train(
     size: Annotated[str | None, _open("SIZE")] = None,
     context: Annotated[int | None, _open("TOKENS")] = None,
     batch: Annotated[int | None, _open("WINDOWS")] = None,
-    family: Annotated[Family | None, _open("arcee|llama|qwen3|gpt2", "arcee")] = None,
+    family: Annotated[Family | None, _open("|".join(get_args(Family)), "arcee")] = None,
     tokenizer: Annotated[Kind | None, _open("bpe|bytes|chars", "bpe")] = None,
     split: Annotated[Literal["files", "tails"] | None, _open("files|tails", "files")] = None,
     seed: Annotated[int | None, _open("NUMBER", "0")] = None,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.generate.sampling import Sampler, sampler
-from dunes.parts.cache import Cache
+from dunes.parts import Cache, cache_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def generate_all(
     for _ in range(limit):
         if cache is None or cache.bound + 1 > context:
             kept = context if cache is None else max(1, context // 2)
-            cache = Cache(len(texts), context, _device(model))
+            cache = cache_for(model, len(texts), context, _device(model))
             new = [text[-kept:] for text in texts]
         with torch.no_grad(), tree.mode(model, False):
             logits = _forward(model, new, cache)

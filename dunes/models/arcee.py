@@ -21,8 +21,8 @@ class Config(llama.Config):
         return replace(super().sized(vocab, dim, depth, context), hidden=4 * dim)
 
 
-def mlp(config: llama.Config) -> MLP:
-    return MLP(config.dim, config.hidden, squared_relu, bias=False)
+def mlp(config: Config) -> MLP:
+    return MLP(config.dim, config.hidden, squared_relu, bias=config.mlp_bias)
 
 
 def build(config: Config) -> Decoder:
@@ -30,14 +30,14 @@ def build(config: Config) -> Decoder:
     return llama.build(config, mlp=mlp)
 
 
-def read(model: Any, context: int) -> llama.Config:
+def read(model: Any, context: int) -> Config:
     """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
-    return llama.read(model, context, Config)
+    return Config(**llama.sizes_of(model, context, model.blocks[0].mlp))
 
 
-def from_hf(hf: dict[str, Any]) -> llama.Config:
+def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    return llama.from_hf(hf, Config, act="relu2")
+    return Config(**llama.sizes(hf, act="relu2"))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
@@ -50,3 +50,5 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 NAMES: Names = [n for n in llama.NAMES if "gate_proj" not in n.theirs]
+
+IGNORED = llama.IGNORED

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dunes.models.names import Names, both, name, turned
-from dunes.models.words import hf_config
+from dunes.models.words import divided, hf_config, number, size
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding
 
 
@@ -70,28 +70,50 @@ def read(model: Any, context: int) -> Config:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    rates = [hf.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    hf = {new: hf[old] for old, new in OTHERWISE.items() if old in hf} | hf
+    rates = [_rate(hf, key) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    if len(set(rates)) > 1:
+        raise ValueError(f"config.json: resid_pdrop, embd_pdrop and attn_pdrop are {rates}; one rate is supported")
+    if hf.get("activation_function") != "gelu_pytorch_tanh":  # another name for the same
+        hf_config(hf, refused={"activation_function": "gelu_new"})
     hf_config(
         hf,
         refused={
-            "activation_function": "gelu_new",
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
             "tie_word_embeddings": True,
-            "embd_pdrop": rates[0],
-            "attn_pdrop": rates[0],
+            "add_cross_attention": False,
         },
     )
+    divided(hf, "n_embd", "n_head")
     return Config(
-        vocab=hf["vocab_size"],
-        dim=hf["n_embd"],
-        depth=hf["n_layer"],
-        heads=hf["n_head"],
-        hidden=hf.get("n_inner") or 4 * hf["n_embd"],
-        context=hf["n_positions"],
-        eps=hf["layer_norm_epsilon"],
+        vocab=size(hf, "vocab_size"),
+        dim=size(hf, "n_embd"),
+        depth=size(hf, "n_layer"),
+        heads=size(hf, "n_head"),
+        hidden=size(hf, "n_inner", 4 * size(hf, "n_embd")),
+        context=size(hf, "n_positions"),
+        eps=number(hf, "layer_norm_epsilon"),
         dropout=rates[0],
     )
+
+
+OTHERWISE = {
+    "n_ctx": "n_positions",
+    "max_position_embeddings": "n_positions",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+}
+"""Second names that a config.json may use."""
+
+
+def _rate(hf: dict[str, Any], key: str) -> float:
+    """A dropout rate. Raises ValueError for what is none."""
+    rate = hf.get(key, 0.1)
+    if type(rate) not in (int, float) or not 0 <= rate < 1:
+        raise ValueError(f"config.json: {key} is {rate!r}; it must be a number from 0 to below 1")
+    return float(rate)
 
 
 def to_hf(config: Config) -> dict[str, Any]:
@@ -114,14 +136,27 @@ def to_hf(config: Config) -> dict[str, Any]:
     }
 
 
-NAMES: Names = [
-    name("transformer.wte.weight", "embed.token.weight"),
-    name("transformer.wpe.weight", "embed.place.weight"),
-    *both("transformer.h.{i}.ln_1", "blocks.{i}.attn_norm"),
-    *both("transformer.h.{i}.attn.c_attn", *[f"blocks.{{i}}.attn.{p}" for p in "qkv"], load=turned, save=turned),
-    *both("transformer.h.{i}.attn.c_proj", "blocks.{i}.attn.out", load=turned, save=turned),
-    *both("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm"),
-    *both("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", load=turned, save=turned),
-    *both("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", load=turned, save=turned),
-    *both("transformer.ln_f", "norm"),
-]
+def _names(prefix: str) -> Names:
+    block = f"{prefix}h.{{i}}"
+    return [
+        name(f"{prefix}wte.weight", "embed.token.weight"),
+        name(f"{prefix}wpe.weight", "embed.place.weight"),
+        *both(f"{block}.ln_1", "blocks.{i}.attn_norm"),
+        *both(f"{block}.attn.c_attn", *[f"blocks.{{i}}.attn.{p}" for p in "qkv"], load=turned, save=turned),
+        *both(f"{block}.attn.c_proj", "blocks.{i}.attn.out", load=turned, save=turned),
+        *both(f"{block}.ln_2", "blocks.{i}.mlp_norm"),
+        *both(f"{block}.mlp.c_fc", "blocks.{i}.mlp.up", load=turned, save=turned),
+        *both(f"{block}.mlp.c_proj", "blocks.{i}.mlp.down", load=turned, save=turned),
+        *both(f"{prefix}ln_f", "norm"),
+    ]
+
+
+NAMES = _names("transformer.")
+
+ALSO = _names("")
+"""As the first files on the hub have them."""
+
+IGNORED = tuple(
+    f"{prefix}h.{{i}}.attn.{mask}" for prefix in ("transformer.", "") for mask in ("bias", "masked_bias")
+)
+"""Causal masks that older versions of transformers kept beside the weights."""

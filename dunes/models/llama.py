@@ -3,15 +3,17 @@
 Config and build also serve the families that differ in one part; they pass theirs in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from dunes.models.names import Names, name
-from dunes.models.words import hf_config, rope_base
+from dunes.models.names import Names, both, name
+from dunes.models.rope import rope, rope_words
+from dunes.models.words import divided, flag, hf_config, number, size
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
+from dunes.parts.position import UNSCALED, Dynamic, Scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,10 @@ class Config:
     context: int = 2048
     eps: float = 1e-5
     rope_base: float = 10_000.0
+    scaling: Scaling = UNSCALED
     tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
     @classmethod
     def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
@@ -49,19 +54,21 @@ class Config:
         )
 
 
-def attention(config: Config) -> Attention:
-    rotary = Rotary(config.head_dim, config.rope_base)
-    return Attention(config.dim, config.heads, config.kv_heads, head_dim=config.head_dim, position=rotary)
+C = TypeVar("C", bound=Config)
+Make = Callable[[C], nn.Module]
 
 
-def mlp(config: Config) -> nn.Module:
-    return GatedMLP(config.dim, config.hidden)
+def attention(config: Config, **parts: Any) -> Attention:
+    """This family's attention; `parts` are arguments of `Attention` that a sibling sets otherwise."""
+    usual = {"position": Rotary(config.head_dim, config.rope_base, config.scaling), "bias": config.attention_bias}
+    return Attention(config.dim, config.heads, config.kv_heads, head_dim=config.head_dim, **(usual | parts))
 
 
-Make = Callable[[Config], nn.Module]
+def mlp(config: Config) -> GatedMLP:
+    return GatedMLP(config.dim, config.hidden, bias=config.mlp_bias)
 
 
-def build(config: Config, attention: Make = attention, mlp: Make = mlp) -> Decoder:
+def build(config: C, attention: Make[C] = attention, mlp: Make[C] = mlp) -> Decoder:
     """An untrained model of this size; `attention` and `mlp` make each block's."""
 
     def norm() -> RMSNorm:
@@ -78,40 +85,75 @@ def build(config: Config, attention: Make = attention, mlp: Make = mlp) -> Decod
     )
 
 
-def read(model: Any, context: int, config: type[Config] = Config) -> Config:
+def read(model: Any, context: int) -> Config:
     """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
+    return Config(**sizes_of(model, context, model.blocks[0].mlp))
+
+
+def sizes_of(model: Any, context: int, mlp: Any) -> dict[str, Any]:
+    """The fields of a Config, read off a built model with this mlp, or one expert, in its first block."""
     attn = model.blocks[0].attn
-    return config(
-        vocab=model.embed.token.num_embeddings,
-        dim=model.embed.token.embedding_dim,
-        depth=len(model.blocks),
-        heads=attn.q.out_features // attn.head_dim,
-        kv_heads=attn.k.out_features // attn.head_dim,
-        head_dim=attn.head_dim,
-        hidden=model.blocks[0].mlp.down.in_features,
-        context=context,
-        eps=model.norm.eps,
-        rope_base=attn.position.base,
-        tied=model.head is None,
-    )
+    scaling = attn.position.scaling
+    return {
+        "vocab": model.embed.token.num_embeddings,
+        "dim": model.embed.token.embedding_dim,
+        "depth": len(model.blocks),
+        "heads": attn.q.out_features // attn.head_dim,
+        "kv_heads": attn.k.out_features // attn.head_dim,
+        "head_dim": attn.head_dim,
+        "hidden": mlp.down.in_features,
+        # Its angles depend on the length that a config.json has no other word for.
+        "context": scaling.length if isinstance(scaling, Dynamic) else context,
+        "eps": model.norm.eps,
+        "rope_base": attn.position.base,
+        "scaling": scaling,
+        "tied": model.head is None,
+        "attention_bias": attn.out.bias is not None,
+        "mlp_bias": mlp.down.bias is not None,
+    }
 
 
-def from_hf(hf: dict[str, Any], config: type[Config] = Config, act: str = "silu") -> Config:
+def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json, of either dialect. Raises ValueError for what is not supported."""
-    hf = hf_config(hf, refused={"attention_bias": False, "mlp_bias": False, "hidden_act": act})
-    return config(
-        vocab=hf["vocab_size"],
-        dim=hf["hidden_size"],
-        depth=hf["num_hidden_layers"],
-        heads=hf["num_attention_heads"],
-        kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        hidden=hf["intermediate_size"],
-        context=hf["max_position_embeddings"],
-        eps=hf["rms_norm_eps"],
-        rope_base=rope_base(hf),
-        tied=hf.get("tie_word_embeddings", False),
+    return Config(**sizes(hf))
+
+
+def sizes(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0) -> dict[str, Any]:
+    """The fields of a Config, by a config.json whose activation must be `act`; `base` is its default rotary base.
+
+    Raises ValueError for what is not supported or makes no sense, KeyError for what is missing.
+    """
+    hf_config(hf, refused={"hidden_act": act})
+    heads = size(hf, "num_attention_heads")
+    kv_heads = size(hf, "num_key_value_heads", heads)
+    divided(
+        {"num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        "num_attention_heads",
+        "num_key_value_heads",
     )
+    return {
+        "vocab": size(hf, "vocab_size"),
+        "dim": size(hf, "hidden_size"),
+        "depth": size(hf, "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim(hf),
+        "hidden": size(hf, "intermediate_size"),
+        "context": size(hf, "max_position_embeddings", largest=1 << 31),
+        "eps": number(hf, "rms_norm_eps"),
+        "tied": flag(hf, "tie_word_embeddings"),
+        "attention_bias": flag(hf, "attention_bias"),
+        "mlp_bias": flag(hf, "mlp_bias"),
+        **rope(hf, base),
+    }
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """Given, or the width shared by the heads; even, since rotary positions turn pairs."""
+    width = size(hf, "head_dim", 0) or divided(hf, "hidden_size", "num_attention_heads")
+    if width % 2:
+        raise ValueError(f"config.json: head_dim is {width}; rotary positions need an even one")
+    return width
 
 
 def to_hf(config: Config) -> dict[str, Any]:
@@ -128,26 +170,32 @@ def to_hf(config: Config) -> dict[str, Any]:
         "intermediate_size": config.hidden,
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.eps,
-        "rope_theta": config.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        **rope_words(config.rope_base, config.scaling),
         "tie_word_embeddings": config.tied,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
     }
 
 
-NAMES: Names = [
+ATTENTION: Names = [
     name("model.embed_tokens.weight", "embed.token.weight"),
     name("model.layers.{i}.input_layernorm.weight", "blocks.{i}.attn_norm.weight"),
-    name("model.layers.{i}.self_attn.q_proj.weight", "blocks.{i}.attn.q.weight"),
-    name("model.layers.{i}.self_attn.k_proj.weight", "blocks.{i}.attn.k.weight"),
-    name("model.layers.{i}.self_attn.v_proj.weight", "blocks.{i}.attn.v.weight"),
-    name("model.layers.{i}.self_attn.o_proj.weight", "blocks.{i}.attn.out.weight"),
+    *both("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attn.q"),
+    *both("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attn.k"),
+    *both("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attn.v"),
+    *both("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attn.out"),
     name("model.layers.{i}.post_attention_layernorm.weight", "blocks.{i}.mlp_norm.weight"),
-    name("model.layers.{i}.mlp.gate_proj.weight", "blocks.{i}.mlp.gate.weight"),
-    name("model.layers.{i}.mlp.up_proj.weight", "blocks.{i}.mlp.up.weight"),
-    name("model.layers.{i}.mlp.down_proj.weight", "blocks.{i}.mlp.down.weight"),
     name("model.norm.weight", "norm.weight"),
     name("lm_head.weight", "head.weight"),
 ]
+"""All but the mlp: what the siblings share."""
+
+NAMES: Names = [
+    *ATTENTION,
+    *both("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
+    *both("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
+    *both("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
+]
+
+IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)

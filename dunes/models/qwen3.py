@@ -6,24 +6,17 @@ The norms keep it stable at high learning rates.
 from typing import Any
 
 from dunes.models import llama
-from dunes.models.llama import Config
+from dunes.models.llama import IGNORED, Config, read
 from dunes.models.names import Names, name
-from dunes.models.words import hf_config
-from dunes.parts import Attention, Decoder, RMSNorm, Rotary
+from dunes.models.words import hf_config, no_windows
+from dunes.parts import Attention, Decoder, RMSNorm
 
-__all__ = ["NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["IGNORED", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
 def attention(config: Config) -> Attention:
-    return Attention(
-        config.dim,
-        config.heads,
-        config.kv_heads,
-        head_dim=config.head_dim,
-        position=Rotary(config.head_dim, config.rope_base),
-        q_norm=RMSNorm(config.head_dim, config.eps),
-        k_norm=RMSNorm(config.head_dim, config.eps),
-    )
+    q_norm, k_norm = (RMSNorm(config.head_dim, config.eps) for _ in "qk")
+    return llama.attention(config, q_norm=q_norm, k_norm=k_norm)
 
 
 def build(config: Config) -> Decoder:
@@ -31,13 +24,11 @@ def build(config: Config) -> Decoder:
     return llama.build(config, attention)
 
 
-read = llama.read
-
-
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    hf_config(hf, refused={"use_sliding_window": False})
-    return llama.from_hf(hf)
+    no_windows(hf)
+    hf_config(hf, refused={"mlp_bias": False})
+    return Config(**llama.sizes({"head_dim": 128, **hf}))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
@@ -47,8 +38,8 @@ def to_hf(config: Config) -> dict[str, Any]:
     return words | {"use_sliding_window": False, "sliding_window": None}
 
 
-NAMES: Names = [
-    *llama.NAMES,
-    name("model.layers.{i}.self_attn.q_norm.weight", "blocks.{i}.attn.q_norm.weight"),
-    name("model.layers.{i}.self_attn.k_norm.weight", "blocks.{i}.attn.k_norm.weight"),
+HEAD_NORMS: Names = [
+    name(f"model.layers.{{i}}.self_attn.{p}_norm.weight", f"blocks.{{i}}.attn.{p}_norm.weight") for p in "qk"
 ]
+
+NAMES: Names = [*llama.NAMES, *HEAD_NORMS]

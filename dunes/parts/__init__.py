@@ -1,12 +1,13 @@
 """The pieces a transformer is put together from. They take plain arguments or built parts, never a config."""
 
 from dunes.parts.attention import Attention
-from dunes.parts.cache import Cache
+from dunes.parts.cache import Cache, Rolling
 from dunes.parts.checkpointed import Checkpointed
 from dunes.parts.context import Context
-from dunes.parts.decoder import Block, Decoder
+from dunes.parts.decoder import Block, Decoder, cache_for
 from dunes.parts.embedding import Embedding
 from dunes.parts.mlp import MLP, GatedMLP, squared_relu
+from dunes.parts.moe import MoE
 from dunes.parts.norm import RMSNorm
 from dunes.parts.position import Rotary
 
@@ -20,7 +21,10 @@ __all__ = [
     "Decoder",
     "Embedding",
     "GatedMLP",
+    "MoE",
     "RMSNorm",
+    "Rolling",
     "Rotary",
+    "cache_for",
     "squared_relu",
 ]

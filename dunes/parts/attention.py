@@ -13,7 +13,8 @@ class Attention(nn.Module):
     """Multi-head attention: grouped when `kv_heads` < `heads`, sliding when `window` is set.
 
     `position` turns queries and keys (Rotary, or any callable of (x, context)); `q_norm` and `k_norm`
-    are applied to each head before that. `dropout` acts on attention weights, in training only.
+    are applied to each head before that. `out_bias` is `bias` unless given. `dropout` acts on attention
+    weights, in training only.
     Raises ValueError if the heads do not share the key/value heads evenly.
     """
 
@@ -29,6 +30,7 @@ class Attention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         bias: bool = False,
+        out_bias: bool | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class Attention(nn.Module):
         self.q = nn.Linear(dim, heads * head_dim, bias)
         self.k = nn.Linear(dim, kv_heads * head_dim, bias)
         self.v = nn.Linear(dim, kv_heads * head_dim, bias)
-        self.out = nn.Linear(heads * head_dim, dim, bias)
+        self.out = nn.Linear(heads * head_dim, dim, bias if out_bias is None else out_bias)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.position, self.window, self.dropout = head_dim, position, window, dropout
 

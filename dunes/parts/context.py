@@ -49,7 +49,8 @@ class Context:
     def mask(self, window: int | None = None) -> Tensor | None:
         """True (B, T, S) where a query may look; None if query t sees exactly keys 0..t.
 
-        With a window, a query sees that many keys, itself included.
+        With a window, a query sees that many keys, itself included. Raises ValueError if the cache
+        does not remember as many.
         """
         if self.consecutive and (window is None or window >= self.at.shape[1]):
             return None
@@ -57,6 +58,9 @@ class Context:
         return mask
 
     def _mask(self, window: int | None) -> Tensor:
+        reach = None if self.cache is None else self.cache.reach
+        if reach is not None and (window is None or window > reach):
+            raise ValueError(f"a rolling cache of {reach} positions, but a layer sees {window or 'all'} of them")
         query = self.at[:, :, None]
         key = self.at if self.cache is None else self.cache.where(self.at.amax(1))
         key = key[:, None, :]

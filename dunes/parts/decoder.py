@@ -4,14 +4,17 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
-from dunes.parts.cache import Cache
+from dunes.parts.attention import Attention
+from dunes.parts.cache import Cache, Rolling
 from dunes.parts.context import Context
 from dunes.parts.embedding import Embedding
+from dunes.parts.moe import imbalance, routing
 
 
 class Block(nn.Module):
@@ -66,12 +69,17 @@ class Decoder(nn.Module):
     def nats(self, ids: Tensor, targets: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The summed loss of the targets (B, T), IGNORE counting nothing, and their number.
 
-        Equal to `next_token` of this model's logits, which a plain head never has to hold.
+        Equal to `next_token` of this model's logits, which a plain head never has to hold. In training,
+        a mixture of experts adds for each target what its `balance` says of the uneven use of its experts.
         """
-        x, y = self.hidden(ids, at).flatten(0, 1), targets.flatten()
+        with routing(self) as routed:
+            x, y = self.hidden(ids, at).flatten(0, 1), targets.flatten()
         head = self.embed.token if self.head is None else self.head
         assert isinstance(head, nn.Embedding | nn.Linear), "only a plain head has one matrix"
-        return linear_cross_entropy(x, head.weight, y), (y != IGNORE).sum()
+        total, count = linear_cross_entropy(x, head.weight, y), (y != IGNORE).sum()
+        if routed:
+            total = total + count * imbalance(routed, None if at is None else at.flatten() >= 0)
+        return total, count
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., V)."""
@@ -79,3 +87,13 @@ class Decoder(nn.Module):
             return F.linear(x, self.embed.token.weight)
         logits: Tensor = self.head(x)
         return logits
+
+
+def cache_for(model: nn.Module, batch: int, context: int, device: torch.device | str = "cpu") -> Cache:
+    """An empty cache for `batch` texts of up to `context` tokens: rolling if every layer's window is smaller."""
+    windows = [m.window for m in model.modules() if isinstance(m, Attention)]
+    sees = [w for w in windows if w is not None]
+    depth = len(model.blocks) if isinstance(model, Decoder) else -1
+    if len(sees) == depth and max(sees) < context:
+        return Rolling(batch, max(sees), device)
+    return Cache(batch, context, device)

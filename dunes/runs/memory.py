@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dunes import measure, tree
 from dunes.measure import Allocations
-from dunes.parts import Cache, Checkpointed, Decoder
+from dunes.parts import Checkpointed, Decoder, cache_for
 from dunes.train import Trainer, muon
 
 Build = Callable[[], Decoder]
@@ -49,7 +49,7 @@ def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
         model = _in(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
         with measure.allocations(model) as log, torch.no_grad():
-            cache = Cache(shape.batch, shape.context, measure.device())
+            cache = cache_for(model, shape.batch, shape.context, measure.device())
             for new in (ids, ids[:, :1]):
                 real = torch.ones_like(new, dtype=torch.bool)
                 model(new, at=cache.start(real), cache=cache, last=1)

@@ -1,0 +1,34 @@
+"""Qwen2 and Qwen2.5: LLaMA with biases on queries, keys and values. https://arxiv.org/abs/2407.10671"""
+
+from typing import Any
+
+from dunes.models import llama
+from dunes.models.llama import IGNORED, NAMES, Config, read
+from dunes.models.words import hf_config, no_windows
+from dunes.parts import Attention, Decoder
+
+__all__ = ["IGNORED", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+
+
+def attention(config: Config) -> Attention:
+    return llama.attention(config, bias=True, out_bias=False)
+
+
+def build(config: Config) -> Decoder:
+    """An untrained model of this size."""
+    return llama.build(config, attention)
+
+
+def from_hf(hf: dict[str, Any]) -> Config:
+    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    no_windows(hf)
+    hf_config(hf, refused={"mlp_bias": False})
+    # It always has its three biases, and no word about them.
+    return Config(**llama.sizes(hf | {"attention_bias": False}))
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """The keys of a config.json that say the same."""
+    words = llama.to_hf(config) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    del words["attention_bias"], words["mlp_bias"]
+    return words | {"use_sliding_window": False, "sliding_window": None}

@@ -1,0 +1,145 @@
+"""A mixture of experts in the place of an MLP. https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2401.04088"""
+
+# Shapes: N tokens, E experts, k experts a token.
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dunes.ops import experts as forms
+from dunes.parts.mlp import GatedMLP
+
+Routed = list[tuple["MoE", Tensor]]
+
+
+class MoE(nn.Module):
+    """Each token goes to the `top_k` experts that the router likes best, and gets their weighted sum.
+
+    `router` gives (N, E) logits, of which a softmax in float32 makes weights; with `renormalise` those of
+    the chosen experts are made to add up to one. (With one expert a token that leaves its router
+    without a gradient.) Of equally liked experts the first is taken. `balance` weighs the loss that
+    `Decoder.nats` adds in training. Raises ValueError for a top_k that cannot be.
+    """
+
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: Sequence[nn.Module],
+        top_k: int,
+        *,
+        renormalise: bool = True,
+        balance: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= len(experts):
+            raise ValueError(f"a token cannot go to {top_k} of {len(experts)} experts")
+        self.router, self.experts = router, nn.ModuleList(experts)
+        self.top_k, self.renormalise, self.balance = top_k, renormalise, balance
+        self._routed: Routed | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim)."""
+        tokens = x.flatten(0, -2)
+        logits = self.router(tokens).float()
+        if self._routed is not None:
+            self._routed.append((self, logits))
+        chosen, weights = self.route(logits)
+        stacks = self._stacks(tokens)
+        if stacks is None:
+            y = forms.plain(tokens, list(self.experts), chosen, weights)
+        else:
+            y = forms.grouped(tokens, stacks, self.experts[0].act, chosen, weights)  # type: ignore[arg-type]
+        return y.view_as(x)
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of logits (N, E), the chosen experts (N, k), the likeliest first, and their weights in float32."""
+        likely = logits.float().softmax(-1)
+        # topk leaves open which of equals it takes.
+        chosen = torch.sort(likely.detach(), dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        weights = likely.gather(-1, chosen)
+        return chosen, weights / weights.sum(-1, keepdim=True) if self.renormalise else weights
+
+    def pack(self) -> bool:
+        """Make the experts' weights views of one storage for each matrix, which the grouped form reads.
+
+        The parameters stay the same objects. False, and nothing is done, where the experts are not plain
+        and equal.
+        """
+        if not self._alike():
+            return False
+        with torch.no_grad():
+            for weights in self._weights():
+                if not forms.adjacent(weights):
+                    for weight, view in zip(weights, torch.stack(weights), strict=True):
+                        weight.data = view
+        return True
+
+    def _weights(self) -> list[list[Tensor]]:
+        """Of each matrix, those of all experts."""
+        return [[e.get_submodule(part).weight for e in self.experts] for part in ("gate", "up", "down")]  # type: ignore[misc]
+
+    def _alike(self) -> bool:
+        """Whether the experts are gated MLPs of one shape, type and activation, without biases or changes."""
+        if any(type(e) is not GatedMLP or e.act is not self.experts[0].act for e in self.experts):
+            return False
+        linears = [[e.gate, e.up, e.down] for e in self.experts]  # type: ignore[union-attr]
+        if any(type(m) is not nn.Linear or m.bias is not None for row in linears for m in row):
+            return False
+        kinds = {tuple((m.weight.shape, m.weight.dtype, m.weight.device) for m in row) for row in linears}  # type: ignore[union-attr]
+        return len(kinds) == 1
+
+    def _stacks(self, x: Tensor) -> forms.Stacks | None:
+        """What the grouped form reads, if it can serve and is the faster one."""
+        if not forms.fits(x, self.experts[0]) or not self.pack():
+            return None
+        gate, up, down = (forms.stacked(weights) for weights in self._weights())
+        assert gate is not None and up is not None and down is not None, "they were packed"
+        return forms.Stacks(gate, up, down)
+
+
+@contextmanager
+def routing(model: nn.Module) -> Iterator[Routed]:
+    """Collects the router's logits (N, E) of each mixture with a `balance`, in training only."""
+    routed: Routed = []
+    layers = [m for m in model.modules() if isinstance(m, MoE) and m.balance] if model.training else []
+    for layer in layers:
+        layer._routed = routed
+    try:
+        yield routed
+    finally:
+        # Activation checkpointing computes forwards again, later.
+        for layer in layers:
+            layer._routed = None
+
+
+def imbalance(routed: Routed, real: Tensor | None = None) -> Tensor:
+    """The mean over layers of their weighted `load_balance`, layer by layer; `real` (N,) excludes padding."""
+    losses = [layer.balance * load_balance([logits], layer.top_k, real) for layer, logits in routed]
+    return torch.stack(losses).mean()
+
+
+def load_balance(layers: Sequence[Tensor], top_k: int, real: Tensor | None = None) -> Tensor:
+    """How unevenly tokens use experts, by the router's logits (N, E) of one or of several layers together.
+
+    The experts times the sum over them of their share of tokens times their mean probability: `top_k` if
+    all are used alike, the number of experts if `top_k` of them get everything (the convention of
+    transformers; https://arxiv.org/abs/2101.03961 divides by `top_k`). Several layers together look even
+    if each prefers other experts, so for training each is taken alone. Only tokens that are `real`
+    (N, bool) count.
+    """
+    shares = [_shares(logits, top_k, real) for logits in layers]
+    load, likely = (torch.stack(part).mean(0) for part in zip(*shares, strict=True))
+    return layers[0].shape[-1] * (load * likely).sum()
+
+
+def _shares(logits: Tensor, top_k: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The share of tokens that each expert (E,) is chosen by, and its mean probability."""
+    likely = logits.float().softmax(-1)
+    chosen = torch.sort(likely.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
+    load = torch.zeros_like(likely).scatter_(-1, chosen, 1.0)
+    if real is None:
+        return load.mean(0), likely.mean(0)
+    count = real.sum().clamp(min=1)
+    return (load * real[:, None]).sum(0) / count, (likely * real[:, None]).sum(0) / count
