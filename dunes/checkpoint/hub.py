@@ -128,19 +128,28 @@ def _fetched(name: str, revision: str) -> Copy:
         copy = Copy(name, revision, store)
         if (files := _told(copy)) and not _missing(copy, files):
             return _checked(copy, files)
+    info = _answer(hub, name, revision)
+    if isinstance(info, str):
+        return _kept(name, revision, store, info)
+    return _updated(hub, Copy(name, _commit(info, name), store), _wanted(_facts(info), name), revision)
+
+
+def _answer(hub: Any, name: str, revision: str) -> Any:
+    """What the Hub tells of a revision, or why it could not be asked. Raises ValueError if it refuses."""
     try:
-        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
+        return hub.HfApi().model_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
     except Exception as error:  # httpx, JSON, ...: what a foreign library raises is not ours to list
         if told := _refusal(error, name, revision, hub):
             raise ValueError(told) from None
-        return _kept(name, revision, store, _first_line(error))
-    return _updated(hub, Copy(name, _commit(info, name), store), _wanted(_facts(info), name), revision)
+        return _first_line(error)
 
 
 def _hub() -> Any:
     """The downloader. It is told not to name torch's version or the calling program in its requests."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
+        for part in ("constants", "errors", "utils"):
+            import_module(f"huggingface_hub.{part}")
         return import_module("huggingface_hub")
     except ImportError as error:
         raise ValueError(
@@ -205,15 +214,14 @@ def _ahead(copy: Copy, fact: Fact) -> int:
 @contextmanager
 def _bars(hub: Any) -> Iterator[None]:
     """The downloader's progress on a terminal, silence elsewhere, unless the user has said which."""
-    utils = import_module("huggingface_hub.utils")
     if sys.stderr.isatty() or hub.constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
         yield
         return
-    utils.disable_progress_bars()
+    hub.utils.disable_progress_bars()
     try:
         yield
     finally:
-        utils.enable_progress_bars()
+        hub.utils.enable_progress_bars()
 
 
 def _point(copy: Copy, revision: str) -> None:

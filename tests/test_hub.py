@@ -1,0 +1,437 @@
+"""Models of the Hub, from a small Hub of our own on this machine: nothing here reaches the internet."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from hashlib import sha1, sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+import torch
+
+from dunes import checkpoint
+from dunes.checkpoint import atomic, hub
+from dunes.models import llama
+from dunes.models.start import initialise
+from dunes.text import Tokenizer
+
+theirs = pytest.importorskip("huggingface_hub", "1.0")
+from huggingface_hub import constants, snapshot_download  # noqa: E402
+from huggingface_hub.utils import close_session  # noqa: E402
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LARGE = (".safetensors", ".bin", ".pth", ".gguf", ".onnx")
+WEIGHTS = "model.safetensors"
+
+
+def blob(data: bytes) -> str:
+    return sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def told(name: str, data: bytes, key: str = "sha256") -> dict:
+    """What the Hub says of a file's content."""
+    large = {key: sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+    return {"size": len(data), "lfs": large} if name.endswith(LARGE) else {"size": len(data)}
+
+
+class Hub(ThreadingHTTPServer):
+    """One repository, `org/tiny`, with `main` at one commit; what is `sent` may differ from what is told."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files, self.sent, self.log, self.agents = files, dict(files), [], set()
+        self.refused: tuple[str, int, dict[str, str]] | None = None
+        self.sha, self.raw = COMMIT, None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def fetched(self) -> set[str]:
+        return {path.partition(f"/resolve/{COMMIT}/")[2] for method, path in self.log if "/resolve/" in path}
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        hub, url = self.server, urlsplit(self.path)
+        hub.log.append((self.command, url.path))
+        hub.agents.add(self.headers["User-Agent"])
+        if hub.refused and hub.refused[0] in url.path:
+            return self.say(hub.refused[1], b"no", hub.refused[2])
+        if found := re.fullmatch(r"/api/models/org/tiny/revision/(.+)", url.path):
+            return self.info(unquote(found[1]), parse_qs(url.query))
+        if url.path == f"/api/models/org/tiny/tree/{COMMIT}":
+            rows = [{"type": "file", "path": n, "oid": blob(d), **told(n, d, "oid")} for n, d in hub.files.items()]
+            return self.say(200, json.dumps(rows).encode())
+        if found := re.fullmatch(f"/org/tiny/resolve/{COMMIT}/(.+)", url.path):
+            return self.file(unquote(found[1]))
+        return self.say(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def info(self, revision: str, query: dict) -> None:
+        hub = self.server
+        if revision not in ("main", "v1", COMMIT):
+            return self.say(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        digests = query.get("blobs") == ["true"]
+        rows = [
+            {"rfilename": n, **({"blobId": blob(d), **told(n, d)} if digests else {})}
+            for n, d in hub.files.items()
+        ]
+        body = json.dumps({"id": "org/tiny", "sha": hub.sha, "siblings": rows}).encode()
+        return self.say(200, hub.raw or body)
+
+    def file(self, name: str) -> None:
+        data, tag = self.server.sent[name], blob(self.server.files[name])
+        large = told(name, self.server.files[name]).get("lfs")
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{tag}"'}
+        if large:
+            headers |= {"X-Linked-ETag": f'"{large["sha256"]}"', "X-Linked-Size": str(large["size"])}
+        self.say(200, data, headers)
+
+    def say(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A model folder."""
+    folder, tokenizer = tmp_path_factory.mktemp("model") / "tiny", Tokenizer.train("bytes", [])
+    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 32, 2, 16)), 0)
+    checkpoint.save(model, folder, tokenizer, 16)
+    return folder
+
+
+@pytest.fixture
+def site(tiny, tmp_path, monkeypatch):
+    """A Hub with that folder and much else, and a machine that knows no other one."""
+    files = {f.name: f.read_bytes() for f in tiny.iterdir()}
+    more = [
+        "README.md",
+        "modeling_tiny.py",
+        "tiny.gguf",
+        "onnx/model.onnx",
+        "onnx/config.json",
+        "pytorch_model.bin",
+    ]
+    site = Hub(files | dict.fromkeys([*more, "model.fp16.safetensors", "consolidated.00.pth"], b"not for us"))
+    threading.Thread(target=site.serve_forever, args=(0.02,), daemon=True).start()
+    use(monkeypatch, site.address, tmp_path)
+    yield site
+    stop(site)
+
+
+def stop(site: Hub) -> None:
+    close_session()  # a kept connection would go on being served
+    site.shutdown()
+    site.server_close()
+
+
+def use(monkeypatch, address: str, tmp_path: Path) -> None:
+    """Give the downloader this Hub and a home below tmp_path; it reads the environment only when imported."""
+    close_session()
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "dunes"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    real = socket.getaddrinfo
+
+    def here(host, *args, **kwargs):
+        assert host in ("127.0.0.1", b"127.0.0.1"), f"{host} is not this machine"
+        return real(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", here)
+
+
+def refused(*args) -> str:
+    with pytest.raises((ValueError, OSError)) as caught:
+        hub.local(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None, "no foreign traceback above it"
+    return message
+
+
+def unhashed(monkeypatch) -> None:
+    def never(path):
+        raise AssertionError(f"{path} is hashed again")
+
+    monkeypatch.setattr(atomic, "digest", never)
+    monkeypatch.setattr(hub, "_git_digest", never)
+
+
+def test_a_model_is_fetched_at_one_commit_and_opens_as_the_folder_does(site, tiny):
+    found = hub.local("org/tiny")
+    assert found.origin == {"repository": "org/tiny", "revision": COMMIT}
+    assert found.folder.name == COMMIT
+    assert site.fetched() == {f.name for f in tiny.iterdir()}, "what readers use, in one form, and no code"
+    ours, same = checkpoint.load(found.folder), checkpoint.load(tiny)
+    assert all(torch.equal(v, same.model.state_dict()[k]) for k, v in ours.model.state_dict().items())
+
+
+@pytest.mark.parametrize("away", ["no server", "offline", "answers 503", "another page"])
+@pytest.mark.parametrize("asked", [("org/tiny",), ("org/tiny@v1",), ("org/tiny", COMMIT)])
+def test_what_is_here_serves_without_the_hub(site, monkeypatch, away, asked):
+    first = hub.local(*asked)
+    if away == "no server":
+        stop(site)
+    elif away == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    else:
+        site.refused = ("/", 503, {}) if away == "answers 503" else None
+        site.raw = b"<html>please sign in to this hotel</html>"
+    unhashed(monkeypatch)
+    assert hub.local(*asked) == first
+
+
+def test_a_commit_that_is_here_asks_nobody_and_a_branch_asks_only_where_it_is(site):
+    hub.local("org/tiny")
+    site.log.clear()
+    hub.local(f"org/tiny@{COMMIT}")
+    assert site.log == []
+    hub.local("org/tiny")
+    assert site.log == [("GET", "/api/models/org/tiny/revision/main")]
+
+
+def test_only_files_that_changed_are_hashed_again(site, monkeypatch):
+    folder = hub.local("org/tiny").folder
+    with monkeypatch.context() as patch:
+        unhashed(patch)
+        hub.local("org/tiny")
+        os.utime(folder / WEIGHTS, (1, 1))
+        with pytest.raises(AssertionError, match="hashed again"):
+            hub.local("org/tiny")
+    hub.local("org/tiny")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
+def test_other_bytes_are_refused_by_name_and_the_remedy_works(site, name):
+    data = bytearray(site.files[name])
+    data[-2] ^= 1
+    site.sent[name] = bytes(data)
+    for _ in range(2):
+        message = refused("org/tiny")
+        assert f"{COMMIT}/{name}: not the file that the Hub holds" in message
+    site.sent[name] = site.files[name]
+    Path(re.search("delete (.*) and try", message)[1]).unlink()
+    hub.local("org/tiny")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
+def test_a_file_that_comes_short_is_refused_by_name(site, name):
+    site.sent[name] = site.files[name][:-3]
+    assert re.search(rf"{name}.*try again", message := refused("org/tiny")), message
+    assert re.search(rf"{len(site.sent[name])} bytes instead of|of size {len(site.files[name])}", message), message
+
+
+@pytest.mark.parametrize("change", ["bit", "cut"])
+def test_damage_in_the_cache_is_noticed_without_a_network(site, change):
+    path = (hub.local("org/tiny").folder / WEIGHTS).resolve()
+    stop(site)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] if change == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
+    assert f"{COMMIT}/{WEIGHTS}: not the file" in refused("org/tiny")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_snapshot_that_another_tool_made_is_checked_and_used(site, monkeypatch, damaged):
+    folder = Path(snapshot_download("org/tiny"))
+    stop(site)
+    if damaged:
+        (folder / WEIGHTS).resolve().write_bytes(b"0" * len(site.files[WEIGHTS]))
+        assert f"{COMMIT}/{WEIGHTS}: not the file" in refused("org/tiny")
+        return
+    assert hub.local("org/tiny").folder.samefile(folder)
+    unhashed(monkeypatch)
+    hub.local("org/tiny")
+
+
+SIGN = {"X-Error-Message": "Invalid credentials in Authorization header"}
+REFUSALS = {
+    "private": ("org/tiny", ("/api/", 401, {}), "HF_TOKEN"),
+    "token": ("org/tiny", ("/api/", 401, SIGN), r"\(401\); set HF_TOKEN"),
+    "gated": (
+        "org/tiny",
+        ("/resolve/", 403, {"X-Error-Code": "GatedRepo"}),
+        "consent; give it at http.*/org/tiny",
+    ),
+    "forbidden": ("org/tiny", ("/resolve/", 403, {}), r"\(403\); set HF_TOKEN .* hf auth login"),
+    "missing": ("org/other", None, "org/other: neither a folder nor a public model"),
+    "revision": ("org/tiny@v2", None, "has no revision 'v2'"),
+    "gone": ("org/tiny", ("/resolve/", 404, {"X-Error-Code": "EntryNotFound"}), "no such file"),
+    "busy": ("org/tiny", ("/api/", 429, {}), "cannot be reached.*429.*try again"),
+    "down": ("org/tiny", ("/api/", 503, {}), "cannot be reached.*503.*try again"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_is_one_line_that_says_what_to_do(site, case):
+    model, site.refused, words = REFUSALS[case]
+    assert re.search(words, message := refused(model)), message
+
+
+def test_a_page_that_is_no_hub_is_one_line(site):
+    site.raw = b"<html>"
+    assert "cannot be reached" in refused("org/tiny")
+    site.raw, site.sha = None, "../../elsewhere"
+    assert "names no commit" in refused("org/tiny")
+
+
+def test_no_weights_is_said_before_anything_is_fetched(site):
+    for name in [n for n in site.files if n.endswith((".safetensors", ".bin", ".pth"))]:
+        del site.files[name]
+    assert "org/tiny: no weights that are read here" in refused("org/tiny")
+    assert site.fetched() == set()
+
+
+def test_a_full_disk_is_said_before_anything_is_fetched(site, monkeypatch):
+    free = len(site.files[WEIGHTS])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert re.search("MB are needed and .* MB are free", refused("org/tiny"))
+    assert site.fetched() == set()
+
+
+def test_what_is_here_needs_no_room(site, monkeypatch):
+    hub.local("org/tiny")
+    shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--org--tiny" / "snapshots")  # the blobs stay
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    hub.local("org/tiny")
+
+
+def test_a_download_that_was_cut_short_is_no_model_without_a_network_and_goes_on_with_one(site):
+    site.refused = (f"/resolve/{COMMIT}/{WEIGHTS}", 403, {})
+    refused("org/tiny")
+    site.refused = ("/api/", 503, {})
+    assert f"{WEIGHTS} is missing and the Hub cannot be reached" in refused(f"org/tiny@{COMMIT}")
+    site.refused = None
+    hub.local("org/tiny")
+
+
+def test_a_missing_shard_of_another_tools_snapshot_is_named(site):
+    index = "model.safetensors.index.json"
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    site.files[index] = json.dumps({"weight_map": dict(zip("ab", names, strict=True))}).encode()
+    site.files[names[0]], site.files["config.json"] = b"0", b"{}"
+    del site.files[WEIGHTS]
+    site.sent = dict(site.files)
+    snapshot_download("org/tiny", allow_patterns=["*.json", "model-*"])
+    stop(site)
+    assert f"{names[1]} is missing" in refused("org/tiny")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("silent", [False, True])
+def test_nothing_here_and_no_network_is_one_line_after_one_try(monkeypatch, tmp_path, silent):
+    monkeypatch.setattr(hub, "SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        use(monkeypatch, f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path)
+        if not silent:
+            server.close()
+        message = refused("org/tiny")
+    assert "org/tiny: no such folder, 'main' is not in" in message
+    assert ("timed out" if silent else "refused") in message
+    assert "try again with a network, or name a folder" in message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refused("org/tiny")
+
+
+NOT_NAMES = [
+    *("tiny", "/no/such", "./org/tiny", "../tiny", "~/tiny", "org/tiny/more", "org/.tiny", ".org/tiny"),
+    *("org/ti..ny", "org/tiny.", "-org/tiny", "org/ti--ny", "org/tiny.git", "örg/tiny", "org/ti\tny"),
+    *("org/tiny\n", "runs/my model", "org/tiny@", "org/tiny@../x", "org/tiny@/x", "org/tiny@a..b"),
+    f"org/{'a' * 93}",
+]
+
+
+@pytest.mark.parametrize("model", NOT_NAMES)
+def test_what_cannot_be_a_name_is_no_such_folder_and_asks_nobody(monkeypatch, model):
+    monkeypatch.setattr(hub, "_hub", lambda: pytest.fail("asked"))
+    with pytest.raises(ValueError, match=r"no such folder|cannot be a revision"):
+        hub.local(model)
+
+
+@pytest.mark.parametrize("model", ["org/tiny", "Org_1/a.b-c_D2", "0/0", "org/tiny@refs/pr/1", f"org/{'a' * 92}"])
+def test_names_by_the_hubs_rules(model):
+    name = hub._asked(model, None)[0]
+    theirs.utils.validate_repo_id(name)
+    assert name == model.partition("@")[0]
+
+
+def test_a_folder_is_itself_and_comes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "_hub", lambda: pytest.fail("asked"))
+    Path("org/tiny").mkdir(parents=True)
+    Path("org/file").write_text("")
+    for model in ("org/tiny", Path("org/tiny"), tmp_path):
+        assert hub.local(model) == hub.Local(Path(model), {})
+    assert "a file, not a model folder" in refused("org/file")
+    assert "a folder has no revisions" in refused("org/tiny", "main")
+    assert "name one" in refused("org/other@v1", "v2")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    def none(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(hub, "import_module", none)
+    assert "pip install 'astral-dunes[hf]'" in refused("org/tiny")
+
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+BINS = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
+CHOICES = [
+    (["model.safetensors"], [*SHARDS, *BINS, "consolidated.safetensors", "model.fp16.safetensors"]),
+    (SHARDS, ["consolidated.safetensors", *BINS, "sub/model.safetensors"]),
+    (["consolidated.safetensors", "params.json", "tekken.json"], ["consolidated.00.pth", "pytorch_model.bin"]),
+    (["consolidated.00.pth", "consolidated.01.pth", "tokenizer.model.v3"], ["pytorch_model.bin"]),
+    (
+        ["pytorch_model.bin", "tokenizer.model"],
+        [*BINS, "tf_model.h5", "training_args.bin", "model.safetensors.py"],
+    ),
+    (BINS, ["merges.txt", "modeling.py", "config.json.py", "onnx/config.json", "tokenizer.py", "tiny.gguf"]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "unwanted"), CHOICES)
+def test_one_form_of_the_weights_is_wanted(wanted, unwanted):
+    fact = hub.Fact(1, None)
+    assert list(hub._wanted(dict.fromkeys([*unwanted, *wanted], fact), "org/tiny")) == wanted
+
+
+def test_with_nothing_but_the_environment_and_quiet_where_there_is_no_terminal(site, tmp_path):
+    code = "import sys; from dunes.checkpoint import hub; print(hub.local(sys.argv[1]).folder)"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    env |= {"HF_ENDPOINT": site.address, "HF_HOME": str(tmp_path / "home"), "DUNES_HOME": str(tmp_path / "notes")}
+    run = subprocess.run(
+        [sys.executable, "-c", code, "org/tiny"], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home")
+    assert run.stderr == ""
+    assert not any("torch" in agent or "agent/" in agent for agent in site.agents), "nobody's business"
