@@ -192,6 +192,8 @@ def test_a_model_is_fetched_at_one_commit_and_opens_as_the_folder_does(site, tin
     assert found.origin == {"repository": "org/tiny", "revision": COMMIT}
     assert found.folder.name == COMMIT
     assert site.fetched() == {f.name for f in tiny.iterdir()}, "what readers use, in one form, and no code"
+    asked = [path for _, path in site.log if COMMIT not in path]
+    assert asked == ["/api/models/org/tiny/revision/main"], "a branch may move between two questions"
     ours, same = checkpoint.load(found.folder), checkpoint.load(tiny)
     assert all(torch.equal(v, same.model.state_dict()[k]) for k, v in ours.model.state_dict().items())
 
