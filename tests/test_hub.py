@@ -157,6 +157,7 @@ def use(monkeypatch, address: str, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # as hub does before it imports it
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "dunes"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -436,4 +437,5 @@ def test_with_nothing_but_the_environment_and_quiet_where_there_is_no_terminal(s
     )
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home")
     assert run.stderr == ""
+    assert all("/org/tiny/" in path for _, path in site.log), "no other question"
     assert not any("torch" in agent or "agent/" in agent for agent in site.agents), "nobody's business"
