@@ -145,7 +145,7 @@ def _answer(hub: Any, name: str, revision: str) -> Any:
 
 
 def _hub() -> Any:
-    """The downloader. It is told not to name torch's version or the calling program in its requests."""
+    """The downloader, told before it is imported to ask for the model only and to say nothing of what calls it."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         for part in ("constants", "errors", "utils"):
