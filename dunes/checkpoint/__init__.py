@@ -1,6 +1,7 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
 from dunes.checkpoint.folder import Loaded, described, load, save
+from dunes.checkpoint.hub import local
 from dunes.checkpoint.say import said
 from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
 
@@ -10,6 +11,7 @@ __all__ = [
     "described",
     "latest",
     "load",
+    "local",
     "restore",
     "said",
     "save",

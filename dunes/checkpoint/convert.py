@@ -40,7 +40,7 @@ def convert(
     """Write the source's model as a new folder, Hugging Face's form (`hf`) or Mistral's own (`native`).
 
     Tensor by tensor, so that no more than one of them has to be in memory; under another name until
-    all is written, read again and found equal; `facts` go into the card. Raises ValueError before
+    all is written, read again and found equal; `facts` about the source go into the card. Raises ValueError before
     anything is written for a source that is not whole, an `out` that is there, or an unknown form.
     """
     _new(source.folder, out)
@@ -61,7 +61,7 @@ def convert(
         _beside(source.folder, staged, form)
         rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
         verified.append(verify(source, opened(staged), rounded))
-        folder.write_card(staged, _card(source, verified[0]) | dict(facts or {}))
+        folder.write_card(staged, _card(source, verified[0], facts or {}))
 
     size = sum(w.nbytes for w in theirs.values())
     atomic.write_folder(out / folder.READY, fill, size=size)
@@ -114,9 +114,10 @@ def _beside(source: Path, staged: Path, form: str) -> None:
         Tokenizer.load(staged).save(staged)
 
 
-def _card(source: Source, verified: Verified) -> dict[str, Any]:
-    origin: dict[str, Any] = {"form": source.form, "notes": list(source.notes)}
-    return {
+def _card(source: Source, verified: Verified, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the result's card says: the source's own, if it had one, and how the result came to be."""
+    origin: dict[str, Any] = {"form": source.form, "notes": list(source.notes), **facts}
+    return {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")} | {
         "family": source.family,
         "context": source.config.context,
         "changes": [],

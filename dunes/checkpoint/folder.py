@@ -128,7 +128,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
     the dtype they are stored in.
     """
-    source = _checked(Path(folder))
+    source = checked(Path(folder))
     tokenizer = Tokenizer.load(source.folder)
     _agree(source, tokenizer)
     return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context, dict(source.card))
@@ -147,19 +147,22 @@ def filled(source: Source) -> Decoder:
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a model folder without its weights. Raises ValueError like `load`."""
-    source = _checked(Path(folder))
+    source = checked(Path(folder))
     return source.family, source.config, dict(source.card)
 
 
-def _checked(folder: Path) -> Source:
-    """The folder's source, its files as the card says. Raises ValueError."""
+def checked(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
+    """A folder as `opened` gives it, after a look whether its files are those that its card, if any, names.
+
+    Raises ValueError for the first that is not.
+    """
     settle(folder)
     if not (folder / CARD).is_file():
-        return opened(folder)
+        return opened(folder, renamed)
     card = json_file.read(folder / CARD)
     if card:
         _check(folder, card)
-    return replace(opened(folder), card=card)
+    return replace(opened(folder, renamed), card=card)
 
 
 def _alike(source: Source, weights: dict[str, Stored]) -> dict[str, Stored]:

@@ -54,6 +54,8 @@ def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> 
 
     Raises ValueError if they differ by more than that explains.
     """
+    if result.config != source.config:
+        raise ValueError(f"{source.folder}: the result's config reads {result.config}, not {source.config}")
     before, after = logits(source), logits(result)
     tolerance = EXACT if dtype is None else max(EXACT, ROUNDED * torch.finfo(dtype).eps)
     difference = float((after - before).abs().max())

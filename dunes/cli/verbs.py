@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-Model = Annotated[Path, tyro.conf.Positional]
+Model = Annotated[str, tyro.conf.Positional]
 
 
 def _open(metavar: str, without: str = "chosen") -> Any:
@@ -107,7 +107,7 @@ def generate(
     Example: dunes generate runs/project "def main("
 
     Args:
-        model: A model folder.
+        model: A model folder, or a name on the Hub.
         prompt: The text to go on from; nothing begins a new document.
         tokens: How many tokens at most.
         temperature: 0 takes the likeliest token, 1 the model's own odds.
@@ -121,7 +121,7 @@ def generate(
     from dunes.generate import sampler
     from dunes.runs.write import write
 
-    loaded = checkpoint.load(model, measure.device())
+    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     print(prompt, end="", flush=True)
     for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
@@ -135,14 +135,14 @@ def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = 
     Example: dunes complete runs/project src/main.py:12:9
 
     Args:
-        model: A model folder.
+        model: A model folder, or a name on the Hub.
         place: FILE:LINE:COLUMN, both counted from 1; without it, standard input is what stands before.
     """
     from dunes import checkpoint, measure
     from dunes.runs.write import complete_line, text_before
 
     prefix = text_before(place) if place else sys.stdin.read()
-    loaded = checkpoint.load(model, measure.device())
+    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
     print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
 
 
@@ -162,7 +162,7 @@ def evaluate(
     Example: dunes eval runs/project --tasks hellaswag,lambada_openai
 
     Args:
-        model: A model folder.
+        model: A model folder, or a name on the Hub.
         sources: Files and folders to score; nothing means what the model's training held out.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which fetches their data.
         task_folder: Folder with YAML files of more tasks.
@@ -175,22 +175,24 @@ def evaluate(
         return
     if idle := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
         raise ValueError(f"{idle[0]} is for tasks; name them with --tasks")
+    from dunes import checkpoint
     from dunes.runs.score import score_folder
 
-    score, files = score_folder(model, sources)
+    score, files = score_folder(checkpoint.local(model).folder, sources)
     print(
         f"{files} files, {score.tokens} tokens: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
     )
 
 
-def _tasks(model: Path, sources: tuple[str, ...], names: list[str], **options: Any) -> None:
+def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: Any) -> None:
+    from dunes import checkpoint
     from dunes.runs.progress import Display
     from dunes.runs.tasks import run_tasks, table
 
     if sources:
         raise ValueError(f"{sources[0]}: tasks bring their own text; leave out the sources, or --tasks")
-    results = run_tasks(model, names, Display(), **options)
+    results = run_tasks(checkpoint.local(model).folder, names, Display(), **options)
     print("\n".join(table(results)))
     print(f"full results: {options['out'] or '--out FILE.json keeps them'}")
 
@@ -201,12 +203,14 @@ def inspect(model: Model, values: bool = False) -> int:
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Args:
-        model: A model folder in any form, or a Hub id.
+        model: A model folder in any form, or a name on the Hub.
         values: Read all numbers, too, and name tensors with odd ones.
     """
+    from dunes import checkpoint
     from dunes.checkpoint import inspect as look
+    from dunes.checkpoint.source import opened
 
-    source = _opened(model)
+    source = opened(checkpoint.local(model).folder)
     for line in look.inspect(source):
         print(line)
     odd = list(look.values(source.files)) if values else []
@@ -229,12 +233,12 @@ def convert(
     Example: dunes convert ~/llama-2-7b-native ~/models/llama-2-7b --dtype bfloat16
 
     Args:
-        source: A model folder in any form, or a Hub id.
+        source: A model folder in any form, or a name on the Hub.
         out: The new folder.
         dtype: Round the weights.
         names: JSON object that maps foreign names to Hugging Face's, with {i} for a number.
     """
-    _convert(_opened(source, names), out, dtype, "hf")
+    _convert(source, out, dtype, "hf", names)
 
 
 def export(
@@ -249,27 +253,25 @@ def export(
     Example: dunes export runs/project ~/models/project --to hf
 
     Args:
-        model: A model folder.
+        model: A model folder, or a name on the Hub.
         out: The new folder.
         to: The form.
         dtype: Round the weights.
     """
-    _convert(_opened(model), out, dtype, to)
+    _convert(model, out, dtype, to)
 
 
-def _opened(model: Path, names: Path | None = None) -> Any:
-    from dunes.checkpoint import convert, source
-
-    return source.opened(model, None if names is None else convert.table(names))
-
-
-def _convert(source: Any, out: Path, dtype: str | None, form: str) -> None:
+def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | None = None) -> None:
     import torch
 
-    from dunes.checkpoint.convert import convert
+    from dunes import checkpoint
+    from dunes.checkpoint.convert import convert, table
+    from dunes.checkpoint.folder import checked
 
-    verified = convert(source, out, dtype=None if dtype is None else getattr(torch, dtype), form=form)
-    print(f"{out}: {verified}")
+    found = checkpoint.local(model)
+    source = checked(found.folder, None if names is None else table(names))
+    kind = None if dtype is None else getattr(torch, dtype)
+    print(f"{out}: {convert(source, out, dtype=kind, form=form, facts=found.origin)}")
     print(f'next: dunes generate {out} "..."')
 
 
