@@ -81,20 +81,24 @@ def room_for(folder: Path, size: int) -> None:
         )
 
 
-def write_folder(
-    folder: Path,
-    fill: Callable[[Path], None],
-    tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
-    size: int = 0,
-) -> None:
-    """Make a folder that appears whole or not at all; `fill` writes plain files into a staging folder.
+def write_sealed(folder: Path, fill: Callable[[Path], None], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """`write_folder` with a manifest: each file's size and SHA-256, and that of each of the `tensors` in it.
 
-    A manifest is written last, with each file's size and SHA-256, and that of each of the `tensors` in
-    it (by file name), so that damage can be told by name. `size` is about how many bytes there will be
-    beside those. Raises OSError, and leaves what was there untouched, if anything cannot be written.
+    They are given by file name, so that damage can be told by name.
     """
-    tensors = tensors or {}
-    size += sum(t.nbytes for held in tensors.values() for t in held.values())
+
+    def sealed(staged: Path) -> None:
+        fill(staged)
+        _seal_folder(staged, tensors)
+
+    write_folder(folder, sealed, sum(t.nbytes for held in tensors.values() for t in held.values()))
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None], size: int) -> None:
+    """Make a folder that appears whole or not at all; `fill` writes about `size` bytes into a staging folder.
+
+    Raises OSError, and leaves what was there untouched, if anything cannot be written.
+    """
     room_for(folder, size + (1 << 16))
     staged = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(staged, ignore_errors=True)
@@ -102,7 +106,9 @@ def write_folder(
         with naming(folder):
             staged.mkdir(parents=True)
             fill(staged)
-            _seal_folder(staged, tensors)
+            for file in staged.iterdir():
+                sync(file)
+            sync(staged)
             os.rename(staged, folder)
             sync(folder.parent)
     except BaseException:
@@ -111,7 +117,7 @@ def write_folder(
 
 
 def _seal_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Force the files to the disk, and then a manifest of them."""
+    """Force the files to the disk, and then write a manifest of them."""
     files = sorted(folder.iterdir())
     for file in files:
         sync(file)
@@ -119,8 +125,6 @@ def _seal_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> N
     for name, held in tensors.items():
         card[name]["tensors"] = {key: tensor_digest(t) for key, t in held.items()}
     (folder / MANIFEST).write_text(json.dumps({"files": card, "sha256": _seal(card)}, indent=1))
-    sync(folder / MANIFEST)
-    sync(folder)
 
 
 def _seal(card: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ def convert(
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
     size = sum(w.nbytes for w in theirs.values())
-    atomic.write_folder(out / folder.READY, fill, size=size)
+    atomic.write_folder(out / folder.READY, fill, size)
     folder.settle(out)
     return verified[0]
 

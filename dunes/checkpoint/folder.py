@@ -68,7 +68,7 @@ def save(
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         write_card(staged, {"family": words.family, "context": context, "changes": [], **(facts or {})})
 
-    atomic.write_folder(folder / READY, fill, size=sum(w.nbytes for w in weights.values()))
+    atomic.write_folder(folder / READY, fill, sum(w.nbytes for w in weights.values()))
     settle(folder)
 
 
@@ -85,7 +85,6 @@ def settle(folder: Path) -> None:
     if not ready.is_dir():
         return
     with atomic.naming(folder), suppress(FileNotFoundError):  # another process may be at it, too
-        (ready / atomic.MANIFEST).unlink(missing_ok=True)
         _make_way(folder, ready)
         for file in sorted(ready.iterdir()):
             os.replace(file, folder / file.name)

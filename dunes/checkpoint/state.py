@@ -52,7 +52,7 @@ def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
         if _whole(folder):
             return folder  # the same step of the same run is the same state
         shutil.rmtree(folder)
-    atomic.write_folder(folder, fill, {TENSORS: taken.tensors})
+    atomic.write_sealed(folder, fill, {TENSORS: taken.tensors})
     for old in _folders(run)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder

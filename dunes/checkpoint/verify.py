@@ -13,7 +13,7 @@ from dunes.checkpoint.differences import compare
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
 from dunes.models.outline import outline
-from dunes.parts import Attention
+from dunes.parts import Attention, Decoder
 
 PROMPTS, TOKENS = 2, 16
 EXACT = 1e-4
@@ -87,15 +87,14 @@ def logits(source: Source) -> Tensor:
 
 
 @contextmanager
-def _streamed(model: nn.Module, weights: Weights) -> Iterator[None]:
+def _streamed(model: Decoder, weights: Weights) -> Iterator[None]:
     """Inside, each module's own weights are brought when it is called, as float32, and let go afterwards."""
-    tied = {id(model.embed.token)} if getattr(model, "head", None) is None else set()  # type: ignore[union-attr]
     hooks = []
     for place, module in model.named_modules():
         own = {name: f"{place}.{name}" for name, _ in module.named_parameters(recurse=False)}
         if own:
             hooks.append(module.register_forward_pre_hook(_bring(own, weights)))
-        if own and id(module) not in tied:
+        if own and not (model.head is None and module is model.embed.token):  # that one is the head, too
             hooks.append(module.register_forward_hook(_drop(own, weights)))
     try:
         yield
@@ -113,7 +112,7 @@ def _bring(own: dict[str, str], weights: Weights) -> Any:
 
 
 def _drop(own: dict[str, str], weights: Weights) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
         for name, key in own.items():
             module._parameters[name] = nn.Parameter(
                 torch.empty(weights[key].shape, device="meta"), requires_grad=False

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-Model = Annotated[str, tyro.conf.Positional]
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+Out = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
 
 
 def _open(metavar: str, without: str = "chosen") -> Any:
@@ -223,7 +224,7 @@ def inspect(model: Model, values: bool = False) -> int:
 
 def convert(
     source: Model,
-    out: Annotated[Path, tyro.conf.Positional],
+    out: Out,
     *,
     dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as stored")] = None,
     names: Annotated[Path | None, _open("FILE", "the family's")] = None,
@@ -243,7 +244,7 @@ def convert(
 
 def export(
     model: Model,
-    out: Annotated[Path, tyro.conf.Positional],
+    out: Out,
     *,
     to: Annotated[Literal["hf", "native"], _open("hf|native", "hf")] = "hf",
     dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as stored")] = None,

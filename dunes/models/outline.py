@@ -38,4 +38,4 @@ def parameters(family: str, config: Any) -> int:
     Blocks are alike, so models of one and of two blocks tell how much each adds.
     """
     one, two = (tree.count(outline(family, replace(config, depth=depth))) for depth in (1, 2))
-    return one + (config.depth - 1) * (two - one)
+    return one + int(config.depth - 1) * (two - one)
