@@ -13,7 +13,7 @@ from dunes.checkpoint.source import CONFIG, Source, opened
 from dunes.checkpoint.stored import cast, moved
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
-from dunes.models.names import Names, to_theirs
+from dunes.models.names import Names, fields, to_theirs
 from dunes.text import Tokenizer
 
 BESIDE = (
@@ -130,4 +130,6 @@ def table(path: Path) -> dict[str, str]:
     content = json_file.read(path)
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: {wrong[0]!r} must stand for a name in quotes")
+    if wrong := [k for k, v in content.items() if fields(v) - fields(k)]:
+        raise ValueError(f"{path}: {content[wrong[0]]!r} has other letters in braces than {wrong[0]!r}")
     return content

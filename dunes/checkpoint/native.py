@@ -49,11 +49,10 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
     window = _window(p)
     if mistral:
         said["sliding_window"] = window
-    if p.get("moe"):
-        said |= {
-            "num_local_experts": p["moe"]["num_experts"],
-            "num_experts_per_tok": p["moe"]["num_experts_per_tok"],
-        }
+    if moe := p.get("moe"):
+        if not isinstance(moe, dict) or {"num_experts", "num_experts_per_tok"} - moe.keys():
+            raise ValueError(f"{PARAMS}: moe is {moe!r}, and must have num_experts and num_experts_per_tok")
+        said |= {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
     said |= {
         "rope_theta": _base(p, mistral, window, notes),
         "max_position_embeddings": _context(p, mistral, notes),
@@ -61,9 +60,9 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
     if p.get("use_scaled_rope"):
         said["rope_scaling"] = {
             "rope_type": "llama3",
-            "factor": float(p.get("rope_scaling_factor", 8.0)),
+            "factor": _real("rope_scaling_factor", p.get("rope_scaling_factor", 8.0)),
             "low_freq_factor": 1.0,
-            "high_freq_factor": float(p.get("rope_high_freq_factor", 4.0)),
+            "high_freq_factor": _real("rope_high_freq_factor", p.get("rope_high_freq_factor", 4.0)),
             "original_max_position_embeddings": 8192,
         }
     return said, notes
@@ -78,9 +77,15 @@ def _whole(key: str, value: Any) -> int:
     return value
 
 
+def _real(key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < 1e12:
+        raise ValueError(f"{PARAMS}: {key} is {value!r}, and must be a positive number")
+    return float(value)
+
+
 def _hidden(p: Mapping[str, Any]) -> int:
     """Two thirds of four times the width, times a factor, up to the next multiple."""
-    hidden = int(float(p.get("ffn_dim_multiplier", 1.0)) * int(8 * p["dim"] / 3))
+    hidden = int(_real("ffn_dim_multiplier", p.get("ffn_dim_multiplier", 1.0)) * int(8 * p["dim"] / 3))
     return -(-hidden // int(p["multiple_of"])) * int(p["multiple_of"])
 
 
@@ -98,7 +103,7 @@ def _window(p: Mapping[str, Any]) -> int | None:
 
 def _base(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
     if "rope_theta" in p:
-        return float(p["rope_theta"])
+        return _real("rope_theta", p["rope_theta"])
     # Mistral's first release meant 10,000, its code of today means 1,000,000 where nothing is said.
     base = 1e6 if mistral and window is None else 1e4
     notes.append(f"{PARAMS} has no rope_theta: taken as {base:,.0f}")
@@ -112,7 +117,7 @@ def _context(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
         context = 32768
     elif p.get("use_scaled_rope"):
         context = 131072
-    elif float(p.get("rope_theta", 1e4)) > 1e4:
+    elif _real("rope_theta", p.get("rope_theta", 1e4)) > 1e4:
         context = 8192
     else:
         context = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2

@@ -11,7 +11,7 @@ from dunes.checkpoint import header, json_file, native, pickled
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.stored import Stored, Weights, held, moved
 from dunes.models import FAMILIES, family_of, spellings
-from dunes.models.names import Names, numbers, to_theirs
+from dunes.models.names import Names, filled, numbers, to_theirs
 from dunes.models.outline import outline, parameters
 
 CONFIG = "config.json"
@@ -112,7 +112,7 @@ def _renamed(files: dict[str, Stored], renamed: Mapping[str, str], folder: Path)
     result: dict[str, Stored] = {}
     for key, stored in files.items():
         hit = next(((to, at) for at_, to in renamed.items() if (at := numbers(at_, key)) is not None), None)
-        name = key if hit is None else hit[0].format(**hit[1])
+        name = key if hit is None else filled(*hit)
         if name in result:
             raise ValueError(f"{folder}: two tensors are called {name} by the table of names, one of them {key}")
         result[name] = stored

@@ -35,7 +35,7 @@ class Name:
     @property
     def stacked(self) -> bool:
         """Whether theirs holds many of ours (experts), one after the other in its first dimension."""
-        return bool(_fields(self.ours[0]) - _fields(self.theirs))
+        return bool(fields(self.ours[0]) - fields(self.theirs))
 
 
 Names = Sequence[Name]
@@ -80,7 +80,7 @@ def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[M
         copies = shape[0] if rule.stacked and shape else 1
         for e in range(copies):
             for part, ours in enumerate(rule.ours):
-                to = _filled(ours, at | {f: str(e) for f in _fields(ours) - at.keys()})
+                to = filled(ours, at | {f: str(e) for f in fields(ours) - at.keys()})
                 moves.append(Move(to, (key,), _taken(rule, part, e if rule.stacked else None)))
     return moves, unknown
 
@@ -101,10 +101,10 @@ def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Move], list[str]]
     for rule in names:
         for key in [k for k in left if numbers(rule.ours[0], k) is not None]:
             at = numbers(rule.ours[0], key) or {}
-            parts = tuple(_filled(o, at) for o in rule.ours)
+            parts = tuple(filled(o, at) for o in rule.ours)
             if rule.stacked or any(p not in left for p in parts):
                 continue
-            moves.append(Move(_filled(rule.theirs, at), parts, _joined(rule)))
+            moves.append(Move(filled(rule.theirs, at), parts, _joined(rule)))
             for part in parts:
                 del left[part]
     return moves, list(left)
@@ -114,11 +114,13 @@ def _joined(rule: Name) -> Callable[[Sequence[Tensor]], Tensor]:
     return lambda parts: rule.save(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
 
 
-def _fields(template: str) -> set[str]:
+def fields(template: str) -> set[str]:
+    """The letters that stand for numbers."""
     return set(re.findall(r"\{(\w)\}", template))
 
 
-def _filled(template: str, at: Mapping[str, str]) -> str:
+def filled(template: str, at: Mapping[str, str]) -> str:
+    """The name with these numbers."""
     for field, number in at.items():
         template = template.replace(f"{{{field}}}", number)
     return template

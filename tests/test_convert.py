@@ -1,0 +1,448 @@
+"""Weights in and out of other people's files: the same bits, the same logits, or nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from hashlib import sha256
+from textwrap import dedent
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dunes.checkpoint import atomic, native, stream
+from dunes.checkpoint.convert import convert, table
+from dunes.checkpoint.source import opened
+from dunes.checkpoint.stored import held
+from dunes.checkpoint.verify import logits
+from dunes.cli.main import main
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "intermediate_size": 72,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+KINDS = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "llama-3.1": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"rope_parameters": LLAMA3, "num_key_value_heads": 1},
+    ),
+    "mistral": (
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        {"sliding_window": 5, "head_dim": 10},
+    ),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
+}
+
+
+def theirs(kind, folder, dtype=torch.float32):
+    """A random tiny folder of transformers', with weights so large that every part of it matters."""
+    config, model, changes = KINDS[kind]
+    torch.manual_seed(3)
+    hf = model(config(**BASE | changes)).eval()
+    with torch.no_grad():
+        for p in hf.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    hf = hf.to(dtype)
+    hf.save_pretrained(folder)
+    return hf
+
+
+def bits(folder):
+    """All weights of a Hugging Face folder."""
+    return load_file(folder / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def digests(folder):
+    return {p.name: sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.is_file()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_to_native_files_and_back_bit_for_bit(kind, dtype, tmp_path):
+    hf = type(theirs(kind, tmp_path / "hf", dtype)).from_pretrained(tmp_path / "hf").eval()
+    there = convert(opened(tmp_path / "hf"), tmp_path / "native", form="native")
+    back = convert(opened(tmp_path / "native"), tmp_path / "back")
+    print(f"{kind}: {there}")
+    assert opened(tmp_path / "native").form == "native"
+    assert there.relative <= 1e-5, "adjacent pairs and halves are one model"
+    assert back.relative <= 1e-5
+    assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
+    again = type(hf).from_pretrained(tmp_path / "back").eval()
+    ids = torch.arange(20)[None]
+    assert torch.equal(again(ids).logits, hf(ids).logits)
+    convert(opened(tmp_path / "back"), tmp_path / "native-2", form="native")
+    first, second = (load_file(tmp_path / f / "consolidated.safetensors") for f in ("native", "native-2"))
+    assert same(first, second)
+
+
+SPLIT_ON_COLUMNS = ("wo.weight", "w2.weight")
+
+
+def shards(weights, count, words_in):
+    """The way Meta's machines each held a part: rows of most matrices, columns of those that reduce."""
+    parts = []
+    for i in range(count):
+        part = {}
+        for key, weight in weights.items():
+            if weight.dim() == 1:
+                part[key] = weight
+            elif key.endswith(SPLIT_ON_COLUMNS) or (key.startswith("tok_") and words_in == "columns"):
+                part[key] = weight.chunk(count, 1)[i].clone()
+            else:
+                part[key] = weight.chunk(count, 0)[i].clone()
+        parts.append(part)
+    return parts
+
+
+@pytest.mark.parametrize("words_in", ["rows", "columns"])
+def test_shards_of_several_machines_are_one_model(words_in, tmp_path):
+    """LLaMA 1 and 2 split the embedding's columns, LLaMA 3 its rows."""
+    KINDS["shardable"] = (*KINDS["llama"][:2], {"vocab_size": 96})
+    theirs("shardable", tmp_path / "hf")
+    convert(opened(tmp_path / "hf"), tmp_path / "native", form="native")
+    params = json.loads((tmp_path / "native" / "params.json").read_text())
+    meta = tmp_path / "meta"
+    meta.mkdir()
+    weights = load_file(tmp_path / "native" / "consolidated.safetensors")
+    for i, part in enumerate(shards(weights | {"rope.freqs": torch.ones(4)}, 2, words_in)):
+        torch.save(part, meta / f"consolidated.{i:02d}.pth")
+    (meta / "params.json").write_text(json.dumps(params | {"vocab_size": -1}))
+    convert(opened(meta), tmp_path / "back")
+    assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
+    (meta / "consolidated.00.pth").rename(meta / "consolidated.02.pth")
+    with pytest.raises(ValueError, match=r"one file is missing or twice there, found consolidated\.01\.pth"):
+        opened(meta)
+
+
+def test_the_first_mixtral_files_stacked_and_apart(tmp_path):
+    """Experts below each other, w2 turned; each file holds some of the layers' tensors."""
+    theirs("mixtral", tmp_path / "hf")
+    convert(opened(tmp_path / "hf"), tmp_path / "native", form="native")
+    weights = load_file(tmp_path / "native" / "consolidated.safetensors")
+    stacked = {}
+    for layer in range(2):
+        here = f"layers.{layer}.feed_forward"
+        for w in ("w1", "w2", "w3"):
+            each = [weights.pop(f"{here}.experts.{e}.{w}.weight") for e in range(4)]
+            stacked[f"layers.{layer}.block_sparse_moe.{w}"] = torch.cat([x.T if w == "w2" else x for x in each])
+        stacked[f"layers.{layer}.block_sparse_moe.gate.weight"] = weights.pop(f"{here}.gate.weight")
+    torrent = tmp_path / "torrent"
+    torrent.mkdir()
+    torch.save(weights, torrent / "consolidated.00.pt")
+    torch.save({k: v.clone() for k, v in stacked.items()}, torrent / "consolidated.01.pt")
+    (torrent / "params.json").write_text((tmp_path / "native" / "params.json").read_text())
+    convert(opened(torrent), tmp_path / "back")
+    assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("wrong", ["not permuted", "keys by the heads of queries"])
+def test_a_wrong_permutation_does_not_pass(wrong, tmp_path, monkeypatch):
+    theirs("llama", tmp_path / "hf")
+    convert(opened(tmp_path / "hf"), tmp_path / "native", form="native")
+    right = native.to_halves
+    broken = {"not permuted": lambda w, heads: w, "keys by the heads of queries": lambda w, heads: right(w, 2)}
+    monkeypatch.setattr(native, "to_halves", broken[wrong])
+    with pytest.raises(ValueError, match="the result is another model: logits of 32 tokens differ by"):
+        convert(opened(tmp_path / "native"), tmp_path / "back")
+    assert not list((tmp_path / "back").glob("*"))
+
+
+def test_permutations_are_inverses():
+    weight = torch.randn(6 * 10, 7)
+    assert torch.equal(native.to_pairs(native.to_halves(weight, 6), 6), weight)
+    assert torch.equal(native.to_halves(weight, 6)[:10, 0], weight[[0, 2, 4, 6, 8, 1, 3, 5, 7, 9], 0])
+    assert native.to_halves(weight[:, 0], 6).shape == (60,), "a bias, too"
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6)])
+def test_another_dtype_is_measured_and_said(dtype, least, tmp_path):
+    theirs("llama", tmp_path / "hf")
+    found = convert(opened(tmp_path / "hf"), tmp_path / "narrow", dtype=dtype)
+    assert least < found.relative < found.tolerance < 0.3
+    assert {w.dtype for w in bits(tmp_path / "narrow").values()} == {dtype}
+    card = json.loads((tmp_path / "narrow" / "dunes.json").read_text())
+    assert card["converted"]["verified"]["largest_difference"] == found.largest_difference > 0
+    config = json.loads((tmp_path / "narrow" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_numbers_too_large_for_the_dtype_are_refused(tmp_path):
+    theirs("llama", tmp_path / "hf")
+    weights = bits(tmp_path / "hf")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match="another model"):
+        convert(opened(tmp_path / "hf"), tmp_path / "narrow", dtype=torch.float16)
+    assert not list((tmp_path / "narrow").glob("*"))
+
+
+def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
+    theirs("llama", tmp_path / "hf")
+    before = digests(tmp_path / "hf")
+    source = opened(tmp_path / "hf")
+    for out in (tmp_path / "hf", tmp_path / "hf" / "inside", tmp_path):
+        with pytest.raises(ValueError, match="must not lie in each other"):
+            convert(source, out)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for name in ("there", "file"):
+        with pytest.raises(ValueError, match="is there already"):
+            convert(source, tmp_path / name)
+    with pytest.raises(ValueError, match="no form is called 'gguf'"):
+        convert(source, tmp_path / "new", form="gguf")
+    assert not (tmp_path / "new").exists()
+    convert(source, tmp_path / "new")
+    assert digests(tmp_path / "hf") == before
+
+
+KILLED = """
+    import os, sys
+    from pathlib import Path
+    from dunes.checkpoint import atomic, stream
+    from dunes.checkpoint.convert import convert
+    from dunes.checkpoint.source import opened
+
+    left = int(sys.argv[3])
+
+    def counted(act):
+        def instead(*arguments, **more):
+            global left
+            left -= 1
+            if left < 0:
+                os._exit(9)
+            return act(*arguments, **more)
+        return instead
+
+    stream._bytes, atomic.sync = counted(stream._bytes), counted(atomic.sync)
+    os.replace, os.rename = counted(os.replace), counted(os.rename)
+    convert(opened(Path(sys.argv[1])), Path(sys.argv[2]))
+    print(left)
+"""
+
+
+def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
+    theirs("llama", tmp_path / "hf")
+    before = digests(tmp_path / "hf")
+    convert(opened(tmp_path / "hf"), tmp_path / "whole")
+    whole = digests(tmp_path / "whole")
+
+    def killed(after, out):
+        command = [sys.executable, "-c", dedent(KILLED), str(tmp_path / "hf"), str(out), str(after)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    steps = 1000 - int(killed(1000, tmp_path / "counted").stdout)
+    assert steps > 25, "each tensor and each file"
+    out = tmp_path / "out"
+    every = 1 if os.environ.get("DUNES_LONG") else 3
+    for after in [0, 7, *range(20, steps)][::every]:
+        assert killed(after, out).returncode == 9
+        try:
+            convert(opened(tmp_path / "hf"), out)
+        except ValueError as error:
+            assert "is there already" in str(error), "the kill came while the last names were given"
+        assert digests(out) == whole, f"killed after {after} of {steps} steps"
+        for path in out.iterdir():
+            path.unlink()
+    assert digests(tmp_path / "hf") == before
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    theirs("llama", tmp_path / "hf")
+    real, calls = stream._bytes, []
+
+    def full(tensor):
+        calls.append(1)
+        if len(calls) == 9:
+            raise OSError(28, "No space left on device")
+        return real(tensor)
+
+    monkeypatch.setattr(stream, "_bytes", full)
+    with pytest.raises(OSError, match=r"No space left.*model\.safetensors"):
+        convert(opened(tmp_path / "hf"), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match="are needed and"):
+        convert(opened(tmp_path / "hf"), tmp_path / "out")
+
+
+def test_a_table_of_foreign_names(tmp_path):
+    theirs("llama", tmp_path / "hf")
+    weights = {
+        key.replace("model.layers", "gpt.h").replace("self_attn.q_proj", "query"): w
+        for key, w in bits(tmp_path / "hf").items()
+    }
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    save_file(weights, foreign / "model.safetensors")
+    (foreign / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"perhaps it is gpt\.h\.0\."):
+        convert(opened(foreign), tmp_path / "out")
+    names = {"gpt.h.{i}.query.weight": "model.layers.{i}.self_attn.q_proj.weight"}
+    names |= {
+        f"gpt.h.{{i}}.{part}.weight": f"model.layers.{{i}}.{part}.weight"
+        for part in (
+            *(f"self_attn.{p}_proj" for p in "kvo"),
+            *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+            "input_layernorm",
+            "post_attention_layernorm",
+        )
+    }
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    convert(opened(foreign, table(tmp_path / "names.json")), tmp_path / "out")
+    assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
+    for broken, words in {'{"a": 1}': "'a' must stand for a name", '{"{i}": "{j}"}': "j"}.items():
+        (tmp_path / "names.json").write_text(broken)
+        with pytest.raises(ValueError, match=words):
+            table(tmp_path / "names.json")
+    (tmp_path / "names.json").write_text(json.dumps(dict.fromkeys(names, "one.name")))
+    with pytest.raises(ValueError, match="two tensors are called"):
+        opened(foreign, table(tmp_path / "names.json"))
+
+
+def test_more_than_a_file_holds_goes_into_several(tmp_path):
+    theirs("llama", tmp_path / "hf")
+    weights = bits(tmp_path / "hf")
+    (tmp_path / "many").mkdir()
+    stream.write(tmp_path / "many", held(weights), shard=40_000)
+    (tmp_path / "many" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) >= 4
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "many").state_dict()
+    assert same(weights, dict(again))
+    assert torch.equal(logits(opened(tmp_path / "many")), logits(opened(tmp_path / "hf")))
+
+
+def test_what_we_write_is_what_the_library_reads(tmp_path):
+    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+    tensors = {f"t{i}": torch.randn(3, i + 1).mul(9).to(kind) for i, kind in enumerate(kinds)}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.randn(4, 3).T}
+    stream.write(tmp_path, held(tensors))
+    assert same(load_file(tmp_path / "model.safetensors"), tensors)
+
+
+def test_a_model_with_a_smaller_file_than_before_is_the_new_one(tmp_path):
+    """Several files of an older save must not be read instead of the one file of the newer."""
+    from dunes.checkpoint import folder
+
+    theirs("llama", tmp_path / "hf")
+    ready = tmp_path / "hf" / folder.READY
+    ready.mkdir()
+    stream.write(ready, held(bits(tmp_path / "hf")), shard=40_000)
+    folder.settle(tmp_path / "hf")
+    assert not (tmp_path / "hf" / "model.safetensors").exists()
+    assert (tmp_path / "hf" / stream.INDEX).exists()
+    ready.mkdir()
+    stream.write(ready, opened(tmp_path / "hf").files)
+    folder.settle(tmp_path / "hf")
+    assert [p.name for p in (tmp_path / "hf").glob("model*")] == ["model.safetensors"]
+
+
+PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "norm_eps": 1e-5, "vocab_size": 97}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (
+            {"hidden_dim": 72, "sliding_window": 8},
+            {"rope_theta": 1e4, "sliding_window": 8, "model_type": "mistral"},
+        ),
+        ({"hidden_dim": 72, "_sliding_window": "8"}, {"sliding_window": 8}),
+        ({"hidden_dim": 72, "sliding_window": [8, 8]}, {"sliding_window": 8}),
+        ({"hidden_dim": 72}, {"rope_theta": 1e6, "sliding_window": None, "max_position_embeddings": 32768}),
+        ({"multiple_of": 16}, {"intermediate_size": 128, "model_type": "llama", "max_position_embeddings": 4096}),
+        ({"multiple_of": 16, "ffn_dim_multiplier": 1.3}, {"intermediate_size": 176}),
+        ({"multiple_of": 16, "norm_eps": 1e-6}, {"max_position_embeddings": 2048}),
+        ({"multiple_of": 16, "rope_theta": 5e5, "use_scaled_rope": True}, {"rope_theta": 5e5}),
+        (
+            {"hidden_dim": 72, "moe": {"num_experts": 4, "num_experts_per_tok": 2}, "max_seq_len": 9},
+            {"model_type": "mixtral", "num_local_experts": 4, "max_position_embeddings": 9},
+        ),
+    ],
+)
+def test_params_in_other_words(params, expected):
+    said, notes = native.words(PARAMS | params, 97, False)
+    assert {k: said[k] for k in expected} == expected
+    assert ("rope_theta" in params) != any("rope_theta" in note for note in notes), "what is assumed is said"
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"dim": None}, "'dim' is missing"),
+        ({}, "neither 'hidden_dim'"),
+        ({"hidden_dim": 72, "dim": "48"}, "dim is '48'"),
+        ({"hidden_dim": -1}, "hidden_dim is -1"),
+        ({"hidden_dim": 72, "n_heads": 7}, "not divided by n_heads 7"),
+        ({"hidden_dim": 72, "sliding_window": [8, 16]}, "layers have different sliding windows"),
+        ({"hidden_dim": 72, "moe": 3}, "moe"),
+        ({"hidden_dim": 72, "rope_theta": "x"}, "rope_theta"),
+    ],
+)
+def test_params_that_cannot_be(params, words):
+    given = {k: v for k, v in (PARAMS | params).items() if v is not None}
+    with pytest.raises(ValueError, match=words):
+        native.words(given, 97, False)
+
+
+def command(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        main_with(arguments)
+    told = capsys.readouterr()
+    return end.value.code, told.out, told.err
+
+
+def main_with(arguments):
+    before, sys.argv = sys.argv, ["dunes", *map(str, arguments)]
+    try:
+        main()
+    finally:
+        sys.argv = before
+
+
+def test_the_commands(tmp_path, capsys):
+    theirs("llama", tmp_path / "hf")
+    status, out, _ = command(capsys, "export", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    assert (status, "differ by" in out, "next: dunes generate" in out) == (0, True, True)
+    status, out, _ = command(capsys, "inspect", tmp_path / "native")
+    assert status == 0
+    assert "in native's form" in out
+    assert "loads       yes" in out
+    status, out, _ = command(capsys, "convert", tmp_path / "native", tmp_path / "back", "--dtype", "bfloat16")
+    assert status == 0
+    status, _, err = command(capsys, "convert", tmp_path / "native", tmp_path / "back")
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "is there already" in err
+    status, _, err = command(capsys, "inspect", tmp_path / "nothing")
+    assert (status, err.count("\n")) == (2, 1)
