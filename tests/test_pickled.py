@@ -1,0 +1,691 @@
+"""Files of torch.save: ours are read bit for bit; hostile ones execute nothing, and are refused on one line."""
+
+import ast
+import io
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+import dunes
+from dunes import measure
+from dunes.checkpoint import pickled
+
+CPU = torch.device("cpu")
+FORMATS = {"zip": {}, "legacy": {"_use_new_zipfile_serialization": False}, "protocol 4": {"pickle_protocol": 4}}
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def saved(value, **how):
+    file = io.BytesIO()
+    torch.save(value, file, **how)
+    return file.getvalue()
+
+
+def state():
+    """Tensors of all kinds that a state dict may hold."""
+    torch.manual_seed(0)
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    made = OrderedDict((f"a.{k}", torch.randn(3, 4).to(k)) for k in kinds)
+    for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
+        made[f"a.{kind}"] = torch.randint(0, 2, (7,)).to(kind)
+    base = torch.randn(6, 8)
+    made |= {"base": base, "same": base, "part": base[2:5, ::3], "turned": base.t(), "row": base[4]}
+    made |= {"permuted": torch.randn(2, 3, 4).bfloat16().permute(2, 0, 1), "empty": torch.zeros(0, 3)}
+    return made | {"number": torch.tensor(2.5), "parameter": torch.nn.Parameter(torch.randn(2, 2))}
+
+
+def same(found, made):
+    assert list(found) == list(made)
+    for name, tensor in made.items():
+        stored, read = found[name], found[name].read()
+        assert (stored.shape, stored.dtype) == (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(bits(read), bits(tensor)), name
+
+
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("wrap", ["plain", "state_dict", "model"])
+def test_a_state_dict_comes_back_bit_for_bit(tmp_path, how, wrap):
+    made = state()
+    beside = {"step": 3, "lr": 1e-3, "big": 1 << 70, "name": "é", "list": [1, None, (2,)], "size": torch.Size([2])}
+    value = made if wrap == "plain" else {wrap: made, "optimizer": {"state": {0: torch.ones(1)}}} | beside
+    path = tmp_path / "old model.bin"
+    torch.save(value, path, **FORMATS[how])
+    found = pickled.tensors(path)
+    same(found, made)
+    assert found["base"].origin == "old model.bin: base"
+    assert found["turned"].read().stride() == made["turned"].stride()
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_a_modules_own_state_dict_and_nested_dicts_are_read(tmp_path, how):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    assert module.state_dict()._metadata
+    torch.save(module.state_dict(), tmp_path / "x.pt", **FORMATS[how])
+    same(pickled.tensors(tmp_path / "x.pt"), module.state_dict())
+    torch.save(
+        {"a": {"b": {0: torch.ones(2)}}, "c": torch.zeros(1), "d": "text"}, tmp_path / "y.pt", **FORMATS[how]
+    )
+    same(pickled.tensors(tmp_path / "y.pt"), {"a.b.0": torch.ones(2), "c": torch.zeros(1)})
+
+
+def test_tensors_that_share_numbers_share_them_and_no_write_reaches_the_file(tmp_path):
+    path, base = tmp_path / "x.pt", torch.arange(6.0)
+    torch.save({"all": base, "end": base[3:]}, path)
+    before, found = path.read_bytes(), pickled.tensors(path)
+    found["all"].read()[4] = 9
+    assert found["end"].read().tolist() == [3, 9, 5]
+    assert path.read_bytes() == before
+    assert pickled.tensors(path)["end"].read().tolist() == [3, 4, 5]
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    for how in FORMATS.values():
+        whole = saved({"a": torch.ones(5), "b": {"c": torch.zeros(2, dtype=torch.int8)}}, **how)
+        for length in {*range(0, len(whole), 7), *range(len(whole) - 120, len(whole))}:
+            (tmp_path / "x").write_bytes(whole[:length])
+            with pytest.raises(ValueError, match="refused"):
+                pickled.tensors(tmp_path / "x")
+
+
+# A small assembler of pickles.
+
+
+def text(value):
+    value = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+def number(value):
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def word(module, name):
+    return f"c{module}\n{name}\n".encode()
+
+
+def tup(*parts):
+    return b"(" + b"".join(parts) + b"t"
+
+
+def call(module, name, *arguments):
+    return word(module, name) + tup(*arguments) + b"R"
+
+
+def pairs(**values):
+    return b"}(" + b"".join(text(k) + v for k, v in values.items()) + b"u"
+
+
+ORDERED = call("collections", "OrderedDict")
+
+
+def storage(kind="FloatStorage", key="0", count=4, legacy=False, pid=None):
+    extra = (b"N",) if legacy else ()
+    return (pid or tup(text("storage"), word("torch", kind), text(key), text("cpu"), number(count), *extra)) + b"Q"
+
+
+def tensor(held=None, offset=0, size=(4,), stride=(1,), grad=b"\x89", hooks=ORDERED, more=()):
+    sizes, strides = (tup(*map(number, values)) for values in (size, stride))
+    parts = (storage() if held is None else held, number(offset), sizes, strides, grad, hooks, *more)
+    return call("torch._utils", "_rebuild_tensor_v2", *parts)
+
+
+def entry(name, data, prefix="archive"):
+    made = zipfile.ZipInfo(f"{prefix}/{name}")
+    return made, data
+
+
+def archive(pickle_bytes, *more, data=bytes(16), prefix="archive"):
+    """A zip as torch writes it, with this data.pkl; a value of `more` is (ZipInfo, bytes)."""
+    files = [] if pickle_bytes is None else [entry("data.pkl", pickle_bytes, prefix)]
+    files += [entry("version", b"3\n", prefix), entry("byteorder", b"little", prefix)]
+    files += [] if data is None else [entry("data/0", data, prefix)]
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        for made, content in [*files, *more]:
+            file.writestr(made, content)
+    return out.getvalue()
+
+
+def program(body):
+    return b"\x80\x02" + body + b"."
+
+
+FOUR = struct.pack("<q", 4) + bytes(16)
+LEGACY = pairs(a=tensor(storage(legacy=True)))
+
+
+def in_zip(body, **how):
+    return archive(program(body), **how)
+
+
+def in_legacy(body, numbers=FOUR, keys=("0",), system=None, magic=None):
+    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}} if system is None else system
+    head = (pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C if magic is None else magic, 1001, system))
+    return b"".join(head) + program(body) + pickle.dumps(list(keys), 2) + numbers
+
+
+def test_what_the_assembler_makes_is_legal_but_for_what_a_test_changes(tmp_path):
+    (tmp_path / "zip").write_bytes(in_zip(pairs(a=tensor())))
+    (tmp_path / "legacy").write_bytes(in_legacy(LEGACY))
+    for path in tmp_path.iterdir():
+        same(pickled.tensors(path), {"a": torch.zeros(4)})
+        assert torch.load(path)["a"].tolist() == [0] * 4
+
+
+# Programs that make the canary if they are run, {} being the shell's command or Python's for it.
+
+
+def programs(canary):
+    shell, code = text(f"touch {canary}"), text(f"open({str(canary)!r}, 'w').close()")
+    sh = b"](" + text("sh") + text("-c") + shell + b"e"
+    system = word("os", "system")
+    short = lambda value: b"\x8c" + bytes([len(value)]) + value.encode()
+    return {
+        "os.system": call("os", "system", shell),
+        "posix.system": call("posix", "system", shell),
+        "nt.system": call("nt", "system", shell),
+        "os.popen": call("os", "popen", shell),
+        "os.execvp": call("os", "execvp", text("sh"), sh),
+        "subprocess.Popen": call("subprocess", "Popen", sh),
+        "subprocess.getoutput": call("subprocess", "getoutput", shell),
+        "builtins.exec": call("builtins", "exec", code),
+        "builtins.eval": call("builtins", "eval", code),
+        "__builtin__.eval": call("__builtin__", "eval", code),
+        "builtins.__import__": call("builtins", "__import__", text("os")) + b"0" + call("os", "system", shell),
+        "builtins.getattr": call("builtins", "getattr", call("builtins", "__import__", text("os")), text("system"))
+        + tup(shell)
+        + b"R",
+        "builtins.compile": call("builtins", "exec", call("builtins", "compile", code, text("x"), text("exec"))),
+        "builtins.open": call("builtins", "open", text(str(canary)), text("w")),
+        "pip.main": call("pip", "main", b"](" + text("install") + text(str(canary)) + b"e"),
+        "pip._internal.main": call("pip._internal", "main", b"](" + text("help") + b"e"),
+        "runpy": call("runpy", "_run_code", call("builtins", "compile", code, text("x"), text("exec")), b"}"),
+        "runpy.run_path": call("runpy", "run_path", text(str(canary))),
+        "importlib": call("importlib", "import_module", text("antigravity")),
+        "timeit": call("timeit", "timeit", text("pass"), code),
+        "bdb": b"\x80\4" + call("bdb", "Bdb.run", call("bdb", "Bdb"), code),
+        "operator.attrgetter": call("operator", "attrgetter", text("system"))
+        + tup(call("importlib", "import_module", text("os")))
+        + b"R"
+        + tup(shell)
+        + b"R",
+        "functools.partial": call("functools", "partial", system, shell) + b")R",
+        "pathlib": b"\x80\4" + call("pathlib", "Path.touch", call("pathlib", "PosixPath", text(str(canary)))),
+        "pickle in pickle": call("pickle", "loads", b"C" + bytes([5]) + b"\x80\x02N.."),
+        "marshal": call("marshal", "loads", text("x")),
+        "ctypes": call("ctypes", "CDLL", text("libc.so.6")),
+        "torch.load": call("torch", "load", text(str(canary))),
+        "torch.hub.load": call("torch.hub", "load", text("a/b"), text("c")),
+        "torch.storage._load_from_bytes": call("torch.storage", "_load_from_bytes", text("x")),
+        "torch._utils.os.system": b"\x80\4" + call("torch._utils", "os.system", shell),
+        "torch.os": b"\x80\4" + call("torch", "os.system", shell),
+        "torch.serialization": b"\x80\4" + call("torch.serialization", "os.system", shell),
+        "numpy object": call(
+            "numpy.core.multiarray", "_reconstruct", word("numpy", "ndarray"), tup(number(0)), text("b")
+        ),
+        "sparse tensor": call("torch._utils", "_rebuild_sparse_tensor", word("torch", "sparse_coo"), b")"),
+        "quantized tensor": call("torch._utils", "_rebuild_qtensor", storage(), number(0), tup(), tup(), tup()),
+        "any tensor class": call("torch._tensor", "_rebuild_from_type_v2", word("torch.nn", "Linear"), b")"),
+        "a module's class": b"}" + text("a") + word("torch.nn.modules.linear", "Linear") + b"s",
+        "INST": b"(" + shell + b"ios\nsystem\n",
+        "OBJ": b"(" + system + shell + b"o",
+        "NEWOBJ": word("subprocess", "Popen") + tup(sh) + b"\x81",
+        "NEWOBJ_EX": word("subprocess", "Popen") + tup(sh) + b"}\x92",
+        "STACK_GLOBAL": short("os") + short("system") + b"\x93" + tup(shell) + b"R",
+        "STACK_GLOBAL, dotted": b"\x80\x04" + short("pathlib") + short("os.system") + b"\x93" + tup(shell) + b"R",
+        "STACK_GLOBAL, no text": b"K\1K\2\x93",
+        "STACK_GLOBAL, split elsewhere": short("torch")
+        + short("_utils._rebuild_tensor_v2")
+        + b"\x93"
+        + tup()
+        + b"R",
+        "EXT1": b"\x82\1" + tup(shell) + b"R",
+        "EXT4": b"\x84\1\0\0\0",
+        "BUILD with __setstate__": ORDERED + pairs(__setstate__=system) + b"b" + shell + b"b",
+        "BUILD with __class__": ORDERED + pairs(__class__=word("collections", "OrderedDict")) + b"b",
+        "BUILD with slots": ORDERED + tup(b"N", pairs(__dict__=b"}")) + b"b",
+        "BUILD of a word": word("collections", "OrderedDict") + pairs(_metadata=b"}") + b"b",
+        "memo, then called": system + b"q\0" + b"h\0" + tup(shell) + b"R",
+        "an unused name": pairs(a=tensor(), b=system),
+        "in the hooks": pairs(a=tensor(hooks=call("os", "system", shell))),
+        "in the metadata": pairs(a=tensor(more=(call("os", "system", shell),))),
+        "in the persistent id": storage(pid=tup(text("storage"), call("os", "system", shell))),
+        "name with a line break": b"cos\x00\nsystem\n",
+    }
+
+
+RUN = [
+    *("os.system", "posix.system", "builtins.exec", "builtins.eval", "builtins.getattr", "builtins.compile"),
+    *("INST", "OBJ", "STACK_GLOBAL", "STACK_GLOBAL, dotted", "memo, then called", "timeit", "runpy", "pathlib"),
+    *("functools.partial", "operator.attrgetter", "bdb", "torch.os", "BUILD with __setstate__"),
+]
+
+
+def refused(path, canary):
+    """The line and the milliseconds, for a file that executed nothing."""
+    floor, begin = measure.forget_peak(CPU), time.perf_counter()
+    with pytest.raises(ValueError, match="refused") as caught:
+        pickled.tensors(path)
+    took, grown = 1e3 * (time.perf_counter() - begin), measure.peak_memory(CPU) - floor
+    line = str(caught.value)
+    print(f"{took:7.2f} ms, {grown / 1e6:5.1f} MB: {line.removeprefix(str(path))[:110]}")
+    assert line.startswith(f"{path}: ")
+    assert line.isprintable()
+    assert len(line) < 600 + len(str(path))
+    assert not canary.exists()
+    assert grown < 64 << 20
+    return line
+
+
+@pytest.mark.parametrize("wrap", [in_zip, in_legacy, program])
+@pytest.mark.parametrize("name", programs("canary"))
+def test_a_program_is_refused_and_not_run(tmp_path, name, wrap):
+    canary, path = tmp_path / "canary", tmp_path / "x.bin"
+    path.write_bytes(wrap(programs(canary)[name]))
+    line = refused(path, canary)
+    assert "safetensors" in line
+    if "." in name and wrap is in_zip and not name.startswith(("torch.os", "STACK", "__")):
+        assert name.split(".")[0] in line
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_same_program_does_what_it_should_not_where_pickles_are_run(tmp_path, name):
+    canary, path = tmp_path / "canary", tmp_path / "x.pkl"
+    path.write_bytes(program(programs(canary)[name]))
+    code = "import pickle, sys; r = pickle.load(open(sys.argv[1], 'rb')); getattr(r, 'wait', int)()"
+    subprocess.run([sys.executable, "-c", code, path], capture_output=True, timeout=60)
+    assert canary.exists()
+
+
+def test_the_line_says_what_was_asked_for(tmp_path):
+    (tmp_path / "x.bin").write_bytes(in_zip(call("posix", "system", text("true"))))
+    with pytest.raises(ValueError, match="refused") as caught:
+        pickled.tensors(tmp_path / "x.bin")
+    assert str(caught.value) == (
+        f"{tmp_path}/x.bin: refused: it asks for posix.system; only tensors are read, nothing is executed; "
+        "ask for safetensors"
+    )
+
+
+def bomb(levels):
+    """A tuple of 2^levels parts in a few bytes."""
+    return b")q\0" + b"h\0h\0\x86q\0" * levels
+
+
+def doubled(levels):
+    """Dicts that hold the one before 40 times."""
+    level = b"}q\1(" + b"".join(text(str(k)) + b"h\0" for k in range(40)) + b"uq\0"
+    return level * levels
+
+
+def outside(kind, count=b"K\4", *more):
+    return tup(text("storage"), kind, text("0"), text("cpu"), count, *more)
+
+
+def rebuilt(*arguments):
+    return call("torch._utils", "_rebuild_tensor_v2", *arguments)
+
+
+BODIES = {
+    "OrderedDict of something": call("collections", "OrderedDict", b"]"),
+    "torch.Size of text": call("torch", "Size", text("x")),
+    "torch.Size of nothing": call("torch", "Size"),
+    "tensor of nothing": call("torch._utils", "_rebuild_tensor_v2"),
+    "tensor of a list": word("torch._utils", "_rebuild_tensor_v2") + b"]R",
+    "tensor of five": call("torch._utils", "_rebuild_tensor_v2", *[b"N"] * 5),
+    "tensor of none": call("torch._utils", "_rebuild_tensor_v2", *[b"N"] * 6),
+    "tensor with hooks": tensor(hooks=pairs(a=b"N")),
+    "tensor with metadata": tensor(more=(pairs(a=b"N"),)),
+    "tensor with an odd grad": tensor(grad=b"K\1"),
+    "tensor without storage": tensor(held=text("0")),
+    "parameter of nothing": call("torch._utils", "_rebuild_parameter"),
+    "parameter of a number": call("torch._utils", "_rebuild_parameter", b"K\1", b"\x89", ORDERED),
+    "a storage is called": call("torch", "FloatStorage", b"K\4"),
+    "text is called": text("os.system") + b")R",
+    "PERSID": b"Pos\n",
+    "persistent id is text": text("0") + b"Q",
+    "persistent id of a module": tup(text("module"), text("a"), text("b"), text("c")) + b"Q",
+    "persistent id too short": tup(text("storage"), word("torch", "FloatStorage")) + b"Q",
+    "storage of a function": storage(pid=outside(word("torch._utils", "_rebuild_tensor_v2"))),
+    "storage of text": storage(pid=outside(text("FloatStorage"))),
+    "storage of True numbers": storage(pid=outside(word("torch", "FloatStorage"), b"\x88")),
+    "storage of -1 numbers": pairs(a=tensor(storage(count=-1))),
+    "storage of 2^62 numbers": pairs(a=tensor(storage(count=1 << 62))),
+    "storage of 5 where 4 are": pairs(a=tensor(storage(count=5))),
+    "storage of two types": pairs(a=tensor(), b=tensor(storage("IntStorage"))),
+    "storage that is not there": pairs(a=tensor(storage(key="1"))),
+    "storage of a path": pairs(a=tensor(storage(key="../byteorder"))),
+    "storage is part of another": storage(pid=outside(word("torch", "FloatStorage"), b"K\4", tup(b"K\0"))),
+    "negative offset": pairs(a=tensor(offset=-1, size=(1,))),
+    "offset behind the end": pairs(a=tensor(offset=4, size=(1,))),
+    "offset of 2^63": pairs(a=tensor(offset=1 << 63, size=(1,))),
+    "negative size": pairs(a=tensor(size=(-1,))),
+    "negative stride": pairs(a=tensor(size=(2,), stride=(-1,), offset=3)),
+    "sizes of 2^62": pairs(a=tensor(size=(1 << 62,))),
+    "sizes of 2^40 x 2^40": pairs(a=tensor(size=(1 << 40, 1 << 40), stride=(0, 0))),
+    "0 x 2^62": pairs(a=tensor(size=(0, 1 << 62), stride=(1, 1))),
+    "size of True": rebuilt(storage(), b"K\0", b"\x88\x85", b"K\1\x85", b"\x89", ORDERED),
+    "rank 1,000": pairs(a=tensor(size=(1,) * 1000, stride=(1,) * 1000)),
+    "rank 9": pairs(a=tensor(size=(1,) * 9, stride=(1,) * 9)),
+    "a stride too few": pairs(a=tensor(size=(2, 2), stride=(1,))),
+    "zero stride": pairs(a=tensor(size=(3,), stride=(0,))),
+    "overlapping windows": pairs(a=tensor(size=(2, 3), stride=(1, 1))),
+    "last number behind the end": pairs(a=tensor(size=(2, 2), stride=(3, 1))),
+    "10^6 lists deep": b"]" * 1_000_000,
+    "10^6 marks deep": b"(" * 1_000_000,
+    "10^6 tuples deep": b")" + b"\x85" * 1_000_000,
+    "90,000 tuples deep as a key": b"}" + b")" + b"\x85" * 90_000 + b"Ns",
+    "90,000 tuples deep as a result": b")" + b"\x85" * 90_000,
+    "memo bomb": bomb(10_000),
+    "memo bomb as a key": b"}" + bomb(10_000) + b"Ns",
+    "memo bomb as an id": bomb(10_000) + b"Q",
+    "memo bomb as metadata": pairs(a=tensor(more=(bomb(10_000),))),
+    "memo bomb as a word": bomb(10_000) + b"K\1\x93",
+    "dicts that double": b"}q\0" + text("a") + tensor() + b"s" + doubled(7),
+    "a dict in itself": b"}q\0" + text("a") + b"h\0s" + text("b") + tensor() + b"s",
+    "long keys many times": b"}q\0" + text("x" * 900_000) + pairs(t=tensor()) + b"s" + doubled(3),
+    "endless": b"]" + b"Na" * 3_000_000,
+    "a list of itself": b"]q\0(" + b"h\0" * 9_000 + b"e",
+    "text of 4 GB": b"X\xff\xff\xff\xff" + b"x" * 100,
+    "text of 2^63": b"\x8d" + struct.pack("<Q", 1 << 63) + b"x",
+    "text that is no UTF-8": b"X\1\0\0\0\xff",
+    "a surrogate": pairs(a=tensor(), b=text("\ud800")),
+    "text of 2 MB": text("x" * (2 << 20)),
+    "long integer": b"\x8b" + struct.pack("<i", 1 << 30) + b"1",
+    "name without an end": b"c" + b"a" * 1_000_000,
+    "POP": b"NN0",
+    "empty stack": b"a",
+    "REDUCE of nothing": b"R",
+    "below a mark": b"]((Na",
+    "no mark": b"Nt",
+    "two values": b"NN",
+    "a mark is left": b"}(",
+    "nothing": b"",
+    "no such memo": b"h\7",
+    "key without value": b"}(" + text("a") + b"u",
+    "key twice": b"}(" + (text("a") + tensor()) * 2 + b"u",
+    "key is a bool": b"}\x88" + tensor() + b"s",
+    "key is a float": b"}G" + bytes(8) + tensor() + b"s",
+    "SETITEM on a list": b"]" + text("a") + b"Ns",
+    "APPEND on a dict": b"}Na",
+    "a list of tensors": b"]" + tensor() + b"a",
+    "a tensor alone": tensor(),
+    "a number alone": b"K\1",
+    "an empty dict": b"}",
+    "both state_dict and model": pairs(state_dict=pairs(a=tensor()), model=pairs(b=tensor())),
+    "a name twice": b"}(" + text("a") + pairs(b=tensor()) + text("a.b") + tensor() + b"u",
+    "name of a path": b"}" + text("../../etc/passwd\0") + tensor() + b"s",
+    "name with a line break": b"}" + text("a\nb") + tensor() + b"s",
+    "name of 513 bytes": b"}" + text("x" * 513) + tensor() + b"s",
+    "name is empty": b"}" + text("") + tensor() + b"s",
+    "protocol 0": b"(dp0\nS'a'\nI1\ns",
+    "an unknown opcode": b"\xff",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_an_odd_pickle_is_refused(tmp_path, name):
+    (tmp_path / "x.bin").write_bytes(in_zip(BODIES[name]))
+    refused(tmp_path / "x.bin", tmp_path / "canary")
+
+
+def changed(data, *edits):
+    data = bytearray(data)
+    for old, new, which in edits:
+        at = data.find(old) if which == 0 else data.rfind(old)
+        assert at >= 0
+        assert len(old) == len(new)
+        data[at : at + len(old)] = new
+    return bytes(data)
+
+
+def in_directory(name, field, form, value, local=None):
+    """A legal archive whose directory says something else about a file, at this byte of its record."""
+    data = bytearray(LEGAL)
+    at = data.rfind(name) - 46
+    struct.pack_into(form, data, at + field, value)
+    if local is not None:
+        offset = struct.unpack_from("<I", data, at + 42)[0]
+        struct.pack_into(form, data, offset + local, value)
+    return bytes(data)
+
+
+def packed(name="data.pkl"):
+    made = zipfile.ZipInfo(f"archive/{name}")
+    made.compress_type = zipfile.ZIP_DEFLATED
+    return made
+
+
+def twice():
+    with pytest.warns(UserWarning, match="Duplicate"):
+        return archive(GOOD, entry("data.pkl", GOOD))
+
+
+GOOD = program(pairs(a=tensor()))
+LEGAL = archive(GOOD)
+PKL = b"archive/data.pkl"
+FILES = {
+    "compressed": lambda: archive(None, (packed(), GOOD)),
+    "compressed storage": lambda: archive(GOOD, (packed("data/0"), bytes(16)), data=None),
+    "encrypted": lambda: in_directory(PKL, 8, "<H", 1, 6),
+    "encrypted by the directory only": lambda: in_directory(PKL, 8, "<H", 1),
+    "odd flags": lambda: in_directory(PKL, 8, "<H", 0x20, 6),
+    "local name differs": lambda: changed(LEGAL, (PKL, b"archive/data.pkx", 0)),
+    "name in the directory differs": lambda: changed(LEGAL, (PKL, b"archive/data.pkx", 1)),
+    "local size differs": lambda: changed(LEGAL, (struct.pack("<II", len(GOOD), len(GOOD)), bytes(8), 0)),
+    "data.pkl twice": twice,
+    "data.pkl missing": lambda: archive(None),
+    "data.pkl is an archive": lambda: archive(LEGAL),
+    "data.pkl and more": lambda: archive(GOOD + b"N."),
+    "data.pkl is empty": lambda: archive(b""),
+    "no storage": lambda: archive(GOOD, data=None),
+    "storage too short": lambda: archive(GOOD, data=bytes(15)),
+    "2^40 bytes": lambda: in_directory(b"archive/data/0", 20, "<Q", (0xFFFFFFF0 << 32) | 0xFFFFFFF0),
+    "begins at 2^32": lambda: in_directory(PKL, 42, "<I", 0xFFFFFFFE),
+    "begins in another": lambda: in_directory(PKL, 42, "<I", 31),
+    "two names for one place": lambda: in_directory(b"archive/data/0", 42, "<I", 0),
+    "big endian": lambda: changed(LEGAL, (b"little", b"big\0\0\0", 0)),
+    "two folders": lambda: archive(GOOD, entry("data.pkl", GOOD, "other")),
+    "absolute name": lambda: archive(GOOD, entry("x", b"", "/archive")),
+    "name with ..": lambda: archive(GOOD, entry("../x", b"")),
+    "name with a backslash": lambda: archive(GOOD, entry("a\\b", b"")),
+    "no folder": lambda: archive(GOOD, prefix=""),
+    "something before": lambda: b"PK\3\4" + bytes(40) + LEGAL,
+    "something behind": lambda: LEGAL + b"\0",
+    "a comment": lambda: LEGAL[:-2] + b"\1\0x",
+    "count too small": lambda: LEGAL[:-14] + struct.pack("<HH", 1, 1) + LEGAL[-10:],
+    "count too great": lambda: LEGAL[:-14] + struct.pack("<HH", 9, 9) + LEGAL[-10:],
+    "10^9 files": lambda: LEGAL[:-14] + struct.pack("<HHII", 65535, 65535, 1 << 31, 0) + LEGAL[-2:],
+    "directory elsewhere": lambda: LEGAL[:-6] + bytes(4) + LEGAL[-2:],
+    "only an end": lambda: b"PK\3\4" + LEGAL[-22:],
+    "end records disagree": lambda: changed(
+        saved({"a": torch.ones(1)}), (b"PK\5\6\0\0\0\0\7", b"PK\5\6\0\0\0\0\6", 1)
+    ),
+    "64-bit directory of 2^63": lambda: wide(1 << 63, 0),
+    "64-bit directory that wraps": lambda: wide((1 << 64) - 98, 98),
+    "TorchScript": lambda: archive(program(call("__torch__.a", "B")), entry("constants.pkl", b"")),
+    "junk": lambda: b"hello" * 100,
+    "nothing": lambda: b"",
+    "a safetensors file": lambda: struct.pack("<Q", 2) + b"{}",
+    "a tar": lambda: b"sys_info".ljust(512, b"\0"),
+    "a plain pickle": lambda: pickle.dumps({"a": 1}, 2),
+    "a gzip": lambda: b"\x1f\x8b" + bytes(50),
+    "legacy: wrong magic": lambda: in_legacy(LEGACY, magic=0x1950A86A20F9469CFC6D),
+    "legacy: big endian": lambda: in_legacy(b"}", system={"little_endian": False}),
+    "legacy: no system": lambda: in_legacy(b"}", system=[]),
+    "legacy: no keys": lambda: in_legacy(LEGACY, keys=(), numbers=b""),
+    "legacy: unknown key": lambda: in_legacy(LEGACY, keys=("1",)),
+    "legacy: key twice": lambda: in_legacy(LEGACY, keys=("0", "0")),
+    "legacy: key is a number": lambda: in_legacy(LEGACY, keys=(0,)),
+    "legacy: other count": lambda: in_legacy(LEGACY, struct.pack("<q", 3) + bytes(16)),
+    "legacy: negative count": lambda: in_legacy(LEGACY, struct.pack("<q", -1) + bytes(16)),
+    "legacy: 2^58 numbers": lambda: in_legacy(
+        pairs(a=tensor(storage(count=1 << 58, legacy=True), size=(1 << 58,))),
+        struct.pack("<q", 1 << 58) + bytes(16),
+    ),
+    "legacy: cut numbers": lambda: in_legacy(LEGACY, struct.pack("<q", 4) + bytes(15)),
+    "legacy: more behind": lambda: in_legacy(LEGACY, struct.pack("<q", 4) + bytes(17)),
+    "legacy: endless": lambda: in_legacy(b"]" + b"Na" * 3_000_000),
+}
+
+
+def wide(start, length):
+    whole = saved({"a": torch.ones(1)})
+    return whole[:-58] + struct.pack("<QQ", length, start) + whole[-42:]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_odd_file_is_refused(tmp_path, name):
+    (tmp_path / "x.bin").write_bytes(FILES[name]())
+    refused(tmp_path / "x.bin", tmp_path / "canary")
+
+
+def test_a_file_with_holes_of_a_terabyte_is_refused_soon(tmp_path):
+    path = tmp_path / "x.bin"
+    for head in (b"PK\3\4", b"\x80\x02X", in_legacy(b"]")):
+        path.write_bytes(head)
+        try:
+            os.truncate(path, 1 << 40)
+        except OSError as error:
+            pytest.skip(f"no file with so large a hole here: {error}")
+        refused(path, tmp_path / "canary")
+
+
+def test_two_thousand_mutants_raise_nothing_but_one_line(tmp_path):
+    chance, path, canary = random.Random(0), tmp_path / "x.bin", tmp_path / "canary"
+    small = {"a": torch.ones(2, 3).t(), "b": {"c": torch.nn.Parameter(torch.ones(2))}, "d": [1, 2.5, "x"]}
+    whole = [saved(small, **how) for how in FORMATS.values()]
+    with zipfile.ZipFile(io.BytesIO(whole[0])) as file:
+        inner = file.read("archive/data.pkl")
+    opcodes = bytes(ord(k) for k in pickled._OPCODES) + b".ioP\x81\x92\x82"
+    worst, kept, lines = 0.0, 0, set()
+    floor = measure.forget_peak(CPU)
+    for turn in range(2_000):
+        data = bytearray(inner if turn % 2 else chance.choice(whole))
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(data))
+            new = (bytes([chance.randrange(256)]), bytes([chance.choice(opcodes)]), data[at : at + 9] * 2, b"")
+            data[at : at + chance.randrange(3)] = chance.choice(new)
+        path.write_bytes(archive(bytes(data), entry("data/1", bytes(8)), data=bytes(24)) if turn % 2 else data)
+        begin = time.perf_counter()
+        try:
+            found = pickled.tensors(path)
+            kept += 1
+        except ValueError as error:
+            found = {}
+            lines.add(str(error))
+        worst = max(worst, time.perf_counter() - begin)
+        assert all(stored.read().nbytes == stored.nbytes for stored in found.values())
+    grown = measure.peak_memory(CPU) - floor
+    print(f"2,000 mutants: {kept} legal, slowest {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB")
+    assert all(line.isprintable() for line in lines)
+    assert 0 < kept < 1_000
+    assert grown < 64 << 20
+    assert not canary.exists()
+
+
+# What executes what it reads has no place in the package.
+
+MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "joblib", "cloudpickle"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+NAMES = {"torch": {"load"}, "torch.serialization": {"load"}, "jinja2": {"Environment"}, "builtins": CALLS}
+NAMES |= {"jinja2.environment": {"Environment"}, "torch.hub": {"load"}, "importlib": {"__import__"}}
+
+
+def forbidden(source):
+    """What a source imports or calls that could execute data, by line."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    called = {
+        alias.asname: alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names if alias.asname
+    }
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (f"{node.lineno}: {a.name}" for a in node.names if a.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.split(".")[0] in MODULES:
+                yield f"{node.lineno}: {node.module}"
+            names = NAMES.get(node.module, set())
+            yield from (f"{node.lineno}: {node.module}.{a.name}" for a in node.names if a.name in names | MODULES)
+        elif isinstance(node, ast.Name) and node.id in CALLS:
+            yield f"{node.lineno}: {node.id}"
+        elif isinstance(node, ast.Attribute):
+            place = ast.unparse(node.value)
+            first, *rest = place.split(".")
+            place = ".".join([called.get(first, first), *rest])
+            if node.attr in NAMES.get(place, set()) | MODULES:
+                yield f"{node.lineno}: {place}.{node.attr}"
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield f"{node.value.lineno}: allow_pickle"
+
+
+def test_nothing_in_the_package_executes_what_it_reads():
+    files = sorted(Path(dunes.__file__).parent.rglob("*.py"))
+    assert len(files) > 80
+    assert not [f"{file}:{found}" for file in files for found in forbidden(file.read_text())]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import pickle as p",
+        "import os, marshal",
+        "from pickle import loads",
+        "def f():\n    import shelve",
+        "import dill",
+        "from joblib import load",
+        "import _pickle",
+        "from torch import load",
+        "from torch.serialization import load",
+        "import torch\ntorch.load('x')",
+        "import torch as t\nt.load('x')",
+        "import torch\ntorch.serialization.load('x')",
+        "import torch\ntorch.serialization.pickle.loads(b'')",
+        "from torch.serialization import pickle",
+        "import torch\nload = torch.load",
+        "eval('1')",
+        "exec('1')",
+        "compile('1', 'x', 'exec')",
+        "__import__('os')",
+        "run = eval",
+        "import builtins\nbuiltins.exec('1')",
+        "import jinja2\njinja2.Environment()",
+        "from jinja2 import Environment",
+        "import jinja2 as j\nj.Environment()",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+    ],
+)
+def test_the_search_for_such_code_finds_it(source):
+    assert len(list(forbidden(source))) >= 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import re\nre.compile('x')",
+        "import torch\ntorch.compile(f)",
+        "model.eval()",
+        "from jinja2.sandbox import ImmutableSandboxedEnvironment",
+        "import json\njson.load(f)",
+        "import numpy as np\nnp.load('x', allow_pickle=False)",
+        "'import pickle'",
+        "from dunes.checkpoint import pickled",
+    ],
+)
+def test_the_search_for_such_code_leaves_other_code_alone(source):
+    assert not list(forbidden(source))
