@@ -323,13 +323,13 @@ def test_the_line_says_what_was_asked_for(tmp_path):
 
 def bomb(levels):
     """A tuple of 2^levels parts in a few bytes."""
-    return b")q\0" + b"h\0h\0\x86q\0" * levels
+    return b")" + b"q\0h\0\x86" * levels
 
 
-def doubled(levels):
-    """Dicts that hold the one before 40 times."""
+def doubled(first, levels):
+    """A dict of 40 dicts of 40 dicts ... of the first one, in memory once each."""
     level = b"}q\1(" + b"".join(text(str(k)) + b"h\0" for k in range(40)) + b"uq\0"
-    return level * levels
+    return b"}" + text("built") + tup(first + b"q\0", level * levels) + b"s" + text("all") + b"h\0s"
 
 
 def outside(kind, count=b"K\4", *more):
@@ -395,9 +395,9 @@ BODIES = {
     "memo bomb as an id": bomb(10_000) + b"Q",
     "memo bomb as metadata": pairs(a=tensor(more=(bomb(10_000),))),
     "memo bomb as a word": bomb(10_000) + b"K\1\x93",
-    "dicts that double": b"}q\0" + text("a") + tensor() + b"s" + doubled(7),
+    "dicts that double": doubled(pairs(a=tensor()), 6),
     "a dict in itself": b"}q\0" + text("a") + b"h\0s" + text("b") + tensor() + b"s",
-    "long keys many times": b"}q\0" + text("x" * 900_000) + pairs(t=tensor()) + b"s" + doubled(3),
+    "long keys many times": doubled(b"}" + text("x" * 900_000) + pairs(t=b"N") + b"s", 3),
     "endless": b"]" + b"Na" * 3_000_000,
     "a list of itself": b"]q\0(" + b"h\0" * 9_000 + b"e",
     "text of 4 GB": b"X\xff\xff\xff\xff" + b"x" * 100,
@@ -494,8 +494,10 @@ FILES = {
     "data.pkl is empty": lambda: archive(b""),
     "no storage": lambda: archive(GOOD, data=None),
     "storage too short": lambda: archive(GOOD, data=bytes(15)),
-    "2^40 bytes": lambda: in_directory(b"archive/data/0", 20, "<Q", (0xFFFFFFF0 << 32) | 0xFFFFFFF0),
+    "4 GB": lambda: in_directory(b"archive/data/0", 20, "<Q", (0xFFFFFFF0 << 32) | 0xFFFFFFF0, 18),
     "begins at 2^32": lambda: in_directory(PKL, 42, "<I", 0xFFFFFFFE),
+    "2^40 bytes": lambda: tera(),
+    "begins in the data of another": lambda: inside(),
     "begins in another": lambda: in_directory(PKL, 42, "<I", 31),
     "two names for one place": lambda: in_directory(b"archive/data/0", 42, "<I", 0),
     "big endian": lambda: changed(LEGAL, (b"little", b"big\0\0\0", 0)),
@@ -545,7 +547,29 @@ FILES = {
 
 def wide(start, length):
     whole = saved({"a": torch.ones(1)})
-    return whole[:-58] + struct.pack("<QQ", length, start) + whole[-42:]
+    return whole[:-58] + struct.pack("<QQ", length, start) + whole[-42:-10] + b"\xff" * 8 + whole[-2:]
+
+
+def tera():
+    """A storage of 2^40 bytes, by the extra fields of 64 bits."""
+    made, data = entry("data/1", b"")
+    made.extra = struct.pack("<HHQQ", 1, 16, 1 << 40, 1 << 40)
+    whole = bytearray(archive(GOOD, (made, data)))
+    at = whole.rfind(b"archive/data/1") - 46
+    struct.pack_into("<Q", whole, at + 20, (1 << 64) - 1)
+    struct.pack_into("<Q", whole, struct.unpack_from("<I", whole, at + 42)[0] + 18, (1 << 64) - 1)
+    return bytes(whole)
+
+
+def inside():
+    """A storage whose own header is right, and lies in the data of another."""
+    other = archive(GOOD, entry("data/1", bytes(16)))
+    begin = other.find(b"archive/data/1") - 30
+    header = other[begin : begin + 60]
+    whole = bytearray(archive(GOOD, entry("data/1", bytes(16)), data=header))
+    at = whole.rfind(b"archive/data/1") - 46
+    struct.pack_into("<I", whole, at + 42, whole.find(header))
+    return bytes(whole)
 
 
 @pytest.mark.parametrize("name", FILES)

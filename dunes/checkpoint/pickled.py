@@ -24,7 +24,7 @@ from dunes.checkpoint.zipped import entries
 # A tensor takes about 35 opcodes and 150 bytes. What steps a pickle may take follows from the storages that the
 # archive lists, so that a small file is refused soon; the older format lists them behind the pickle.
 _STEPS, _STEPS_OF_ONE = 100_000, 64
-_STEPS_LEGACY = 1_000_000
+_STEPS_LEGACY = 300_000
 BYTES = 64 << 20
 _TEXT = 1 << 20
 _STACK = 10_000
@@ -33,6 +33,7 @@ _DEPTH = 8
 _ITEMS = 2 * TENSORS
 _LEGACY = 0x1950A86A20F9469CFC6C, 1001
 _CUT = "its pickle is cut off"
+_EMPTY = "its pickle takes a value from an empty stack"
 _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 
 Name = tuple[str, str]
@@ -148,7 +149,7 @@ def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int
     if file.read(1) != b"\x80":
         raise ValueError("it is not a file of torch.save")
     file.seek(0)
-    if (machine.run(), machine.run()) != _LEGACY:
+    if any(machine.run() != number for number in _LEGACY):
         raise ValueError("it is a pickle, but not one of torch.save")
     system = machine.run()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
@@ -228,11 +229,16 @@ class _Machine:
 
     def pop(self) -> object:
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise ValueError("its pickle takes a value from an empty stack")
+            raise ValueError(_EMPTY)
         return self.stack.pop()
 
     def popped(self, count: int) -> list[object]:
-        return [self.pop() for _ in range(count)][::-1]
+        start = len(self.stack) - count
+        if start < (self.marks[-1] if self.marks else 0):
+            raise ValueError(_EMPTY)
+        values = self.stack[start:]
+        del self.stack[start:]
+        return values
 
     def since_mark(self) -> list[object]:
         if not self.marks:
