@@ -256,8 +256,8 @@ def programs(canary):
         "EXT1": b"\x82\1" + tup(shell) + b"R",
         "EXT4": b"\x84\1\0\0\0",
         "BUILD with __setstate__": ORDERED + pairs(__setstate__=system) + b"b" + shell + b"b",
-        "BUILD with __class__": ORDERED + pairs(__class__=word("collections", "OrderedDict")) + b"b",
-        "BUILD with slots": ORDERED + tup(b"N", pairs(__dict__=b"}")) + b"b",
+        "BUILD with __class__": pairs(a=tensor()) + pairs(__class__=word("collections", "OrderedDict")) + b"b",
+        "BUILD with slots": pairs(a=tensor()) + tup(b"N", pairs(__dict__=b"}")) + b"b",
         "BUILD of a word": word("collections", "OrderedDict") + pairs(_metadata=b"}") + b"b",
         "memo, then called": system + b"q\0" + b"h\0" + tup(shell) + b"R",
         "an unused name": pairs(a=tensor(), b=system),
@@ -443,6 +443,30 @@ def test_an_odd_pickle_is_refused(tmp_path, name):
     refused(tmp_path / "x.bin", tmp_path / "canary")
 
 
+@pytest.mark.parametrize(
+    ("bound", "value", "said"),
+    [
+        ("_STEPS", -500, "too many steps"),
+        ("_STEPS_LEGACY", 60, "too many steps"),
+        ("BYTES", 100, "bytes"),
+        ("_TEXT", 6, "in one text"),
+        ("_STACK", 5, "values at once"),
+        ("_MARKS", 1, "levels"),
+        ("_ITEMS", 2, "2 values"),
+        ("_DEPTH", 1, "more than 1 deep"),
+        ("TENSORS", 1, "more than 1"),
+    ],
+)
+def test_each_bound_refuses_what_is_beyond_it_and_only_that(tmp_path, monkeypatch, bound, value, said):
+    made = {"a": torch.ones(1), "b": {"c": torch.zeros(1)}}
+    for how, given in FORMATS.items():
+        (tmp_path / how).write_bytes(saved(made, **given))
+        same(pickled.tensors(tmp_path / how), {"a": torch.ones(1), "b.c": torch.zeros(1)})
+    monkeypatch.setattr(pickled, bound, value)
+    for how in ("legacy",) if bound == "_STEPS_LEGACY" else ("zip",) if bound == "_STEPS" else FORMATS:
+        assert said in refused(tmp_path / how, tmp_path / "canary")
+
+
 def changed(data, *edits):
     data = bytearray(data)
     for old, new, which in edits:
@@ -595,11 +619,14 @@ def test_two_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     whole = [saved(small, **how) for how in FORMATS.values()]
     with zipfile.ZipFile(io.BytesIO(whole[0])) as file:
         inner = file.read("archive/data.pkl")
+    inner = [inner, *map(program, programs(canary).values())]
     opcodes = bytes(ord(k) for k in pickled._OPCODES) + b".ioP\x81\x92\x82"
     worst, kept, lines = 0.0, 0, set()
     floor = measure.forget_peak(CPU)
     for turn in range(2_000):
-        data = bytearray(inner if turn % 2 else chance.choice(whole))
+        data = bytearray(
+            chance.choice(inner if turn % 4 == 3 else inner[:1]) if turn % 2 else chance.choice(whole)
+        )
         for _ in range(chance.randint(1, 4)):
             at = chance.randrange(len(data))
             new = (bytes([chance.randrange(256)]), bytes([chance.choice(opcodes)]), data[at : at + 9] * 2, b"")

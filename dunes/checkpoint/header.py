@@ -128,7 +128,7 @@ def _json(text: bytes) -> dict[str, Any]:
         raise ValueError(f"the header has more than {_PARTS} ',' and '['; at most {TENSORS} tensors are read")
     try:
         # Decoded here: json would guess at UTF-16 and UTF-32, too.
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_constant)
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         raise ValueError(f"the header is not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -146,10 +146,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"{shown(twice)} is in the header twice")
     return found
-
-
-def _constant(name: str) -> None:
-    raise ValueError(f"the header has {name}, which is not JSON")
 
 
 def _place(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
