@@ -25,7 +25,7 @@ from dunes.checkpoint.zipped import entries
 # archive lists, so that a small file is refused soon; the older format lists them behind the pickle.
 _STEPS, _STEPS_OF_ONE = 100_000, 64
 _STEPS_LEGACY = 300_000
-BYTES = 64 << 20
+BYTES = 32 << 20
 _TEXT = 1 << 20
 _STACK = 10_000
 _MARKS = 1_000
