@@ -60,7 +60,10 @@ Make = Callable[[C], nn.Module]
 
 def attention(config: Config, **parts: Any) -> Attention:
     """This family's attention; `parts` are arguments of `Attention` that a sibling sets otherwise."""
-    usual = {"position": Rotary(config.head_dim, config.rope_base, config.scaling), "bias": config.attention_bias}
+    usual: dict[str, Any] = {
+        "position": Rotary(config.head_dim, config.rope_base, config.scaling),
+        "bias": config.attention_bias,
+    }
     return Attention(config.dim, config.heads, config.kv_heads, head_dim=config.head_dim, **(usual | parts))
 
 

@@ -33,7 +33,7 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, above:
     value = hf[key] if default is None else hf.get(key)
     if value is None and default is not None:
         return default
-    if type(value) not in (int, float) or not above < value < 1e30:
+    if type(value) not in (int, float) or value is None or not above < value < 1e30:
         raise ValueError(f"config.json: {key} is {_short(value)}; it must be a finite number above {above:g}")
     return float(value)
 
@@ -65,7 +65,7 @@ def no_windows(hf: dict[str, Any]) -> None:
         first, depth = hf.get("max_window_layers", 0), size(hf, "num_hidden_layers")
         if type(first) is not int or first < depth:
             raise ValueError(
-                f"config.json: use_sliding_window is True from layer {_short(first)} on, and only False is supported"
+                f"config.json: use_sliding_window is True, from layer {_short(first)}; only False is supported"
             )
 
 

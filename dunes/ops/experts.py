@@ -1,4 +1,8 @@
-"""Experts: each token goes to a few of many MLPs, and gets the weighted sum of what they say."""
+"""Experts: each token goes to a few of many MLPs, and gets the weighted sum of what they say.
+
+Two forms with one meaning. `plain` calls each expert with its tokens, whatever an expert is. `grouped` sorts the
+tokens by expert and multiplies all at once, with weights that lie in one storage.
+"""
 
 # Shapes: N tokens, k experts a token, E experts, D width, H an expert's hidden width.
 
@@ -8,9 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from dunes.ops.precision import computing
+
+FEW = 1
+"""Up to so many tokens an expert, on average, calling one by one is faster without gradients."""
 
 Act = Callable[[Tensor], Tensor]
 
@@ -24,7 +32,7 @@ class Stacks(NamedTuple):
 
 
 def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tensor, weights: Tensor) -> Tensor:
-    """Expert by expert: tokens x (N, D), `chosen` experts (N, k) and their `weights` (N, k) -> (N, D) in x's dtype.
+    """Expert by expert: x (N, D), `chosen` experts and their `weights` (N, k) -> (N, D) in x's dtype.
 
     While gradients are on, every expert is called, if need be with no token: all ranks of a sharded
     model must take part in the same exchanges.
@@ -61,13 +69,8 @@ def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
     return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor | None:
-    """One view (E, ...) of weights that lie side by side in one storage, in this order; None if they do not.
-
-    Gradients go through it to each of them.
-    """
-    if not adjacent(weights):
-        return None
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """One view (E, ...) of `adjacent` weights, through which gradients go to each of them."""
     if torch.is_grad_enabled():
         view: Tensor = _Stacked.apply(*weights)  # type: ignore[no-untyped-call]
         return view
@@ -102,5 +105,18 @@ class _Stacked(torch.autograd.Function):
         return grad.unbind(0)
 
 
-def fits(x: Tensor, expert: Any) -> bool:
-    return False
+def fits(x: Tensor, weights: Sequence[Tensor], each: float) -> bool:
+    """Whether the grouped form can serve tokens x (N, D), and is the faster one.
+
+    `weights` are one expert's, which gets `each` tokens on average. In a group of processes they may belong
+    to FSDP, and must stay where they are.
+    """
+    dtype = computing(x)
+    able = x.device.type == "cpu" or dtype == torch.bfloat16
+    if not able or not all(aligned(w, dtype) for w in weights) or _in_a_group():
+        return False
+    return torch.is_grad_enabled() or each > FEW or isinstance(x, FakeTensor)
+
+
+def _in_a_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

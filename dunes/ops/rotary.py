@@ -42,7 +42,9 @@ class _Fused(torch.autograd.Function):
 
 def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
     """Views (..., D/2) of the first and of the second of each pair."""
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if adjacent else x.chunk(2, -1)
+    if adjacent:
+        return x[..., ::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
     return first, second
 
 

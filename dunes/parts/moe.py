@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.ops import experts as forms
@@ -50,7 +51,7 @@ class MoE(nn.Module):
         if stacks is None:
             y = forms.plain(tokens, list(self.experts), chosen, weights)
         else:
-            y = forms.grouped(tokens, stacks, self.experts[0].act, chosen, weights)  # type: ignore[arg-type]
+            y = forms.grouped(tokens, stacks, F.silu, chosen, weights)
         return y.view_as(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,39 +65,38 @@ class MoE(nn.Module):
     def pack(self) -> bool:
         """Make the experts' weights views of one storage for each matrix, which the grouped form reads.
 
-        The parameters stay the same objects. False, and nothing is done, where the experts are not plain
-        and equal.
+        The parameters stay the same objects. False, and nothing is done, where the experts are not gated
+        MLPs of one shape, type and activation, without biases or changes.
         """
-        if not self._alike():
+        matrices = self._matrices()
+        if matrices is None:
             return False
         with torch.no_grad():
-            for weights in self._weights():
+            for weights in matrices:
                 if not forms.adjacent(weights):
                     for weight, view in zip(weights, torch.stack(weights), strict=True):
                         weight.data = view
         return True
 
-    def _weights(self) -> list[list[Tensor]]:
-        """Of each matrix, those of all experts."""
-        return [[e.get_submodule(part).weight for e in self.experts] for part in ("gate", "up", "down")]  # type: ignore[misc]
-
-    def _alike(self) -> bool:
-        """Whether the experts are gated MLPs of one shape, type and activation, without biases or changes."""
-        if any(type(e) is not GatedMLP or e.act is not self.experts[0].act for e in self.experts):
-            return False
-        linears = [[e.gate, e.up, e.down] for e in self.experts]  # type: ignore[union-attr]
-        if any(type(m) is not nn.Linear or m.bias is not None for row in linears for m in row):
-            return False
-        kinds = {tuple((m.weight.shape, m.weight.dtype, m.weight.device) for m in row) for row in linears}  # type: ignore[union-attr]
-        return len(kinds) == 1
+    def _matrices(self) -> list[list[Tensor]] | None:
+        """All experts' gates, ups and downs, if they are alike."""
+        experts = [e for e in self.experts if type(e) is GatedMLP and e.act is F.silu]
+        linears = [(e.gate, e.up, e.down) for e in experts]
+        if len(experts) < len(self.experts) or any(type(m) is not nn.Linear for row in linears for m in row):
+            return None
+        kinds = {tuple((m.weight.shape, m.weight.dtype, m.weight.device, m.bias) for m in row) for row in linears}
+        if len(kinds) > 1 or any(m.bias is not None for m in linears[0]):
+            return None
+        return [[m.weight for m in column] for column in zip(*linears, strict=True)]
 
     def _stacks(self, x: Tensor) -> forms.Stacks | None:
         """What the grouped form reads, if it can serve and is the faster one."""
-        if not forms.fits(x, self.experts[0]) or not self.pack():
+        matrices = self._matrices()
+        each = len(x) * self.top_k / len(self.experts)
+        if matrices is None or not forms.fits(x, [weights[0] for weights in matrices], each):
             return None
-        gate, up, down = (forms.stacked(weights) for weights in self._weights())
-        assert gate is not None and up is not None and down is not None, "they were packed"
-        return forms.Stacks(gate, up, down)
+        self.pack()
+        return forms.Stacks(*map(forms.stacked, matrices))
 
 
 @contextmanager
