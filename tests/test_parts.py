@@ -6,7 +6,7 @@ from torch import nn
 
 from dunes.models import FAMILIES
 from dunes.models.start import initialise
-from dunes.parts import MLP, Attention, Block, Cache, Context, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
+from dunes.parts import MLP, Attention, Block, Cache, Context, Decoder, Embedding, GatedMLP, MoE, RMSNorm, Rotary
 
 VOCAB, CONTEXT = 61, 40
 
@@ -51,7 +51,12 @@ def test_a_token_is_unmoved_by_the_next_and_moved_by_the_one_before(model):
     other = ids.clone()
     other[:, 9] = (other[:, 9] + 1) % VOCAB
     before, after = model(ids), model(other)
-    assert torch.equal(before[:, :9], after[:, :9])
+    if any(
+        isinstance(m, MoE) for m in model.modules()
+    ):  # an expert's tokens lie in one matrix, of another size now
+        assert (before[:, :9] - after[:, :9]).abs().max() < 1e-5
+    else:
+        assert torch.equal(before[:, :9], after[:, :9])
     assert (before[:, 10] - after[:, 10]).abs().max() > 1e-4
     assert (before[:, 9] - after[:, 9]).abs().max() > 1e-4
 
@@ -73,7 +78,7 @@ def test_from_a_fresh_start_all_learn_within_two_steps():
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
         for _ in range(2):
-            total, count = model.nats(tokens()[:, :-1], tokens()[:, 1:])
+            total, count = model.nats(tokens(9)[:, :-1], tokens(9)[:, 1:])
             (total / count).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,4 +1,8 @@
-"""Qwen2 and Qwen2.5: LLaMA with biases on queries, keys and values. https://arxiv.org/abs/2407.10671"""
+"""Qwen2 and Qwen2.5: LLaMA with biases on queries, keys and values. https://arxiv.org/abs/2407.10671
+
+transformers 5 opens the tokenizer of such a folder as Qwen's own, whose splitting of text it takes instead of the
+file's, unless it is asked for as a PreTrainedTokenizerFast.
+"""
 
 from typing import Any
 
