@@ -151,6 +151,8 @@ def test_what_is_foreseen_is_what_is_seen(family, shape, work):
     seen = work(build, shape, foreseen=False)
     said = work(build, shape)
     assert said.peak == seen.peak
+    if work is inference and hasattr(build().blocks[0].mlp, "experts"):
+        return  # for the one token after the prompt, which experts are called depends on what they would be told
     assert sorted(a.size for a in said.made) == sorted(a.size for a in seen.made)
     assert said.by("kind", "where", "phase") == seen.by("kind", "where", "phase")
 

@@ -55,13 +55,50 @@ def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor
     ends = of_each.cumsum(0).to(torch.int32)
 
     def times(rows: Tensor, weight: Tensor) -> Tensor:
-        # grouped_mm does not know autocast.
-        return F.grouped_mm(rows, weight.to(dtype).mT, offs=ends)
+        # Neither grouped_mm nor a custom operator knows autocast.
+        y: Tensor = product(rows, weight.to(dtype), ends)
+        return y
 
     rows = x.index_select(0, token).to(dtype)
     said = times(act(times(rows, stacks.gate)) * times(rows, stacks.up), stacks.down)
     said = said * weights.flatten().index_select(0, order)[:, None]
     return torch.zeros_like(x).index_add(0, token, said.to(x.dtype))
+
+
+# grouped_mm itself cannot be foreseen or compiled in float32: what says its shapes refuses all but bfloat16.
+@torch.library.custom_op("dunes::grouped_product", mutates_args=())
+def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows (S, I), of which `ends` (E,) says where each expert's end, times its weight (E, O, I) -> (S, O)."""
+    return F.grouped_mm(rows, weight.mT, offs=ends)
+
+
+@torch.library.custom_op("dunes::grouped_outer", mutates_args=())
+def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Of rows a (S, O) and b (S, I), each expert's a.T @ b (E, O, I)."""
+    return F.grouped_mm(a.mT, b, offs=ends)
+
+
+@product.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@outer.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    return product(grad, weight.mT, ends), outer(grad, rows, ends), None
+
+
+product.register_autograd(_back, setup_context=_remember)
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> bool:

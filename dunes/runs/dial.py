@@ -7,6 +7,7 @@ seen again count less and less, https://arxiv.org/abs/2305.16264).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from dunes import measure, tree
 from dunes.models import FAMILIES
-from dunes.parts import Attention, Decoder
+from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.memory import Shape, training
 from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
@@ -166,15 +167,25 @@ def second_a_token(model: Decoder, plan: Plan, machine: Machine) -> float:
 
 
 def flops(model: nn.Module, context: int) -> float:
-    """Floating-point operations of training on one token: six a weight that multiplies, and attention's.
+    """Floating-point operations of training on one token: six a weight that multiplies it, and attention's.
 
     Attention is counted without its mask, as it is computed; the optimizer is not counted.
     """
-    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    weights = sum(share * m.weight.numel() for m, share in linears(model))
     if isinstance(model, Decoder) and model.head is None:
         weights += model.embed.token.weight.numel()
     across = sum(m.q.out_features for m in model.modules() if isinstance(m, Attention))
     return 6.0 * weights + 12.0 * across * context
+
+
+def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, float]]:
+    """Every linear, and the share of tokens that it meets: all but for experts."""
+    shares = {
+        e: m.top_k / len(m.experts) for m in model.modules() if isinstance(m, MoE) for e in m.experts.modules()
+    }
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            yield m, shares.get(m, 1.0)
 
 
 def orthogonalising(model: nn.Module) -> float:
@@ -185,7 +196,7 @@ def orthogonalising(model: nn.Module) -> float:
 
 def traffic(model: nn.Module, context: int) -> float:
     """Bytes of activations that one token has in a forward pass, at two bytes each."""
-    linear = sum(m.in_features + m.out_features for m in model.modules() if isinstance(m, nn.Linear))
+    linear = sum(share * (m.in_features + m.out_features) for m, share in linears(model))
     scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
     vocab = model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
     return 2.0 * (linear + scores + vocab)
