@@ -59,7 +59,7 @@ def divided(hf: Mapping[str, Any], whole: str, parts: str) -> int:
 def no_windows(hf: dict[str, Any]) -> None:
     """Raises ValueError if some layers have a window and others none, as Qwen's configs can say."""
     kinds, window = hf.get("layer_types"), hf.get("sliding_window", 4096)
-    if kinds is not None and kinds != ["full_attention"] * len(kinds):
+    if kinds is not None and (not isinstance(kinds, list) or any(k != "full_attention" for k in kinds)):
         raise ValueError(f"config.json: layer_types is {_short(kinds)}, and only 'full_attention' is supported")
     if kinds is None and flag(hf, "use_sliding_window") and window is not None:
         first, depth = hf.get("max_window_layers", 0), size(hf, "num_hidden_layers")

@@ -1,0 +1,277 @@
+"""What a config.json may say: every spelling of the same is the same, and what makes no sense is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dunes import tree
+from dunes.models import FAMILIES, family_of, ignored, spellings
+from dunes.models.names import to_ours
+from dunes.models.size import parameters
+from dunes.ops import rotary
+from dunes.parts import Attention, Context, Rotary
+from dunes.parts.position import Dynamic, Linear, Llama3, Yarn
+from dunes.runs.plan import Plan, config_for
+
+LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+MOE = ["mixtral", "qwen3_moe"]
+
+
+def words(family):
+    module = FAMILIES[family]
+    return module.to_hf(module.Config.sized(97, 64, 2, 48))
+
+
+def without(hf, *keys):
+    return {k: v for k, v in hf.items() if k not in keys}
+
+
+OLD_AND_NEW = {
+    "base": ({"rope_theta": 7e5}, {"rope_type": "default", "rope_theta": 7e5}),
+    "base-null": ({"rope_theta": 7e5, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 7e5}),
+    "linear": (
+        {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    ),
+    "dynamic": (
+        {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    ),
+    "yarn": (
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12},
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "rope_theta": 1e6},
+    ),
+    "yarn-without-factor": (
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 12},
+        },
+        {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 12, "rope_theta": 1e6},
+    ),
+    "llama3": (
+        {
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 12,
+            "rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+        },
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 12,
+            "rope_theta": 5e5,
+        },
+    ),
+}
+SCALED = {"linear": Linear, "dynamic": Dynamic, "yarn": Yarn, "llama3": Llama3}
+
+
+@pytest.mark.parametrize("family", LLAMA)
+@pytest.mark.parametrize("spelling", OLD_AND_NEW)
+def test_both_dialects_of_rotary_positions_are_read_alike(family, spelling):
+    old, new = OLD_AND_NEW[spelling]
+    rest = without(words(family), "rope_theta", "rope_scaling", "rope_parameters")
+    read = FAMILIES[family].from_hf
+    config = read(rest | {"rope_parameters": new})
+    assert read(rest | old) == config
+    assert config.rope_base == old["rope_theta"]
+    kind = SCALED.get(spelling.split("-")[0])
+    assert kind is None or type(config.scaling) is kind
+    assert read(FAMILIES[family].to_hf(config)) == config
+
+
+SAME = {
+    ("gpt2", "n_ctx for n_positions"): lambda hf: without(hf, "n_positions") | {"n_ctx": hf["n_positions"]},
+    ("gpt2", "n_inner null"): lambda hf: hf | {"n_inner": None},
+    ("gpt2", "the other name of gelu"): lambda hf: hf | {"activation_function": "gelu_pytorch_tanh"},
+    ("gpt2", "second names"): lambda hf: (
+        without(hf, "n_embd", "n_layer", "n_head")
+        | {"hidden_size": hf["n_embd"], "num_hidden_layers": hf["n_layer"], "num_attention_heads": hf["n_head"]}
+    ),
+    ("llama", "head_dim null"): lambda hf: hf | {"head_dim": None},
+    ("llama", "no kv heads"): lambda hf: without(hf, "num_key_value_heads"),
+    ("llama", "the tensor parallelism it was trained with"): lambda hf: hf | {"pretraining_tp": 8},
+    ("llama", "dtype either way"): lambda hf: hf | {"torch_dtype": "bfloat16", "dtype": "bfloat16"},
+    ("llama", "no biases, not said"): lambda hf: without(hf, "attention_bias", "mlp_bias"),
+    ("llama", "code that would be run elsewhere"): lambda hf: hf | {"auto_map": {"AutoModel": "x.py"}},
+    ("mistral", "no head_dim"): lambda hf: without(hf, "head_dim"),
+    ("mixtral", "window null"): lambda hf: hf | {"sliding_window": None},
+    ("mixtral", "window absent"): lambda hf: without(hf, "sliding_window"),
+    ("qwen2", "a window that no layer has"): lambda hf: (
+        hf | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    ),
+    ("qwen2", "layer types"): lambda hf: hf | {"layer_types": ["full_attention"] * 2},
+    ("qwen2", "a window that is not used"): lambda hf: hf | {"sliding_window": 131072, "max_window_layers": 0},
+    ("qwen3_moe", "experts as transformers 5 calls them"): lambda hf: without(hf, "num_experts"),
+    ("qwen3_moe", "experts as before"): lambda hf: without(hf, "num_local_experts"),
+    ("qwen3_moe", "mlp_only_layers null"): lambda hf: hf | {"mlp_only_layers": None},
+}
+
+
+@pytest.mark.parametrize(("family", "spelling"), SAME)
+def test_other_spellings_are_the_same_config(family, spelling):
+    hf = words(family)
+    assert FAMILIES[family].from_hf(SAME[family, spelling](hf)) == FAMILIES[family].from_hf(hf)
+
+
+def test_what_goes_without_saying_differs_by_family():
+    rope = ("rope_theta", "rope_parameters")
+    assert FAMILIES["mixtral"].from_hf(without(words("mixtral"), *rope)).rope_base == 1e6
+    assert FAMILIES["llama"].from_hf(without(words("llama"), *rope)).rope_base == 1e4
+    assert FAMILIES["qwen3"].from_hf(without(words("qwen3"), "head_dim")).head_dim == 128
+
+
+ROPE = {"rope_type": "yarn", "factor": 2.0}
+REFUSED = [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "longrope"),
+    ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
+    ("llama", {"rope_scaling": {"rope_type": ["linear"]}}, "rotary scaling"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor"),
+    ("llama", {"rope_scaling": ROPE | {"beta_fast": float("nan")}}, "beta_fast"),
+    ("llama", {"rope_scaling": ROPE | {"truncate": 1}}, "truncate"),
+    (
+        "llama",
+        {"rope_scaling": ROPE | {"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}},
+        "high_freq_factor",
+    ),
+    ("llama", {"rope_theta": float("nan"), "rope_parameters": None}, "rope_theta"),
+    ("llama", {"rope_theta": float("inf"), "rope_parameters": None}, "rope_theta"),
+    ("llama", {"rope_theta": -1e4, "rope_parameters": None}, "rope_theta"),
+    ("llama", {"rope_theta": 10**400, "rope_parameters": None}, "rope_theta"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ("llama", {"hidden_size": 2**31}, "hidden_size"),
+    ("llama", {"vocab_size": -1}, "vocab_size"),
+    ("llama", {"intermediate_size": 64.0}, "intermediate_size"),
+    ("llama", {"intermediate_size": True}, "intermediate_size"),
+    ("llama", {"hidden_size": {"a": [1]}}, "hidden_size"),
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 2}, "does not divide"),
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "does not divide"),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads"),
+    ("llama", {"head_dim": 15}, "head_dim"),
+    ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+    ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ("llama", {"attention_bias": 1}, "attention_bias"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("mistral", {"sliding_window": "4096"}, "sliding_window"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("mixtral", {"num_local_experts": 10**6}, "num_local_experts"),
+    ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen2", {"layer_types": 7}, "layer_types"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt2", {"n_head": 5}, "does not divide"),
+    ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop"),
+    ("gpt2", {"resid_pdrop": [0.1]}, "resid_pdrop"),
+    ("gpt2", {"n_layer": 10**9}, "n_layer"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "named"), REFUSED)
+def test_what_would_be_wrong_is_refused_by_name_on_one_line(family, change, named):
+    hf = without(words(family), "rope_parameters") if "rope_scaling" in change else words(family)
+    with pytest.raises(ValueError, match=r"^config\.json: ") as error:
+        FAMILIES[family].from_hf(hf | change)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("kind", [None, 7, ["llama"], {"a": 1}, "gptj"])
+def test_a_model_type_that_is_none(kind):
+    with pytest.raises(ValueError, match=r"config\.json: model_type"):
+        family_of({"model_type": kind})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_without_the_model(family):
+    module = FAMILIES[family]
+    config = module.Config.sized(97, 64, 5, 48)
+    assert parameters(family, config) == tree.count(module.build(config))
+    assert parameters(family, replace(config, depth=1)) == tree.count(module.build(replace(config, depth=1)))
+    absurd = replace(config, depth=10**9, hidden=2**24)
+    assert parameters(family, absurd) > 10**18
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sized_holds_about_what_was_asked_for(family):
+    for size in (300_000, 3_000_000, 30_000_000):
+        config = config_for(Plan(sources=(), family=family, size=size, context=128), 512)
+        assert size / 1.6 < parameters(family, config) < 1.6 * size
+
+
+def test_gpt2_without_its_prefix_and_masks_that_are_no_weights():
+    family = FAMILIES["gpt2"]
+    keys = {n.theirs.replace("{i}", "3"): (8, 24) for n in family.NAMES}
+    with_prefix, unknown = to_ours(spellings("gpt2"), keys)
+    assert not unknown
+    short, unknown = to_ours(spellings("gpt2"), {k.removeprefix("transformer."): s for k, s in keys.items()})
+    assert not unknown
+    assert [m.to for m in short] == [m.to for m in with_prefix]
+    for mask in ("h.11.attn.bias", "transformer.h.0.attn.masked_bias"):
+        assert ignored("gpt2", mask)
+    assert not ignored("gpt2", "h.0.attn.c_attn.bias")
+    assert ignored("llama", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not ignored("llama", "model.layers.0.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_adjacent_pairs_are_halves_of_permuted_weights(kv_heads, wrong):
+    """Native checkpoints turn neighbours: the same attention as turned halves after W's rows are reordered."""
+    torch.manual_seed(0)
+    dim, heads, head_dim = 48, 6, 8
+
+    def attention(adjacent):
+        turn = Rotary(head_dim, 100.0, adjacent=adjacent)
+        attn = Attention(dim, heads, kv_heads, head_dim=head_dim, position=turn, bias=True)
+        return attn.double()
+
+    def halves(rows, n):
+        return rows.unflatten(0, (n, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+    native, ours = attention(True), attention(False)
+    state = native.state_dict()
+    for part, n in ({"q": heads} if wrong else {"q": heads, "k": kv_heads}).items():
+        for key in (f"{part}.weight", f"{part}.bias"):
+            state[key] = halves(state[key], n)
+    ours.load_state_dict(state)
+    x = torch.randn(2, 11, dim, dtype=torch.float64)
+    difference = float((native(x) - ours(x)).detach().abs().max())
+    print(f"{kv_heads} kv heads{', keys not permuted' if wrong else ''}: {difference:.1e}")
+    assert (difference > 1e-3) if wrong else (difference < 1e-14)
+
+
+def test_adjacent_fused_is_plain():
+    x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
+    angle = torch.randn(1, 1, 5, 4, dtype=torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    torch.testing.assert_close(rotary.plain(x, cos, sin, True), rotary.fused(x, cos, sin, True))
+    assert torch.autograd.gradcheck(lambda x: rotary.fused(x, cos, sin, True), x)
+
+
+def test_a_rotary_can_be_compared_and_a_context_shares_its_angles():
+    a, b = (Rotary(8, scaling=Yarn(4.0, 16, 1.1)) for _ in "ab")
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != Rotary(8, scaling=Yarn(4.0, 16, 1.2))
+    assert "Yarn(factor=4.0" in repr(a)
+    ctx = Context.of(torch.zeros(1, 4, dtype=torch.long))
+    a(torch.randn(1, 1, 4, 8), ctx), b(torch.randn(1, 1, 4, 8), ctx)
+    assert len(ctx._made) == 1

@@ -1,0 +1,335 @@
+"""A mixture of experts: its forms agree, its routing is fixed, its weights stay packed; and caches that roll."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dunes import tree
+from dunes.generate import generate, generate_all
+from dunes.models import FAMILIES
+from dunes.models.experts import mixture
+from dunes.models.start import initialise
+from dunes.ops import experts as forms
+from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, Rolling, cache_for
+from dunes.parts.moe import load_balance, routing
+from dunes.train import adamw
+
+
+def moe(experts=5, dim=16, hidden=24, top_k=2, **options):
+    torch.manual_seed(0)
+    return mixture(dim, [GatedMLP(dim, hidden) for _ in range(experts)], top_k, **options)
+
+
+def gradients(model, x, form, monkeypatch):
+    monkeypatch.setattr(forms, "fits", lambda *a: form == "grouped")
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("experts", [1, 5, 8])
+def test_grouped_is_plain_in_values_and_gradients(experts, tokens, monkeypatch):
+    model = moe(experts, top_k=min(2, experts))
+    with torch.no_grad():
+        model.router.weight[0] = -100 * model.router.weight[0].abs()
+    x = torch.randn(tokens, 16).abs()  # nobody likes the first expert
+    if experts > 2:
+        assert 0 not in model.route(model.router(x))[0]
+    plain, grouped = (gradients(model, x, form, monkeypatch) for form in ("plain", "grouped"))
+    difference = max(float((a - b).abs().max()) for a, b in zip(plain, grouped, strict=True))
+    print(f"{experts} experts, {tokens} tokens: {difference:.1e}")
+    assert difference <= 1e-6 * max(1, *(float(t.abs().max()) for t in plain))
+
+
+@pytest.mark.parametrize("sizes", [(16, 23), (13, 24), (13, 23)])
+def test_sizes_that_do_not_align_take_the_plain_form(sizes):
+    dim, hidden = sizes
+    model = moe(dim=dim, hidden=hidden)
+    x = torch.randn(9, dim)
+    chosen, weights = model.route(model.router(x))
+    want = sum(
+        weights[:, slot, None]
+        * torch.stack([model.experts[int(e)](row) for e, row in zip(chosen[:, slot], x, strict=True)])
+        for slot in range(2)
+    )
+    assert (model(x) - want).abs().max() <= 1e-6
+    assert not forms.adjacent([e.gate.weight for e in model.experts])
+
+
+def test_the_grouped_product_is_an_operator_as_pytorch_wants_them():
+    rows, weight = torch.randn(7, 8, requires_grad=True), torch.randn(3, 12, 8, requires_grad=True)
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    torch.library.opcheck(forms.product, (rows, weight, ends))
+    torch.library.opcheck(forms.outer, (torch.randn(7, 8), torch.randn(7, 12), ends))
+
+
+def test_every_expert_is_called_while_gradients_are_on_and_only_the_chosen_without():
+    model = moe(dim=13)
+    called = []
+    for e, expert in enumerate(model.experts):
+        expert.register_forward_hook(lambda module, inputs, output, e=e: called.append(e))
+    model(torch.randn(1, 13)).sum().backward()
+    assert called == [0, 1, 2, 3, 4]
+    assert all(p.grad is not None for p in model.parameters())
+    called.clear()
+    with torch.no_grad():
+        model(torch.randn(1, 13))
+    assert len(called) == 2
+
+
+def test_of_equals_the_first_experts_are_taken():
+    model = moe(experts=6, top_k=3)
+    chosen, weights = model.route(torch.zeros(4, 6))
+    assert chosen.tolist() == [[0, 1, 2]] * 4
+    assert torch.allclose(weights, torch.full((4, 3), 1 / 3))
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
+    assert model.route(logits)[0].tolist() == [[1, 3, 2]]
+
+
+def test_renormalised_or_not():
+    logits = torch.randn(7, 5)
+    for renormalise in (True, False):
+        _, weights = moe(renormalise=renormalise).route(logits)
+        assert torch.allclose(weights.sum(-1), torch.ones(7)) == renormalise
+    with pytest.raises(ValueError, match="3 of 2 experts"):
+        moe(experts=2, top_k=3)
+
+
+def packed(model):
+    return all(forms.adjacent([getattr(e, p).weight for e in model.experts]) for p in ("gate", "up", "down"))
+
+
+def test_packing_keeps_parameters_and_is_done_again_when_something_undid_it():
+    model, x = moe(), torch.randn(64, 16)
+    before = list(model.parameters())
+    assert not packed(model)
+    want = model(x)
+    assert packed(model)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    optimizer = adamw(model)
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert packed(model)
+    assert (model(x) - want).abs().max() > 1e-3
+
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert packed(model)
+    want = model(x)
+    for undone in (
+        lambda m: m.load_state_dict(state, assign=True) and m,
+        copy.deepcopy,
+        lambda m: m.to(torch.float64).to(torch.float32),
+    ):
+        again = undone(model)
+        assert not packed(again)
+        assert torch.equal(again(x), want)
+        assert packed(again)
+    half = model.to(torch.bfloat16)
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    assert packed(half)
+
+
+def test_experts_that_are_not_plain_are_called_one_by_one():
+    model = moe()
+    assert model.pack()
+    model.experts[1] = nn.Linear(16, 16)
+    assert not model.pack()
+    assert model(torch.randn(64, 16)).shape == (64, 16)
+
+
+def test_autocast_multiplies_in_bfloat16_in_both_forms(monkeypatch):
+    model, x = moe(), torch.randn(64, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, grouped = (gradients(model, x, form, monkeypatch) for form in ("plain", "grouped"))
+    exact = gradients(model, x, "plain", monkeypatch)
+    for a, b, c in zip(plain, grouped, exact, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert (b - c).norm() <= 2 * (a - c).norm() + 1e-4
+        assert (b - c).norm() > 1e-6, "something was rounded"
+
+
+def test_a_step_on_tensors_without_data():
+    with FakeTensorMode(), torch.device("cpu"):
+        model = mixture(16, [GatedMLP(16, 24) for _ in range(5)], 2)
+        for tokens in (1, 64):
+            y = model(torch.randn(tokens, 16))
+            y.sum().backward()
+            with torch.no_grad():
+                assert model(torch.randn(tokens, 16)).shape == (tokens, 16)
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_balance_is_k_if_even_and_the_experts_if_collapsed():
+    even = torch.eye(4).repeat(3, 1) * 1e-7  # each is the likeliest of as many, by next to nothing
+    assert load_balance([even], 1) == pytest.approx(1, abs=1e-5)
+    pairs = even + even.roll(1, 1)
+    assert load_balance([pairs], 2) == pytest.approx(2, abs=1e-5)
+    collapsed = torch.tensor([[50.0, 50.0, 0, 0, 0, 0, 0, 0]]).repeat(9, 1)
+    assert load_balance([collapsed], 2) == pytest.approx(8, abs=1e-4)
+    others = [collapsed.roll(2 * i, 1) for i in range(4)]
+    assert load_balance(others, 2) == pytest.approx(2, abs=1e-4), "together they look even"
+    assert sum(load_balance([layer], 2) for layer in others) / 4 == pytest.approx(8, abs=1e-4)
+
+
+def test_balance_is_that_of_transformers_and_padding_does_not_count():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as theirs
+
+    torch.manual_seed(0)
+    layers = [torch.randn(20, 6) for _ in range(3)]
+    real = torch.rand(2, 10) > 0.3
+    assert load_balance(layers, 2) == pytest.approx(float(theirs(tuple(layers), 6, 2)), rel=1e-6)
+    masked = load_balance([layers[0]], 2, real.flatten())
+    assert masked == pytest.approx(float(theirs((layers[0],), 6, 2, real)), rel=1e-6)
+    assert masked == pytest.approx(float(load_balance([layers[0][real.flatten()]], 2)), rel=1e-6)
+
+
+def small(family="mixtral", **changes):
+    module = FAMILIES[family]
+    config = module.Config.sized(61, 64, 2, 40)
+    model = initialise(module.build(type(config)(**{**vars(config), **changes})))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    return model
+
+
+def ids(rows=2, length=17):
+    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_loss_has_the_balance_in_training_only():
+    model, x, y = small(balance=0.5), ids()[:, :-1], ids()[:, 1:]
+    plain, count = model.eval().nats(x, y)
+    total, _ = model.train().nats(x, y)
+    with routing(model) as routed:
+        model(x)
+    want = sum(load_balance([logits], 2) for _, logits in routed) / 2
+    assert len(routed) == 2
+    assert float(total - plain) == pytest.approx(0.5 * float(want) * int(count), rel=1e-3)
+    assert all(m._routed is None for m in model.modules() if isinstance(m, MoE))
+    without, _ = small(balance=0.0).train().nats(x, y)
+    assert float(without) == pytest.approx(float(plain), rel=1e-6)
+    at = torch.arange(16).repeat(2, 1)
+    at[1, 9:] = -1
+    padded, _ = model.nats(x, y.where(at >= 0, -100), at)
+    other = x.clone()
+    other[1, 9:] = 7
+    assert float(model.nats(other, y.where(at >= 0, -100), at)[0]) == pytest.approx(float(padded), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_checkpointed_gives_the_same_gradients(family):
+    def grads(model):
+        model.train().nats(ids()[:, :-1], ids()[:, 1:])[0].backward()
+        return [p.grad for p in model.parameters()]
+
+    plain, other = small(family), small(family)
+    tree.replace(other, "blocks.*", Checkpointed)
+    for a, b in zip(grads(plain), grads(other), strict=True):
+        assert (a - b).abs().max() <= 1e-5 * max(1, float(a.abs().max()))
+
+
+def test_the_task_alone_moves_the_router():
+    model = small(balance=0.0)
+    model.nats(ids()[:, :-1], ids()[:, 1:])[0].backward()
+    assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in model.blocks)
+
+
+# Rolling caches.
+
+
+def windowed(window=5):
+    return small("mistral", window=window).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slack", [0, 3, 16])
+@pytest.mark.parametrize("cuts", [[40], [3, 13, 1, 1, 9, 13], [1] * 40, [6, 34]])
+def test_rolling_is_full_in_any_chunks_and_ragged_rows(cuts, slack):
+    model, text = windowed(), ids(3, 40)
+    want = model(text)
+    cache = Rolling(3, 5, slack=slack)
+    got = torch.cat([model(part, cache=cache) for part in text.split(cuts, 1)], 1)
+    assert (got - want).abs().max() <= 1e-5
+    assert all(k.shape[2] == 5 + slack + 1 for k in cache.keys), "constant memory, and a slot for padding"
+
+    lengths, width, cache = [21, 4, 1], 21, Rolling(3, 5, slack=slack)
+    real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    padded = torch.zeros(3, width, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        padded[row, width - n :] = text[row, :n]
+    model(padded, at=cache.start(real), cache=cache)
+    for step in range(12):  # one by one, where a row now and then has nothing to say
+        now = torch.tensor([[True], [step % 3 > 0], [True]])
+        new = text.gather(1, cache.length[:, None])
+        held = cache.length.clone()
+        got = model(new, at=cache.start(now), cache=cache)
+        for row in range(3):
+            if now[row]:
+                assert (got[row, -1] - want[row, held[row]]).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slack", [0, 3])
+def test_what_a_rolling_cache_can_take_back(slack):
+    model, text = windowed(), ids(2, 40)
+    want = model(text)
+    for back in range(slack + 4):
+        cache = Rolling(2, 5, slack=slack)
+        model(text[:, :20], cache=cache)
+        model(text[:, 20:22], cache=cache)
+        kept = cache.keep(torch.tensor([22 - back, 22])).tolist()
+        assert kept == [22 - back if back <= slack + 1 else 0, 22]
+        if kept[0]:
+            fork = cache.take(torch.tensor([0, 1, 0]))
+            new = torch.stack([text[row, n : n + 6] for row, n in ((0, kept[0]), (1, 22), (0, kept[0]))])
+            got = model(new[:, :1], cache=fork), model(new[:, 1:], cache=fork)
+            for i, (row, n) in enumerate(((0, kept[0]), (1, 22), (0, kept[0]))):
+                assert (torch.cat(got, 1)[i] - want[row, n : n + 6]).abs().max() <= 1e-5
+            assert cache.keep(torch.tensor([0, 0])).tolist() == [0, 0]
+    cache = Rolling(2, 5, slack=slack)
+    model(text[:, :4], cache=cache)
+    assert cache.keep(torch.tensor([1, 3])).tolist() == [1, 3], "nothing was overwritten yet"
+    got = model(torch.stack([text[0, 1:9], text[1, 3:11]]), cache=cache)
+    assert (got[0] - want[0, 1:9]).abs().max() <= 1e-5
+    assert (got[1] - want[1, 3:11]).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def test_a_rolling_cache_refuses_a_layer_that_sees_more():
+    with pytest.raises(ValueError, match="a layer sees 6"):
+        windowed(6)(ids(), cache=Rolling(2, 5))
+    with pytest.raises(ValueError, match="a layer sees all"):
+        small("llama")(ids(), cache=Rolling(2, 5))
+
+
+def test_the_cache_for_a_model():
+    assert type(cache_for(windowed(), 2, 40)) is Rolling
+    assert type(cache_for(windowed(40), 2, 40)) is Cache
+    mixed = windowed()
+    mixed.blocks[1].attn.window = None
+    assert type(cache_for(mixed, 2, 40)) is Cache
+    mixed.blocks[1].attn.window = 9
+    assert cache_for(mixed, 2, 40).reach == 9
+    tree.replace(mixed, "blocks.*", Checkpointed)
+    assert cache_for(mixed, 2, 40).reach == 9
+    assert type(cache_for(small("llama"), 2, 40)) is Cache
+
+
+@torch.no_grad()
+def test_text_goes_on_beyond_the_window_as_without_a_cache():
+    model, prompts = windowed(), [ids(1, 3)[0].tolist(), ids(1, 12)[0].tolist()]
+    rows = list(generate_all(model, prompts, limit=25, context=60))
+    for i, prompt in enumerate(prompts):
+        text = list(prompt)
+        for row in rows:
+            assert row[i].id == int(model(torch.tensor([text]))[0, -1].argmax())
+            text.append(row[i].id)
+        assert [t.id for t in generate(model, prompt, limit=25, context=60)] == text[len(prompt) :]
