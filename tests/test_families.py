@@ -8,7 +8,7 @@ import torch
 from dunes import tree
 from dunes.models import FAMILIES, family_of, ignored, spellings
 from dunes.models.names import to_ours
-from dunes.models.size import parameters
+from dunes.models.outline import parameters
 from dunes.ops import rotary
 from dunes.parts import Attention, Context, Rotary
 from dunes.parts.position import Dynamic, Linear, Llama3, Yarn
