@@ -150,7 +150,9 @@ def fits(x: Tensor, weights: Sequence[Tensor], each: float) -> bool:
     """
     dtype = computing(x)
     able = x.device.type == "cpu" or dtype == torch.bfloat16
-    if not able or not all(aligned(w, dtype) for w in weights) or _in_a_group():
+    # A model that runs with one module's weights at a time has the others on the meta device.
+    there = all(w.device == x.device for w in weights)
+    if not able or not there or not all(aligned(w, dtype) for w in weights) or _in_a_group():
         return False
     return torch.is_grad_enabled() or each > FEW or isinstance(x, FakeTensor)
 
