@@ -1,0 +1,48 @@
+"""What byte-pair tokenizers share: the letters that stand for bytes, joining by score, words that must not be looked up."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from tokenizers import Regex, pre_tokenizers
+
+
+def _letters() -> dict[int, str]:
+    """The printable letter that byte-level BPE writes for each byte, by GPT-2's rule."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+LETTER = _letters()
+BYTE = {letter: byte for byte, letter in LETTER.items()}
+
+
+def joined(
+    symbols: list[str], score: Callable[[str], float | None]
+) -> tuple[list[str], tuple[str, str] | None]:
+    """What is left after all joins of neighbours, highest score first and then leftmost, and the last join."""
+    last = None
+    scores = [score(a + b) for a, b in zip(symbols, symbols[1:], strict=False)]
+    while True:
+        best = max((s for s in scores if s is not None), default=None)
+        if best is None:
+            return symbols, last
+        at = scores.index(best)
+        last = symbols[at], symbols[at + 1]
+        symbols = [*symbols[:at], "".join(last), *symbols[at + 2 :]]
+        del scores[at]
+        for i in (at - 1, at):
+            if 0 <= i < len(scores):
+                scores[i] = score(symbols[i] + symbols[i + 1])
+
+
+def apart(found: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
+    """Cuts words that are spelled like one of `found` where its parts meet: the whole is not looked up then."""
+    cuts = []
+    for text, parts in found.items():
+        ends = [len("".join(parts[:n])) for n in range(1, len(parts))]
+        end = next((e for e in ends if text[:e] not in found and text[e:] not in found), None)
+        if end is None:
+            raise ValueError(f"a tokenizer whose {text!r} cannot be told from plain text is not supported")
+        cuts.append(rf"{re.escape(text[:end])}(?={re.escape(text[end:])}\z)")
+    return [pre_tokenizers.Split(Regex(rf"\A(?:{'|'.join(cuts)})"), "isolated")] if cuts else []

@@ -1,0 +1,302 @@
+"""A sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7, T5) as a tokenizer of the `tokenizers` library.
+
+The file is one protobuf message, of which the few fields that decide ids are read here
+(https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
+https://protobuf.dev/programming-guides/encoding/). Byte pairs: sentencepiece joins the two neighbours
+whose joined piece has the highest score, the leftmost first. A piece is only ever reached by the join
+that comes last when it is encoded alone, so one merge a piece, ordered by score, gives the same ids.
+"""
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from dunes.text.pairs import apart, joined
+
+SPACE = "▁"
+LIMIT_BYTES, LIMIT_PIECES, LIMIT_PIECE, LIMIT_WORK = 1 << 26, 1 << 20, 512, 100_000_000
+"""Largest file, most pieces, longest piece in bytes, and what all pieces' squared lengths may add up to."""
+
+UNIGRAM, BPE = 1, 2
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+_MARK = " "
+"""Stands for the space set in front until it is told from those of the text: these are `SPACE` by then."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One entry of the vocabulary."""
+
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decides the ids of a text."""
+
+    pieces: tuple[Piece, ...]
+    kind: int
+    byte_fallback: bool
+    first: str
+    prefix: bool
+    squeeze: bool
+    charsmap: bytes
+
+    def of(self, *kinds: int) -> list[str]:
+        """The texts of all pieces of these kinds."""
+        return [p.text for p in self.pieces if p.kind in kinds]
+
+
+def convert(data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer that gives the ids sentencepiece gives for this model.
+
+    Control symbols (`<s>`, `[INST]`) are special tokens; the beginning of a sentence stands in front when
+    special tokens are asked for. Raises ValueError, without the file's name, for what is not such a model,
+    passes a limit, or has a setting whose ids could not be made equal.
+    """
+    model = read(data)
+    inner = tokenizers.Tokenizer(_bpe(model) if model.kind == BPE else _unigram(model))
+    inner.normalizer = _normalizer(model)
+    inner.pre_tokenizer = _pre_tokenizer(model)
+    inner.decoder = _decoder(model)
+    inner.add_special_tokens(
+        [tokenizers.AddedToken(t, special=True, normalized=False) for t in model.of(UNKNOWN, CONTROL)]
+    )
+    if model.first in model.of(CONTROL):
+        special = [(model.first, inner.token_to_id(model.first))]
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{model.first} $A", pair=f"{model.first} $A {model.first}:1 $B:1", special_tokens=special
+        )
+    return inner
+
+
+# --- the file
+
+
+def read(data: bytes) -> Model:
+    """The model in the file's bytes. Raises ValueError as `convert` does."""
+    if len(data) > LIMIT_BYTES:
+        raise ValueError(f"{len(data)} bytes; a sentencepiece model has at most {LIMIT_BYTES}")
+    pieces: list[Piece] = []
+    found = {2: b"", 3: b"", 5: b""}
+    for number, value in _fields(data):
+        if number == 1:
+            pieces.append(_piece(_bytes(value)))
+            if len(pieces) > LIMIT_PIECES:
+                raise ValueError(f"not a sentencepiece model: more than {LIMIT_PIECES} pieces")
+        elif number in found:
+            found[number] += _bytes(value)  # a message that comes in parts is the parts' concatenation
+    trainer, normalizer = dict(_fields(found[2])), dict(_fields(found[3]))
+    model = Model(
+        tuple(pieces),
+        _int(trainer.get(3, UNIGRAM)),
+        bool(trainer.get(35, 0)),
+        _text(trainer.get(46, b"<s>")),
+        bool(normalizer.get(3, 1)),
+        bool(normalizer.get(4, 1)),
+        _bytes(normalizer.get(2, b"")),
+    )
+    _check(model)
+    unusual = {
+        "escape_whitespaces=false": not normalizer.get(5, 1),
+        "treat_whitespace_as_suffix=true": trainer.get(24, 0),
+        "a denormalizer": dict(_fields(found[5])).get(2),
+    }
+    if any(unusual.values()):
+        name = next(k for k, v in unusual.items() if v)
+        raise ValueError(f"a sentencepiece model with {name}, which is not supported; use a tokenizer.json")
+    return model
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(field number, value) of a message: an integer, or the bytes of whatever else it is."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind not in (1, 2, 5):
+            raise ValueError(f"not a sentencepiece model: wire type {kind} before byte {at}")
+        size, at = _varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
+        if size > len(data) - at:
+            raise ValueError(f"not a sentencepiece model: a field of {size} bytes at byte {at} passes the end")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for i, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return value, at + i + 1
+    raise ValueError(f"not a sentencepiece model: a number at byte {at} has no end")
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError(f"not a sentencepiece model: expected bytes, found the number {value}")
+    return value
+
+
+def _int(value: int | bytes) -> int:
+    if isinstance(value, bytes):
+        raise ValueError(f"not a sentencepiece model: expected a number, found {len(value)} bytes")
+    return value
+
+
+def _text(value: int | bytes) -> str:
+    try:
+        return _bytes(value).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a sentencepiece model: a piece is not UTF-8: {error}") from None
+
+
+def _piece(data: bytes) -> Piece:
+    fields = dict(_fields(data))
+    raw, score = _bytes(fields.get(1, b"")), _bytes(fields.get(2, bytes(4)))
+    if not 0 < len(raw) <= LIMIT_PIECE or len(score) != 4:
+        raise ValueError(
+            f"not a sentencepiece model: a piece of {len(raw)} bytes with a score of {len(score)}; 1 to "
+            f"{LIMIT_PIECE} and 4 are expected"
+        )
+    return Piece(_text(raw), struct.unpack("<f", score)[0], _int(fields.get(3, NORMAL)))
+
+
+def _check(model: Model) -> None:
+    texts, kinds = [p.text for p in model.pieces], {p.kind for p in model.pieces}
+    wrong = ""
+    if len(set(texts)) != len(texts):
+        wrong = f"{len(texts) - len(set(texts))} pieces are there twice"
+    elif len(model.of(UNKNOWN)) != 1:
+        wrong = f"{len(model.of(UNKNOWN))} unknown pieces, expected one"
+    elif not all(math.isfinite(p.score) for p in model.pieces):
+        wrong = "a score is not finite"
+    elif sum(len(t) ** 2 for t in texts) > LIMIT_WORK:
+        wrong = "the pieces are too long in all"
+    elif model.kind not in (BPE, UNIGRAM):
+        wrong = f"model_type {model.kind}; byte pairs ({BPE}) and unigram ({UNIGRAM}) are supported"
+    elif not kinds <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in kinds:
+        wrong = f"kinds of pieces {sorted(kinds)}; normal ones are needed, {UNUSED} (unused) is not supported"
+    elif model.byte_fallback and model.of(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
+        wrong = "byte_fallback without its 256 byte pieces in order"
+    if wrong:
+        raise ValueError(f"not a sentencepiece model that can be read: {wrong}")
+    _check_charsmap(model.charsmap)
+
+
+def _check_charsmap(data: bytes) -> None:
+    """The library follows this double array without looking where it leads; refuse what leads outside."""
+    if not data:
+        return
+    size = int.from_bytes(data[:4], "little")
+    if len(data) < 4 or size % 1024 or not 0 < size <= len(data) - 4 or data[-1:] != b"\0":
+        raise ValueError(f"not a sentencepiece model: a character map of {size} in {len(data)} bytes")
+    units = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64)
+    inner = units >> 31 == 0
+    offset = (units >> 10) << ((units & (1 << 9)) >> 6)
+    reach = np.arange(len(units)) ^ offset
+    leaf = reach[inner & (units >> 8 & 1 == 1)]
+    if (reach[inner] >= len(units)).any() or (units[leaf] & 0x7FFFFFFF >= len(data) - 4 - size).any():
+        raise ValueError("not a sentencepiece model: its character map leads outside of itself")
+    try:
+        data[4 + size :].decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a sentencepiece model: its character map is not UTF-8: {error}") from None
+
+
+# --- the models
+
+
+def _bpe(model: Model) -> models.BPE:
+    scores = {p.text: p.score for p in model.pieces if p.kind == NORMAL}
+    merges = []
+    for text in scores:
+        parts, last = joined(list(text), scores.get)
+        if len(parts) == 1 and last is not None:
+            if not {*last} <= scores.keys():
+                raise ValueError(f"not a sentencepiece model that can be read: {text!r} is made of unknown pieces")
+            merges.append(last)
+    # Pieces of one score (Mistral's runs of spaces) are joined from the left, so what has grown grows on.
+    merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
+    return models.BPE(
+        {p.text: i for i, p in enumerate(model.pieces)},
+        merges,
+        unk_token=model.of(UNKNOWN)[0],
+        fuse_unk=True,
+        byte_fallback=model.byte_fallback,
+        # A symbol of the user's has no merges; it is cut out, and found as a whole.
+        ignore_merges=bool(model.of(USER)),
+    )
+
+
+def _unigram(model: Model) -> models.Unigram:
+    top = max(0.0, *(p.score for p in model.pieces if p.kind == NORMAL))
+    scores = [len(p.text) * top - 0.1 if p.kind == USER else p.score for p in model.pieces]
+    vocab = [(p.text, s) for p, s in zip(model.pieces, scores, strict=True)]
+    unknown = next(i for i, p in enumerate(model.pieces) if p.kind == UNKNOWN)
+    return models.Unigram(vocab, unknown, model.byte_fallback)
+
+
+def _normalizer(model: Model) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = []
+    if model.charsmap:
+        steps.append(normalizers.Precompiled(model.charsmap))
+    if model.squeeze:
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" +"), " ")]
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+
+
+def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if model.prefix:
+        # One space before the text, not before what follows a special token, also if a space is there already.
+        steps = [
+            pre_tokenizers.Metaspace(_MARK, "first", split=False),
+            pre_tokenizers.Metaspace(SPACE, "never", split=False),
+        ]
+    if model.kind == BPE and model.of(USER):
+        users = sorted(model.of(USER), key=len, reverse=True)
+        steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, users))), "isolated"))
+        steps += apart(_not_by_merges(model))
+    elif model.kind == UNIGRAM:
+        steps.append(pre_tokenizers.Split(Regex("|".join(_cuts(model))), "merged_with_previous"))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _not_by_merges(model: Model) -> dict[str, list[str]]:
+    """Pieces of the vocabulary that a text spelled like them does not become, with what it does become."""
+    scores = {p.text: p.score for p in model.pieces if p.kind == NORMAL}
+    found = {p.text: joined(list(p.text), scores.get)[0] for p in model.pieces if p.kind != USER}
+    return {text: parts for text, parts in found.items() if len(parts) > 1}
+
+
+def _cuts(model: Model) -> Iterable[str]:
+    """Where to cut what is spelled like a control symbol: between characters that no piece has side by side."""
+    within = {text[i : i + 2] for text in model.of(NORMAL, USER) for i in range(len(text) - 1)}
+    for text in model.of(UNKNOWN, CONTROL, BYTE):
+        at = next((i for i in range(1, len(text)) if text[i - 1 : i + 1] not in within), None)
+        if at is None:
+            raise ValueError(f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported")
+        yield rf"(?<={re.escape(text[: at - 1])}){re.escape(text[at - 1])}(?={re.escape(text[at:])})"
+
+
+def _decoder(model: Model) -> decoders.Decoder:
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " ")]
+    if model.byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
+    if model.prefix or model.squeeze:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)

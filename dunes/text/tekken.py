@@ -1,0 +1,107 @@
+"""Mistral's `tekken.json` (NeMo, Pixtral, Mistral Small 3) as a tokenizer of the `tokenizers` library.
+
+Byte-level byte pairs as tiktoken does them (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a
+pattern cuts the text, a piece that is a token is that token, and else the neighbours whose joined bytes
+have the lowest rank are joined. Special tokens take the first ids
+(https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py).
+"""
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+
+from dunes.text.pairs import BYTE, LETTER, joined, apart
+
+LIMIT_BYTES, LIMIT_VOCAB, LIMIT_TOKEN, LIMIT_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
+"""Largest file, most tokens, longest token in bytes, and what all tokens' squared lengths may add up to."""
+
+NAMES = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
+    "[TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] "
+    "[/SYSTEM_PROMPT] [TOOL_CONTENT]"
+).split()
+"""The special tokens of files that do not list them."""
+
+
+def convert(data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer that gives the ids mistral-common gives for this file; `<s>` stands in front if asked for.
+
+    Raises ValueError, without the file's name, for what is not such a file or passes a limit.
+    """
+    pattern, special, tokens = _read(data)
+    vocab = {text: i for i, text in enumerate([*special, *tokens])}
+    if len(vocab) != len(special) + len(tokens):
+        raise ValueError("not a tekken.json: a token is there twice, or spelled like a special one")
+    merges, parts = _merges(tokens)
+    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(_regex(pattern), "removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            *apart({text: parts(text) for text in special if set(text) <= BYTE.keys()}),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in special])
+    if "<s>" in special:
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", special.index("<s>"))]
+        )
+    return inner
+
+
+def _read(data: bytes) -> tuple[str, list[str], list[str]]:
+    """The pattern, the special tokens and the others, these spelled in the letters of their bytes."""
+    if len(data) > LIMIT_BYTES:
+        raise ValueError(f"{len(data)} bytes; a tekken.json has at most {LIMIT_BYTES}")
+    try:
+        content = json.loads(data)
+        config, listed = content["config"], content["vocab"]
+        pattern, size, count = (
+            config[k] for k in ("pattern", "default_vocab_size", "default_num_special_tokens")
+        )
+        special = _special(content.get("special_tokens"), count)
+        if not 256 <= size - count <= min(len(listed), LIMIT_VOCAB):
+            raise ValueError(f"{size} ids with {count} special ones, and {len(listed)} tokens in the list")
+        return pattern, special, [_letters(token, rank) for rank, token in enumerate(listed[: size - count])]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a tekken.json: {type(error).__name__}: {error}".replace("\n", " ")) from None
+
+
+def _special(listed: Sequence[Mapping[str, Any]] | None, count: int) -> list[str]:
+    if not 0 <= count <= LIMIT_VOCAB:
+        raise ValueError(f"{count} special tokens")
+    names = NAMES if listed is None else [token["token_str"] for token in listed]
+    if listed is not None and [token["rank"] for token in listed] != list(range(len(listed))):
+        raise ValueError("the special tokens' ranks do not count from 0")
+    if len(names) > count or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{len(names)} special tokens of at most {count}, each of which needs a text")
+    return [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
+
+
+def _letters(token: Mapping[str, Any], rank: int) -> str:
+    raw = base64.b64decode(token["token_bytes"], validate=True)
+    if token["rank"] != rank or not 0 < len(raw) <= LIMIT_TOKEN or (rank < 256 and raw != bytes([rank])):
+        raise ValueError(f"token {rank} is {raw[:20]!r} of rank {token['rank']}; 256 bytes in order are expected first")
+    return "".join(LETTER[byte] for byte in raw)
+
+
+def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
+    """The last join of each token that joins reach, by rank, and what joins make of any text."""
+    if sum(len(token) ** 2 for token in tokens) > LIMIT_WORK:
+        raise ValueError("not a tekken.json that can be read: its tokens are too long in all")
+    scores = {token: -rank for rank, token in enumerate(tokens)}
+    ends = (joined(list(token), scores.get) for token in tokens)
+    merges = [last for parts, last in ends if len(parts) == 1 and last is not None]
+    return merges, lambda text: joined(list(text), scores.get)[0]
+
+
+def _regex(pattern: str) -> Regex:
+    try:
+        return Regex(pattern)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"not a tekken.json: its pattern is none: {error}".replace("\n", " ")) from None
