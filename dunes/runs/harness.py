@@ -22,7 +22,7 @@ from torch import Tensor
 from dunes import checkpoint, measure
 from dunes.generate import Sampler, generate_all, sampler
 from dunes.runs.evaluate import BATCH
-from dunes.text import END
+from dunes.text.marks import settings, token
 
 TOKENS = 256
 """How many tokens an answer may have if its task does not say: what the `hf` backend takes."""
@@ -54,16 +54,10 @@ class Harness(TemplateLM):
         self.inner = tokenizers.Tokenizer.from_str(loaded.tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
-        words = _json(folder / "tokenizer_config.json")
-        first, last = (self._id(words.get(name)) for name in ("bos_token", "eos_token"))
-        self._end = loaded.tokenizer.special(END) if last is None else last
-        self._first = self._end if first is None else first
-        self.ends = {self._end, *_several(_json(folder / "generation_config.json").get("eos_token_id"))}
-
-    def _id(self, token: Any) -> int | None:
-        """The id of a token in tokenizer_config.json, which is text or an object that holds it."""
-        text = token.get("content") if isinstance(token, dict) else token
-        return None if text is None else self.inner.token_to_id(text)
+        self._end, self.ends = loaded.tokenizer.end, loaded.tokenizer.stops
+        # The `hf` backend scores after the beginning of a text even where the tokenizer does not put it there.
+        first = token(settings(folder / "tokenizer_config.json"), "bos_token")
+        self._first = self._end if first is None else loaded.tokenizer.special(first)
 
     @property
     def eot_token_id(self) -> int:
@@ -253,8 +247,3 @@ def shortened(text: str, stops: Sequence[str]) -> str:
 def _several(value: Any) -> list[Any]:
     """A list of one, none or all: files of others write one thing without its list."""
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found

@@ -23,8 +23,8 @@ def score_folder(folder: Path, sources: Sequence[str] = ()) -> tuple[Score, int]
     corpus = collect(sources or trained["sources"])
     documents = corpus.valid + corpus.train if sources else corpus.valid
     tokenizer, ids = loaded.tokenizer, list[int]()
+    # Where a document begins after the end of the one before, that end is there already.
+    begin = [i for i in tokenizer.begin if i != tokenizer.end]
     for document in documents:
-        for block in document.text():
-            ids += tokenizer.encode(block)
-        ids.append(tokenizer.end)
+        ids += [*begin, *(i for part in tokenizer.encode_document(document.text()) for i in part), tokenizer.end]
     return evaluate(loaded.model, np.array(ids), widths(tokenizer.pieces()), loaded.context), len(documents)

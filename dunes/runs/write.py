@@ -13,9 +13,8 @@ def write(
     model: nn.Module, tokenizer: Tokenizer, context: int, prompt: str, limit: int, sample: Sampler
 ) -> Iterator[str]:
     """The text that follows the prompt, piece by piece as it comes, up to the end of the document."""
-    ids = [tokenizer.end, *tokenizer.encode(prompt)]
-    stream = Stream(tokenizer)
-    for token in generate(model, ids, limit=limit, context=context, sample=sample, stop={tokenizer.end}):
+    ids, stream = tokenizer.prompt(prompt), Stream(tokenizer)
+    for token in generate(model, ids, limit=limit, context=context, sample=sample, stop=tokenizer.stops):
         yield stream.feed(token.id)
 
 
@@ -35,9 +34,10 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
     room = max(context // 2, context - limit)
     ids, healed = taken_back(tokenizer.encode(prefix[-8 * context :])[-room:], pieces)
     text = b""
-    sample = begun(sampler(0.0), pieces, healed)
-    for token in generate(model, [tokenizer.end, *ids], limit=limit, context=context, sample=sample):
-        if token.id == tokenizer.end or b"\n" in pieces[token.id]:
+    sample, stops = begun(sampler(0.0), pieces, healed), tokenizer.stops
+    prompt = [*tokenizer.begin, *ids] or [tokenizer.end]
+    for token in generate(model, prompt, limit=limit, context=context, sample=sample):
+        if token.id in stops or b"\n" in pieces[token.id]:
             break
         text += pieces[token.id]
     return text[len(healed) :].decode(errors="ignore")

@@ -17,9 +17,7 @@ LETTER = _letters()
 BYTE = {letter: byte for byte, letter in LETTER.items()}
 
 
-def joined(
-    symbols: list[str], score: Callable[[str], float | None]
-) -> tuple[list[str], tuple[str, str] | None]:
+def joined(symbols: list[str], score: Callable[[str], float | None]) -> tuple[list[str], tuple[str, str] | None]:
     """What is left after all joins of neighbours, highest score first and then leftmost, and the last join."""
     last = None
     scores = [score(a + b) for a, b in zip(symbols, symbols[1:], strict=False)]

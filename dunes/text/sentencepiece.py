@@ -288,7 +288,9 @@ def _cuts(model: Model) -> Iterable[str]:
     for text in model.of(UNKNOWN, CONTROL, BYTE):
         at = next((i for i in range(1, len(text)) if text[i - 1 : i + 1] not in within), None)
         if at is None:
-            raise ValueError(f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported")
+            raise ValueError(
+                f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported"
+            )
         yield rf"(?<={re.escape(text[: at - 1])}){re.escape(text[at - 1])}(?={re.escape(text[at:])})"
 
 

@@ -61,9 +61,7 @@ def _read(data: bytes) -> tuple[str, list[str], list[str]]:
     try:
         content = json.loads(data)
         config, listed = content["config"], content["vocab"]
-        pattern, size, count = (
-            config[k] for k in ("pattern", "default_vocab_size", "default_num_special_tokens")
-        )
+        pattern, size, count = (config[k] for k in ("pattern", "default_vocab_size", "default_num_special_tokens"))
         special = _special(content.get("special_tokens"), count)
         if not 256 <= size - count <= min(len(listed), LIMIT_VOCAB):
             raise ValueError(f"{size} ids with {count} special ones, and {len(listed)} tokens in the list")
@@ -86,7 +84,9 @@ def _special(listed: Sequence[Mapping[str, Any]] | None, count: int) -> list[str
 def _letters(token: Mapping[str, Any], rank: int) -> str:
     raw = base64.b64decode(token["token_bytes"], validate=True)
     if token["rank"] != rank or not 0 < len(raw) <= LIMIT_TOKEN or (rank < 256 and raw != bytes([rank])):
-        raise ValueError(f"token {rank} is {raw[:20]!r} of rank {token['rank']}; 256 bytes in order are expected first")
+        raise ValueError(
+            f"token {rank} is {raw[:20]!r} of rank {token['rank']}; 256 bytes in order are expected first"
+        )
     return "".join(LETTER[byte] for byte in raw)
 
 

@@ -1,6 +1,6 @@
-"""Tokenizers that are trained here, all kept as a tokenizer.json that Hugging Face's tools open.
+"""Tokenizers: those of others, and those trained here; all are kept as a tokenizer.json that Hugging Face's tools open.
 
-Three kinds: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe`
+Three kinds are trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe`
 (byte-level byte pairs, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end, so
 that a line can be completed without a token that reaches into the next one, and text can be encoded
 line by line with the same result; inside a line they merge across spaces, which spares a fifth of
@@ -8,12 +8,18 @@ the tokens of Python code.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from dunes.text import sentencepiece, tekken
+from dunes.text.marks import Marks, marks
+from dunes.text.pairs import LETTER
+from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
 SPECIAL = (
@@ -31,16 +37,23 @@ SPECIAL = (
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
+LIMIT_BYTES, LIMIT_IDS = 1 << 27, 1 << 22
+"""The largest tokenizer file that is read, and the highest id that it may have."""
+
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_T = TypeVar("_T")
 
 
 class Tokenizer:
     """Text to ids and back. `encode(decode(ids)) == ids` need not hold; `decode(encode(text)) == text` does."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self.inner = inner
+    def __init__(self, inner: tokenizers.Tokenizer, found: Marks = Marks()) -> None:  # noqa: B008  (frozen)
+        self.inner, self._marks = inner, found
         # A document that happens to contain "<|endoftext|>" has not ended there.
         self.inner.encode_special_tokens = True
+        # Some files cut each text at a length that has nothing to do with it.
+        self.inner.no_truncation()
+        self.inner.no_padding()
 
     @classmethod
     def train(cls, kind: str, texts: Iterable[str], vocab: int = 4096) -> "Tokenizer":
@@ -71,14 +84,22 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
-        """From `folder`/tokenizer.json. Raises ValueError if that is missing or not a tokenizer."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file; a model folder needs its tokenizer")
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path}: not a tokenizer: {error}") from None
+        """From `folder`/tokenizer.json, else from a sentencepiece tokenizer.model, else from a tekken.json.
+
+        Raises ValueError if all are missing or the first of them is not a tokenizer, and for marks in the
+        files beside it that are none.
+        """
+        folder = Path(folder)
+        found = [folder / "tokenizer.json", *sorted(folder.glob("tokenizer.model*")), folder / "tekken.json"]
+        path = next((p for p in found if p.is_file()), None)
+        if path is None:
+            raise ValueError(
+                f"{found[0]}: no such file, nor tokenizer.model or tekken.json; a model folder needs its tokenizer"
+            )
+        if (size := path.stat().st_size) > LIMIT_BYTES:
+            raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {LIMIT_BYTES}")
+        inner = _tried(f"{path}: not a tokenizer", lambda: _MAKERS[path.suffixes[0]](path))
+        return cls(inner, marks(folder, inner.token_to_id))
 
     def save(self, folder: Path | str) -> None:
         """Write tokenizer.json into the folder."""
@@ -90,13 +111,50 @@ class Tokenizer:
 
     @property
     def vocab(self) -> int:
-        """How many ids there are, special tokens included."""
-        return self.inner.get_vocab_size()
+        """How many ids there are, special tokens included: one more than the highest."""
+        size: int = self.inner.get_vocab_size()
+        if self.inner.id_to_token(size - 1) is not None:
+            return size
+        return 1 + max(self.inner.get_vocab().values(), default=-1)
+
+    @property
+    def begin(self) -> list[int]:
+        """What stands before a text: what its own tokenizer puts there, often nothing.
+
+        Where the tokenizer was trained here it is the end of the document before.
+        """
+        if self._marks.begin is not None:
+            return list(self._marks.begin)
+        return [self.end] if self.by_lines else self._set_in_front
+
+    @cached_property
+    def _set_in_front(self) -> list[int]:
+        plain, whole = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
+        starts = range(len(whole) - len(plain) + 1)
+        return list(whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)])
 
     @property
     def end(self) -> int:
         """The id that ends a document. Raises ValueError if the tokenizer has none."""
-        return self.special(END)
+        if self._marks.end is not None:
+            return self._marks.end
+        found = self.inner.token_to_id(END)
+        return self.special("</s>" if found is None and self.inner.token_to_id("</s>") is not None else END)
+
+    @property
+    def stops(self) -> set[int]:
+        """The ids after which a model has nothing more to say."""
+        return {self.end, *self._marks.stops}
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids after which a model writes on with this text; at least one, since a model needs one."""
+        return [*self.begin, *self.encode(text)] or [self.end]
+
+    @cached_property
+    def by_lines(self) -> bool:
+        """Whether it was trained here, so that a text may be encoded in parts that end at line ends."""
+        made = self.inner.pre_tokenizer
+        return made is not None and made.__getstate__() in _OURS
 
     def special(self, token: str) -> int:
         """The id of a special token. Raises ValueError if there is no such token."""
@@ -105,10 +163,24 @@ class Tokenizer:
             raise ValueError(f"the tokenizer has no token {token!r}")
         return found
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text, in which nothing counts as a special token."""
-        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids of the text, in which nothing counts as a special token unless `special`.
+
+        Special tokens count in what a chat template wrote, never in a document. Raises ValueError if the
+        tokenizer fails on the text: a pattern in a file of others may be one that never ends.
+        """
+        inner = self._with_special if special else self.inner
+        ids: list[int] = _tried("the tokenizer fails", lambda: inner.encode(text, add_special_tokens=False).ids)
         return ids
+
+    @cached_property
+    def _with_special(self) -> tokenizers.Tokenizer:
+        # A copy, since a switch that another thread sees would let documents spell special tokens.
+        return tokenizers.Tokenizer.from_str(self.inner.to_str())
+
+    def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
+        """Ids of a document that comes in blocks of lines; as a whole where tokens may reach across these."""
+        yield from map(self.encode, blocks if self.by_lines else ["".join(blocks)])
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Ids of each text, on all cores."""
@@ -122,55 +194,96 @@ class Tokenizer:
             try:
                 return ids + self.encode(data.decode())
             except UnicodeDecodeError as error:
-                wrong = [_LETTER[b] for b in data[error.start : error.end]]
+                wrong = [LETTER[b] for b in data[error.start : error.end]]
                 ids += self.encode(data[: error.start].decode()) + [self.special(c) for c in wrong]
                 data = data[error.end :]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; special tokens give none, and broken UTF-8 gives U+FFFD."""
-        return str(self.inner.decode(list(ids)))
+        if not self.spelling.spaces:
+            return str(self.inner.decode(list(ids)))
+        pieces, lead, text = self.pieces(), self.spelling.lead, []
+        for i in ids:
+            piece, lead = self.spelling.without_lead(pieces[i], lead)
+            text.append(piece)
+        return b"".join(text).decode(errors=self.spelling.errors)
 
     def pieces(self) -> list[bytes]:
-        """The bytes that each id stands for; empty for special tokens. For byte-level tokenizers and chars."""
+        """The bytes that each id stands for; empty for special tokens and for ids that no token has."""
+        return self._pieces
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
         plain = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
         added = {
             t.content: b"" if t.special else t.content.encode()
             for t in self.inner.get_added_tokens_decoder().values()
         }
-        if self.byte_level:
-            return [added[t] if t in added else bytes(_BYTE[c] for c in t) for t in plain]
-        return [added[t] if t in added else b"" if t == UNKNOWN else t.encode() for t in plain]
+        added.setdefault(UNKNOWN, b"")
+        return [added[t] if t in added else self.spelling.piece(t) for t in plain]
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """What its tokens' letters mean."""
+        return spelling(self.inner)
 
     @property
     def byte_level(self) -> bool:
         """Whether ids stand for bytes, whatever these are, rather than for characters."""
-        return isinstance(self.inner.decoder, decoders.ByteLevel)
+        return self.spelling.letters
 
 
-def _letters() -> dict[int, str]:
-    """The printable letter that byte-level BPE writes for each byte, by GPT-2's rule."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+def _foreign(path: Path) -> tokenizers.Tokenizer:
+    """From a tokenizer.json of any make. Raises ValueError for ids that cannot be."""
+    inner = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    ids = inner.get_vocab().values()
+    if not ids or len(set(ids)) != len(ids) or max(ids) >= LIMIT_IDS:
+        raise ValueError(
+            f"{len(ids)} tokens with {len(set(ids))} ids up to {max(ids, default=0)}; each needs its own below {LIMIT_IDS}"
+        )
+    return inner
 
 
-_LETTER = _letters()
-_BYTE = {letter: byte for byte, letter in _LETTER.items()}
+_MAKERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
+    ".model": lambda path: sentencepiece.convert(path.read_bytes()),
+    ".json": lambda path: tekken.convert(path.read_bytes()) if path.stem == "tekken" else _foreign(path),
+}
+
+
+def _tried(what: str, make: Callable[[], _T]) -> _T:
+    """What `make` gives. The library raises bare Exception, and a panic in it is not even that."""
+    try:
+        return make()
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{what}: {error or type(error).__name__}".replace("\n", " ")) from None
+        raise
 
 
 def _numbered(tokens: Iterable[str]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}
 
 
-def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
+def _lines() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\n|[^\n]+"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+
+
+def _each() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+
+
+_OURS = [make().__getstate__() for make in (_lines, _each)]
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = _lines()
     inner.decoder = decoders.ByteLevel()
     if inner.get_vocab_size():
         _add_special(inner)
@@ -180,7 +293,7 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 def _characters(characters: Sequence[str]) -> tokenizers.Tokenizer:
     model = models.WordLevel(_numbered([*characters, UNKNOWN]), unk_token=UNKNOWN)
     inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.pre_tokenizer = _each()
     inner.decoder = decoders.Fuse()
     _add_special(inner)
     return inner
