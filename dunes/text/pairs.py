@@ -1,7 +1,8 @@
-"""What byte-pair tokenizers share: the letters that stand for bytes, joining by score, words that must not be looked up."""
+"""What byte-pair tokenizers share: letters that stand for bytes, joining by score, words not to be looked up."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from tokenizers import Regex, pre_tokenizers
 
@@ -20,7 +21,7 @@ BYTE = {letter: byte for byte, letter in LETTER.items()}
 def joined(symbols: list[str], score: Callable[[str], float | None]) -> tuple[list[str], tuple[str, str] | None]:
     """What is left after all joins of neighbours, highest score first and then leftmost, and the last join."""
     last = None
-    scores = [score(a + b) for a, b in zip(symbols, symbols[1:], strict=False)]
+    scores = [score(a + b) for a, b in pairwise(symbols)]
     while True:
         best = max((s for s in scores if s is not None), default=None)
         if best is None:

@@ -1,4 +1,4 @@
-"""A sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7, T5) as a tokenizer of the `tokenizers` library.
+"""A sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7) as a tokenizer of the `tokenizers` library.
 
 The file is one protobuf message, of which the few fields that decide ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,

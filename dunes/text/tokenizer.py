@@ -1,4 +1,4 @@
-"""Tokenizers: those of others, and those trained here; all are kept as a tokenizer.json that Hugging Face's tools open.
+"""Tokenizers, of others and trained here, all kept as a tokenizer.json that Hugging Face's tools open.
 
 Three kinds are trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe`
 (byte-level byte pairs, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end, so
@@ -240,7 +240,8 @@ def _foreign(path: Path) -> tokenizers.Tokenizer:
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= LIMIT_IDS:
         raise ValueError(
-            f"{len(ids)} tokens with {len(set(ids))} ids up to {max(ids, default=0)}; each needs its own below {LIMIT_IDS}"
+            f"{len(ids)} tokens with {len(set(ids))} ids up to {max(ids, default=0)}; each needs its own, "
+            f"below {LIMIT_IDS}"
         )
     return inner
 

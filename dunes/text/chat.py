@@ -1,0 +1,125 @@
+"""Chat templates: from messages to the text that a model was trained on.
+
+The template is a stranger's program that comes with the model, so it is rendered in a short-lived
+process of its own, in jinja2's sandbox and within limits of time, memory and output
+(https://huggingface.co/docs/transformers/chat_templating). The words in it are only ever data.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dunes.text.marks import settings
+
+LIMIT_TEMPLATE, LIMIT_OUTPUT = 1 << 18, 1 << 20
+"""The largest template, and the most that it may write, in characters."""
+
+SECONDS = 5
+"""How long a template may take, by the clock."""
+
+LIMITS = {
+    "RLIMIT_CPU": 2,
+    "RLIMIT_AS": 1 << 28,
+    "RLIMIT_FSIZE": 0,
+    "RLIMIT_NOFILE": 3,
+    "RLIMIT_NPROC": 0,
+    "RLIMIT_CORE": 0,
+}
+"""What the process that renders may use: seconds, bytes, no file, no process; as far as the system can."""
+
+
+def template(folder: Path | str) -> str | None:
+    """The chat template of a model folder: chat_template.jinja, else the default of tokenizer_config.json.
+
+    None if it has none. Raises ValueError that names the file for what is not a template, or too large.
+    """
+    path = Path(folder) / "chat_template.jinja"
+    if path.is_file():
+        if path.stat().st_size > 4 * LIMIT_TEMPLATE:
+            raise ValueError(f"{path}: {path.stat().st_size} bytes; a chat template has at most {LIMIT_TEMPLATE}")
+        try:
+            return _sized(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8: {error}") from None
+    path = Path(folder) / "tokenizer_config.json"
+    found = settings(path).get("chat_template")
+    return None if found is None else _sized(_default(found, path), str(path))
+
+
+def _default(found: Any, path: Path) -> str:
+    """A template is a text, or several with names."""
+    named = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    names = [each.get("name") if isinstance(each, dict) else None for each in named]
+    chosen = named[names.index("default")].get("template") if "default" in names else None
+    if not isinstance(chosen, str):
+        raise ValueError(
+            f"{path}: chat_template is no text, nor a list with the name 'default' in it: {names[:9]}"
+        )
+    return chosen
+
+
+def _sized(text: str, place: str) -> str:
+    if len(text) > LIMIT_TEMPLATE:
+        raise ValueError(f"{place}: {len(text)} characters; a chat template has at most {LIMIT_TEMPLATE}")
+    return text
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The text that the template makes of the messages, as transformers' `apply_chat_template` makes it.
+
+    `variables` are more names for the template, such as `bos_token`. Encode the text with `special=True`.
+    Raises ValueError if the template refuses the messages, fails, or passes a limit.
+    """
+    words = {**(variables or {}), "messages": messages, "tools": tools, "documents": None}
+    request = {
+        "template": _sized(template, "the chat template"),
+        "words": words | {"add_generation_prompt": add_generation_prompt},
+        "path": sorted({str(Path(_origin(name)).parents[1]) for name in ("jinja2", "markupsafe")}),
+        "limits": LIMITS,
+        "output": LIMIT_OUTPUT,
+    }
+    try:
+        answer = _asked(json.dumps(request, default=dict))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the chat template cannot be given these messages: {error}") from None
+    if "text" not in answer:
+        text = "".join(c if c.isprintable() else " " for c in str(answer.get("error")))
+        raise ValueError(f"the chat template fails: {text[:300]}")
+    return str(answer["text"])
+
+
+def _asked(request: str) -> dict[str, Any]:
+    """The answer of `render.py`, run without site-packages, environment and anything else of ours."""
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("render.py"))]
+    kept = {k: v for k, v in os.environ.items() if k in ("SYSTEMROOT", "TZ")}
+    try:
+        done = subprocess.run(
+            command, input=request.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            timeout=SECONDS, env=kept, check=False,
+        )  # fmt: skip
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it was stopped after {SECONDS} s"}
+    except ValueError:
+        limit = f"{LIMITS['RLIMIT_CPU']} s of work and {LIMITS['RLIMIT_AS'] >> 20} MiB are what it may use"
+        return {"error": f"it was stopped (exit code {done.returncode}); {limit}"}
+    return answer
+
+
+def _origin(module: str) -> str:
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        raise ValueError(f"chat templates need {module}, which comes with torch; pip install jinja2")
+    return found.origin

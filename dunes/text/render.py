@@ -1,0 +1,117 @@
+"""Run as a process of its own by `chat.render`: one chat template, within limits. Imports nothing of ours.
+
+A template comes with a model, so it is a stranger's program. jinja2's sandbox keeps it from Python's
+objects, this process's limits from the machine's time and memory. A request is a line of JSON on
+standard input, the answer one on standard output: {"text": ...} or {"error": ...}.
+https://jinja.palletsprojects.com/en/stable/sandbox/
+"""
+
+import json
+import sys
+from datetime import datetime
+from importlib import import_module
+from typing import Any
+
+
+def limited(limits: dict[str, int]) -> None:
+    """Set this process's limits by their names in `resource`; what the system has not is left to the caller."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    for name, value in limits.items():
+        try:
+            resource.setrlimit(getattr(resource, name), (value, value))
+        except (ValueError, OSError, AttributeError):
+            continue
+
+
+def rendered(template: str, words: dict[str, Any], limit: int) -> str:
+    """The template with these words, in the environment that transformers gives to chat templates."""
+    from jinja2 import TemplateError, ext, nodes, sandbox, utils
+    from jinja2.exceptions import SecurityError
+
+    class Generation(ext.Extension):
+        """`{% generation %}` marks what an assistant wrote; the text is that of its body."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
+
+        def body(self, caller: Any) -> str:
+            return str(caller())
+
+    class Namespace(utils.Namespace):
+        """Without names that begin with an underscore: these lead to Python's objects."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *rest = args
+            found = dict(*rest, **kwargs)
+            for name in found:
+                checked(name)
+            utils.Namespace.__init__(self, found)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            checked(name)
+            super().__setitem__(name, value)
+
+    def checked(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}")
+
+    def fail(message: Any) -> None:
+        raise TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    del environment.globals["lipsum"]
+    environment.globals |= {
+        "raise_exception": fail,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        "namespace": Namespace,
+        # A function: a class would show its attributes.
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+    }
+    parts, length = [], 0
+    for part in environment.from_string(template).generate(words):
+        length += len(part)
+        if length > limit:
+            raise ValueError(f"it writes more than {limit} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = json.load(sys.stdin)
+    sys.path += request["path"]
+    # No file can be opened once the limits stand: what is imported late, and by whatever fails, is imported now.
+    for name in ("jinja2.debug", "pprint", "encodings.unicode_escape"):
+        import_module(name)
+    rendered("{{ 'ö' }}{{ strftime_now('%d %b') }}{{ [1] | tojson }}", {}, 99)
+    limited(request["limits"])
+    try:
+        answer = {"text": rendered(request["template"], request["words"], request["output"])}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
