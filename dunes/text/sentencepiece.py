@@ -10,7 +10,7 @@ that comes last when it is encoded alone, so one merge a piece, ordered by score
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -252,10 +252,18 @@ def _unigram(model: Model) -> models.Unigram:
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.charsmap:
-        steps.append(normalizers.Precompiled(model.charsmap))
+        # The library maps what a reader sees as one character at once, and loses the second half of this one.
+        steps += [normalizers.Replace(Regex(r"\r(?=\n)"), "\n"), normalizers.Precompiled(model.charsmap)]
     if model.squeeze:
-        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" +"), " ")]
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+        # The first space stays where one is to stand in front: `first` below looks at the text's beginning.
+        lead = " " if model.prefix else ""
+        steps += [
+            normalizers.Replace(Regex(pattern), text)
+            for pattern, text in ((rf"[ {SPACE}]+\z", ""), (r"\A +", lead), (" +", " "))
+        ]
+    if not (model.squeeze and model.prefix):
+        steps.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence(steps)
 
 
 def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
@@ -282,15 +290,19 @@ def _not_by_merges(model: Model) -> dict[str, list[str]]:
     return {text: parts for text, parts in found.items() if len(parts) > 1}
 
 
-def _cuts(model: Model) -> Iterable[str]:
-    """Where to cut what is spelled like a control symbol: between characters that no piece has side by side."""
-    within = {text[i : i + 2] for text in model.of(NORMAL, USER) for i in range(len(text) - 1)}
+def _cuts(model: Model) -> Iterator[str]:
+    """Where to cut what is spelled like a control symbol: between characters that no piece has side by side.
+
+    One of the two must be known, since neighbours that are not become one id.
+    """
+    plain = model.of(NORMAL, USER)
+    within = {text[i : i + 2] for text in plain for i in range(len(text) - 1)}
+    known = {text for text in plain if len(text) == 1}
     for text in model.of(UNKNOWN, CONTROL, BYTE):
-        at = next((i for i in range(1, len(text)) if text[i - 1 : i + 1] not in within), None)
+        pairs = ((i, text[i - 1 : i + 1]) for i in range(1, len(text)))
+        at = next((i for i, p in pairs if p not in within and (model.byte_fallback or known & {*p})), None)
         if at is None:
-            raise ValueError(
-                f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported"
-            )
+            raise ValueError(f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported")
         yield rf"(?<={re.escape(text[: at - 1])}){re.escape(text[at - 1])}(?={re.escape(text[at:])})"
 
 
@@ -300,5 +312,5 @@ def _decoder(model: Model) -> decoders.Decoder:
         steps.append(decoders.ByteFallback())
     steps.append(decoders.Fuse())
     if model.prefix or model.squeeze:
-        steps.append(decoders.Strip(" ", 1, 0))
+        steps.append(decoders.Strip(" ", LIMIT_PIECE if model.squeeze else 1, 0))
     return decoders.Sequence(steps)

@@ -1,0 +1,404 @@
+"""Other people's tokenizers: the ids and the text that their own programs give, and files that lie."""
+
+import base64
+import io
+import json
+import random
+import unicodedata
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hard_strings import strings
+
+from dunes.text import Stream, Tokenizer, sentencepiece, tekken
+
+spm = pytest.importorskip("sentencepiece")
+mistral = pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
+
+DATA = Path(str(files("mistral_common"))) / "data"
+MODELS = sorted(p.name for p in DATA.glob("*.model*"))
+TEKKEN = sorted(p.name for p in DATA.glob("tekken*.json"))
+SYMBOLS = ["<sep>", "[REF]", "[/REF]", "[REFERENCE_DOC_1]", "[REFERENCE_DOC_12]"]
+CONTROL = ["[INST]", "[/INST]"]
+PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+TRAINED = {
+    "byte pairs": {"model_type": "bpe", "byte_fallback": True, "split_digits": True, **PLAIN},
+    "byte pairs, symbols": {
+        "model_type": "bpe", "byte_fallback": True, "user_defined_symbols": SYMBOLS, "control_symbols": CONTROL, **PLAIN
+    },
+    "byte pairs, no prefix": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False, **PLAIN},
+    "byte pairs, unknown": {"model_type": "bpe", "normalization_rule_name": "identity"},
+    "byte pairs, nfkc": {"model_type": "bpe"},
+    "unigram": {"model_type": "unigram", **PLAIN},
+    "unigram, symbols": {
+        "model_type": "unigram", "byte_fallback": True, "normalization_rule_name": "identity",
+        "user_defined_symbols": SYMBOLS, "control_symbols": CONTROL,
+    },
+    "unigram, nfkc": {"model_type": "unigram", "byte_fallback": True, "remove_extra_whitespaces": False},
+}  # fmt: skip
+
+
+@cache
+def trained(name):
+    chance = random.Random(0)
+    words = ["".join(chance.choices("etaoinshrdlucm_", k=chance.randint(1, 9))) for _ in range(300)]
+    lines = [" ".join(chance.choices(words, k=9)) for _ in range(400)] + ["größer (x, y): 漢字 😀 -> [1] <s>"] * 20
+    file = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=file, vocab_size=700, minloglevel=2, num_threads=1,
+        hard_vocab_limit=False, **TRAINED[name],
+    )  # fmt: skip
+    return file.getvalue()
+
+
+def theirs(data):
+    return spm.SentencePieceProcessor(model_proto=data)
+
+
+def composed(text):
+    """Without marks that combine, of which the library maps another share at once, and not of nothing but controls."""
+    kinds = {unicodedata.category(c) for c in text}
+    return not kinds & {"Mn", "Mc", "Me"} and kinds != {"Cc"} and unicodedata.is_normalized("NFC", text)
+
+
+def compare(ours, want, texts, unknown):
+    wrong = [t for t in texts if ours.encode(t) != want.encode(t)]
+    assert not wrong, f"{len(wrong)} of {len(texts)}: {wrong[0]!r}"
+    back = [ids for ids in map(want.encode, texts) if unknown not in ids]
+    assert len(back) > 100
+    assert [ours.decode(ids) for ids in back] == [want.decode(ids) for ids in back]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shipped_sentencepiece_models_give_their_ids_and_their_text(name):
+    data = (DATA / name).read_bytes()
+    compare(Tokenizer(sentencepiece.convert(data)), theirs(data), strings(), 0)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_sentencepiece_models_give_their_ids_and_their_text(name):
+    data = trained(name)
+    texts = [t for t in strings() if "nfkc" not in name or composed(t)]
+    compare(Tokenizer(sentencepiece.convert(data)), theirs(data), texts, 0)
+
+
+@pytest.mark.parametrize("name", [MODELS[1], "byte pairs", "unigram", "unigram, symbols"])
+def test_any_ids_of_a_sentencepiece_model_become_their_text_at_once_and_in_a_stream(name):
+    data = (DATA / name).read_bytes() if name in MODELS else trained(name)
+    ours, want, chance = Tokenizer(sentencepiece.convert(data)), theirs(data), random.Random(0)
+    pieces = ours.pieces()
+    # A space as a byte is never written, and only sentencepiece keeps it at the beginning.
+    usual = [i for i in range(1, len(pieces)) if want.id_to_piece(i) != "<0x20>"]
+    for _ in range(600):
+        ids = chance.choices(usual, k=chance.randint(1, 12)) + [usual[-1]]
+        assert ours.decode(ids) == want.decode(ids)
+        stream = Stream(ours)
+        assert "".join(map(stream.feed, ids)) == ours.decode(ids)
+    assert len(pieces) == ours.vocab == want.get_piece_size()
+
+
+def test_bytes_of_a_character_come_out_of_a_stream_together():
+    tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
+    stream = Stream(tokenizer)
+    ids = tokenizer.encode(" a€b")
+    assert [stream.feed(i) for i in ids] == ["", " a", "", "", "€", "b"]
+
+
+@pytest.mark.parametrize("name", TEKKEN)
+def test_shipped_tekken_files_give_their_ids_and_their_text(name):
+    want, ours = mistral.Tekkenizer.from_file(DATA / name), Tokenizer(tekken.convert((DATA / name).read_bytes()))
+    texts, chance = strings(), random.Random(0)
+    for text in texts:
+        ids = want.encode(text, bos=False, eos=False)
+        assert ours.encode(text) == ids, repr(text)
+        assert ours.decode(ids) == want.decode(ids) == text
+    for _ in range(600):
+        ids = chance.choices(range(want.n_words), k=9)
+        kept = [i for i in ids if i >= want.num_special_tokens]
+        assert ours.decode(ids) == want._model.decode([i - want.num_special_tokens for i in kept])
+    assert ours.vocab == want.n_words
+    assert ours.begin == [want.bos_id]
+    assert ours.end == want.eos_id
+
+
+def small_tekken(**changes):
+    tokens = [bytes([b]) for b in range(256)] + [b"he", b"ll", b"hell", b"hello", b"<s", b"<s>"]
+    vocab = [{"rank": i, "token_bytes": base64.b64encode(t).decode()} for i, t in enumerate(tokens)]
+    config = {"pattern": r"\S+|\s", "default_vocab_size": len(tokens) + 3, "default_num_special_tokens": 4}
+    special = [{"rank": i, "token_str": t, "is_control": True} for i, t in enumerate(("<unk>", "<s>", "</s>"))]
+    return {"vocab": vocab, "special_tokens": special, "config": config} | changes
+
+
+def test_a_word_spelled_like_a_special_token_is_plain_text_where_the_pattern_leaves_it_whole():
+    ours = Tokenizer(tekken.convert(json.dumps(small_tekken()).encode()))
+    assert ours.encode("</s>") == [4 + b for b in b"</s>"]
+    assert not {0, 1, 2, 3} & set(ours.encode("</s> <s> hello<s> <unk> <SPECIAL_3>"))
+    assert ours.encode("hello") == [4 + 259]
+    assert ours.encode("</s>hello<s>", special=True) == [2, 4 + 259, 1]
+    assert ours.decode(ours.encode("</s> <s>")) == "</s> <s>"
+
+
+# --- folders
+
+
+def folder(tmp_path, name, data, **files):
+    (tmp_path / name).write_bytes(data)
+    for other, content in files.items():
+        (tmp_path / f"{other}.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "tekken.json"])
+def test_a_folder_with_another_tokenizer_is_opened_and_saved_as_tokenizer_json(name, tmp_path):
+    data = json.dumps(small_tekken()).encode() if name == "tekken.json" else trained("byte pairs, symbols")
+    tokenizer = Tokenizer.load(folder(tmp_path, name, data))
+    assert (tokenizer.begin, tokenizer.end, tokenizer.stops) == ([1], 2, {2})
+    assert tokenizer.prompt("") == [1]
+    assert tokenizer.prompt("hello") == [1, *tokenizer.encode("hello")]
+    tokenizer.save(tmp_path)
+    (tmp_path / name).write_bytes(b"no longer read")
+    again = Tokenizer.load(tmp_path)
+    texts = [t for t in strings(60) if "nfkc" not in name]
+    assert [again.encode(t) for t in texts] == [tokenizer.encode(t) for t in texts]
+    assert again.begin == [1]
+    assert again.pieces() == tokenizer.pieces()
+
+
+def test_transformers_reads_a_converted_tokenizer_as_we_do(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(sentencepiece.convert((DATA / MODELS[1]).read_bytes()))
+    tokenizer.save(tmp_path)
+    want = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    chat = "<s>[INST] Hi there [/INST] Hello</s>[INST]  two [/INST]"
+    assert tokenizer.encode(chat, special=True) == want(chat, add_special_tokens=False)["input_ids"]
+    assert tokenizer.encode(chat) == spm.SentencePieceProcessor(str(DATA / MODELS[1])).encode(chat)
+    assert want("hello")["input_ids"] == tokenizer.prompt("hello")
+
+
+def test_what_a_chat_template_wrote_has_the_ids_that_mistral_gives_the_conversation():
+    from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    messages = [UserMessage(content="Hi <s> there"), AssistantMessage(content="Hello!"), UserMessage(content="ö 2")]
+    for name, made in {MODELS[1]: MistralTokenizer.v3(), TEKKEN[0]: MistralTokenizer.v3(is_tekken=True)}.items():
+        want = made.encode_chat_completion(ChatCompletionRequest(messages=messages))
+        convert = tekken.convert if "tekken" in name else sentencepiece.convert
+        ours = Tokenizer(convert((DATA / name).read_bytes()))
+        space = "" if "tekken" in name else " "
+        parts = [m.content for m in messages]
+        got = ours.encode(f"<s>[INST]{space}", special=True)
+        assert got[:2] == want.tokens[:2]
+        plain = [f"[INST]{space}{parts[0]}".replace("<s>", "<S>"), f"[/INST]{space}{parts[1]}", f"</s>[INST]{space}{parts[2]}[/INST]"]
+        theirs = made.encode_chat_completion(
+            ChatCompletionRequest(messages=[UserMessage(content=parts[0].replace("<s>", "<S>")), *messages[1:]])
+        )
+        assert ours.encode("<s>" + "".join(plain), special=True) == theirs.tokens
+
+
+@pytest.mark.parametrize(
+    ("files", "begin", "end", "stops"),
+    [
+        ({}, [], 264, {264}),
+        ({"tokenizer_config": {"eos_token": "<|b|>"}}, [], 265, {265}),
+        ({"tokenizer_config": {"eos_token": {"content": "<|b|>"}, "add_bos_token": False}}, [], 265, {265}),
+        ({"tokenizer_config": {"bos_token": "<|a|>", "add_bos_token": True}}, [263], 264, {264}),
+        ({"config": {"eos_token_id": 265}}, [], 265, {265}),
+        ({"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": [264, 263]}}, [], 264, {263, 264}),
+        (
+            {"tokenizer_config": {"eos_token": "<|b|>"}, "generation_config": {"eos_token_id": [264, 263]}},
+            [], 265, {263, 264, 265},
+        ),
+    ],
+)  # fmt: skip
+def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin, end, stops, tmp_path):
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers
+
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Inner(models.BPE(letters, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens([*(f"<|{c}|>" for c in "012345"), "<|fim|>", "<|a|>", "<|endoftext|>", "<|b|>"])
+    tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", inner.to_str().encode(), **files))
+    assert (tokenizer.begin, tokenizer.end, tokenizer.stops) == (begin, end, stops)
+    assert tokenizer.prompt("") == (begin or [end])
+    assert tokenizer.prompt("ab") == [*begin, *tokenizer.encode("ab")]
+    assert tokenizer.encode("<|a|>x", special=True) == [263, letters["x"]]
+    assert len(tokenizer.encode("<|a|>x")) == 6
+    assert list(tokenizer.encode_document(["a\n", "\nb"])) == [tokenizer.encode("a\n\nb")]
+
+
+def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
+    for kind in ("bpe", "bytes", "chars"):
+        tokenizer = Tokenizer.train(kind, ["abc\n"], 300)
+        tokenizer.save(tmp_path)
+        for each in (tokenizer, Tokenizer.load(tmp_path)):
+            assert each.begin == [each.end]
+            assert each.stops == {each.end}
+            assert list(each.encode_document(["a\n", "b"])) == [each.encode("a\n"), each.encode("b")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config", {"eos_token": 7}, "tokenizer_config.json: eos_token is '7'; expected a token's text"),
+        ("config", {"eos_token_id": "two"}, "config.json: eos_token_id is two; expected an id or a list of ids"),
+        ("generation_config", {"eos_token_id": [1, True]}, "generation_config.json: eos_token_id is"),
+        ("generation_config", {"eos_token_id": -1}, "generation_config.json: eos_token_id is"),
+        ("config", [], "config.json: expected an object, found list"),
+    ],
+)
+def test_marks_that_are_none_are_named(name, content, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        Tokenizer.load(folder(tmp_path, "tokenizer.model", trained("unigram"), **{name: content}))
+
+
+# --- files that lie
+
+
+def field(number, value):
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def varint(value):
+    parts = []
+    while value > 127:
+        parts.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def piece(text, kind=1, score=b"\0\0\0\0"):
+    return field(1, field(1, text) + varint(2 << 3 | 5) + score + field(3, kind))
+
+
+UNK, A = piece(b"<unk>", 2), piece(b"a")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "0 unknown pieces"),
+        (b"\xff" * 20, "has no end"),
+        (b"\x0a\xff\xff\xff\xff\x7f", "passes the end"),
+        (b"\x0b", "wire type 3"),
+        (field(1, 7), "expected bytes, found the number 7"),
+        (field(1, field(1, b"a") + field(3, b"x")), "expected a number"),
+        (piece(b""), "a piece of 0 bytes"),
+        (piece(b"a" * 513), "a piece of 513 bytes"),
+        (piece(b"\xff"), "not UTF-8"),
+        (A + A + UNK, "1 pieces are there twice"),
+        (A, "0 unknown pieces"),
+        (A + UNK + piece(b"b", 2), "2 unknown pieces"),
+        (A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"), "not finite"),
+        (A + UNK + piece(b"b", 9), "kinds of pieces"),
+        (A + UNK + piece(b"b", 5), "kinds of pieces"),
+        (A + UNK + field(2, field(3, 3)), "model_type 3"),
+        (A + UNK + field(2, field(35, 1)), "byte_fallback without"),
+        (A + UNK + field(3, field(5, 0)), "escape_whitespaces=false"),
+        (A + UNK + field(2, field(24, 1)), "treat_whitespace_as_suffix"),
+        (A + UNK + field(3, field(2, b"\xff" * 9)), "character map"),
+        (A + UNK + field(3, field(2, (1024).to_bytes(4, "little") + b"\0\xff\xff\x7f" * 256 + b"\0")), "leads outside"),
+        (A + UNK + piece(b"ab") + piece(b"abb", 1) + field(2, field(3, 2)), "made of unknown pieces"),
+        (b"".join(piece(b"%06d" % i + b"a" * 500) for i in range(500)) + UNK, "too long in all"),
+    ],
+)  # fmt: skip
+def test_sentencepiece_models_that_cannot_be_read_are_refused(data, said, tmp_path):
+    with pytest.raises(ValueError, match=said) as caught:
+        Tokenizer.load(folder(tmp_path, "tokenizer.model", data))
+    assert str(tmp_path / "tokenizer.model") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_nothing_else():
+    data, chance, refused = trained("unigram, nfkc"), random.Random(0), 0
+    for i in range(300):
+        broken = bytearray(data[: chance.randrange(len(data))] if i % 2 else data)
+        for _ in range(chance.randint(0, 3)):
+            broken[chance.randrange(len(broken) or 1) : 1] = bytes([chance.randrange(256)])
+        try:
+            sentencepiece.convert(bytes(broken))
+        except ValueError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config": {}}, "KeyError: 'pattern'"),
+        ({"config": []}, "TypeError"),
+        ({"vocab": None}, "TypeError"),
+        ({"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300}, "256 bytes in order"),
+        ({"vocab": [{"rank": 0, "token_bytes": "!"}] * 300}, "not a tekken.json"),
+        ({"config": {"pattern": "(", "default_vocab_size": 266, "default_num_special_tokens": 4}}, "its pattern is none"),
+        ({"config": {"pattern": ".", "default_vocab_size": 9999, "default_num_special_tokens": 4}}, "9999 ids"),
+        ({"config": {"pattern": ".", "default_vocab_size": 1e99, "default_num_special_tokens": 4}}, "not a tekken"),
+        ({"config": {"pattern": ".", "default_vocab_size": 266, "default_num_special_tokens": -4}}, "-4 special"),
+        ({"special_tokens": [{"rank": 0, "token_str": ""}]}, "needs a text"),
+        ({"special_tokens": [{"rank": 5, "token_str": "x"}]}, "ranks do not count"),
+        ({"special_tokens": [{"rank": 0, "token_str": "hello"}]}, "spelled like a special one"),
+    ],
+)  # fmt: skip
+def test_tekken_files_that_cannot_be_read_are_refused(changes, said, tmp_path):
+    with pytest.raises(ValueError, match=said) as caught:
+        Tokenizer.load(folder(tmp_path, "tekken.json", json.dumps(small_tekken(**changes)).encode()))
+    assert str(tmp_path / "tekken.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def simple(vocab, **changes):
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        simple({"a": 0, "b": 0}),
+        simple({}),
+        simple({"a": 0, "b": 2**32 - 1}),
+        simple({"a": 0, "b": -1}),
+        simple({"a": 0}, model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}),
+        simple({"a": 0}, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAEC"}),
+        simple({"a": 0}, pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}),
+        b"[" * 100_000,
+    ],
+)
+def test_a_tokenizer_json_whose_ids_or_parts_cannot_be_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match="not a tokenizer: .") as caught:
+        Tokenizer.load(folder(tmp_path, "tokenizer.json", data))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate((1 << 27) + 1)
+    with pytest.raises(ValueError, match="134217729 bytes; a tokenizer has at most 134217728"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_pattern_that_never_ends_fails_on_the_text_and_not_forever(tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 1}, pre_tokenizer=split)))
+    assert tokenizer.encode("aab") == [0, 0, 1]
+    with pytest.raises(ValueError, match="the tokenizer fails: .*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
+
+
+def test_ids_with_gaps_stand_for_nothing(tmp_path):
+    tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 1, "b": 4})))
+    assert tokenizer.vocab == 5
+    assert tokenizer.pieces() == [b"", b"a", b"", b"", b"b"]
+
+
+def test_a_length_written_in_the_file_cuts_no_text(tmp_path):
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0}, truncation=cut)))
+    assert tokenizer.encode("aaaa") == [0] * 4
