@@ -1,5 +1,7 @@
 """Texts on which tokenizers differ, for comparing one with another."""
 
+# ruff: noqa: E501, RUF001  (the texts are what they are)
+
 import random
 
 CODE = """def f(x: int) -> str:\n\tif x != 0x1F:\n        return f"{x!r:>10}" + '\\n' * 3  # ünï\n\n\n"""
@@ -35,7 +37,9 @@ RANGES = [
 def strings(count: int = 400, seed: int = 0) -> list[str]:
     """HARD, each run of up to 150 spaces, and random texts from one or several ranges of Unicode."""
     chance = random.Random(seed)
-    made = [f"{a}{' ' * n}{b}" for n in range(150) for a, b in [chance.choice([("", ""), ("x", "y"), ("\n", "if")])]]
+    made = [
+        f"{a}{' ' * n}{b}" for n in range(150) for a, b in [chance.choice([("", ""), ("x", "y"), ("\n", "if")])]
+    ]
     words = " ".join(HARD[:110]).split(" ")
     for _ in range(count):
         spans = chance.choices(RANGES, k=chance.randint(1, 3))

@@ -302,7 +302,9 @@ def _cuts(model: Model) -> Iterator[str]:
         pairs = ((i, text[i - 1 : i + 1]) for i in range(1, len(text)))
         at = next((i for i, p in pairs if p not in within and (model.byte_fallback or known & {*p})), None)
         if at is None:
-            raise ValueError(f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported")
+            raise ValueError(
+                f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported"
+            )
         yield rf"(?<={re.escape(text[: at - 1])}){re.escape(text[at - 1])}(?={re.escape(text[at:])})"
 
 

@@ -109,12 +109,9 @@ class Tokenizer:
         """The whole tokenizer as the text of its tokenizer.json."""
         return self.inner.to_str(pretty=True)
 
-    @property
+    @cached_property
     def vocab(self) -> int:
         """How many ids there are, special tokens included: one more than the highest."""
-        size: int = self.inner.get_vocab_size()
-        if self.inner.id_to_token(size - 1) is not None:
-            return size
         return 1 + max(self.inner.get_vocab().values(), default=-1)
 
     @property

@@ -1,0 +1,337 @@
+"""Chat templates: the text that transformers writes, and templates that would do something else."""
+
+import json
+import os
+
+import pytest
+
+from dunes.text import chat
+
+MESSAGES = {
+    "one": [{"role": "user", "content": "Hi"}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"}],
+    "turns": [
+        {"role": "user", "content": " Two words "},
+        {"role": "assistant", "content": "Fine: <b>&amp;</b> \"'"},
+        {"role": "user", "content": "größer 漢字 😀\u2028\x00\ud800"},
+    ],
+    "long": [
+        {"role": "system", "content": "S"},
+        *({"role": r, "content": f"{r} {i}"} for i in range(4) for r in ("user", "assistant")),
+        {"role": "user", "content": ""},
+    ],
+    "empty": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}],
+    "nothing": [],
+    "no user": [{"role": "assistant", "content": "Hm"}],
+    "template": [{"role": "user", "content": "{{ 7 * 7 }} {% raise %} {{ messages }}"}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]}],
+    "call": [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant", "content": None,
+            "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "at", "arguments": {"x": "<ü>"}}}],
+        },
+        {"role": "tool", "name": "at", "tool_call_id": "abcdefghi", "content": "7 °C"},
+    ],
+}  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "at", "description": "A 'place' <ü>", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+TEMPLATES = {
+    "llama 2": """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}
+{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
+{% else %}{% set rest = messages %}{% set system = false %}{% endif %}
+{% for message in rest %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Roles must alternate user/assistant') }}
+    {% endif %}
+    {% set content = system + message['content'] if loop.first and system else message['content'] %}
+    {% if message['role'] == 'user' %}
+{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+{{ ' ' + content | trim + ' ' + eos_token }}
+    {%- endif %}
+{% endfor %}""",
+    "llama 3": """{{- bos_token }}{%- if not date is defined %}{%- set date = strftime_now("%Y") %}{%- endif %}
+{%- if messages and messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + date + "\\n" + system_message }}
+{%- if tools is not none %}{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}{{- raise_exception("one call at once") }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- "}" }}
+    {%- else %}
+        {{- message.content | tojson if message.content is mapping or message.content is iterable else message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}""",
+    "mistral v3": """{%- set user_messages = messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace() %}{%- set ns.index = 0 %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS] [" }}
+            {%- for tool in tools %}{%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}{{- '"' + key + '": ' + val | tojson }}{%- endif %}
+                    {%- if not loop.last %}{{- ", " }}{%- endif %}
+                {%- endfor %}
+                {{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
+            {%- endfor %}
+            {{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {{- "[INST] " + message.content + "[/INST]" }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}{{- raise_exception("nine letters!") }}{%- endif %}
+            {%- set out = call.function | tojson %}{{- out[:-1] }}{{- ', "id": "' + call.id + '"}' }}
+        {%- endfor %}
+        {{- "]" + eos_token }}
+    {%- elif message["role"] == "assistant" %}{{- " " + message["content"] | trim + eos_token }}
+    {%- elif message["role"] in ["tool_results", "tool"] %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + "}[/TOOL_RESULTS]" }}
+    {%- else %}{{- raise_exception("Only user and assistant roles are supported!\\nFound: " + message.role) }}{%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+{%- endfor %}{{- ns.index }}""",
+    "chatml": """{%- if tools %}{{- "# Tools" }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if loop.first and messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}
+    {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson(ensure_ascii=True) }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+    {%- elif message.role == "tool" %}
+        {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
+    "zephyr": """{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{% generation %}
+    {% set inside = 'x' %}
+{{ '<|assistant|>\n'  + message['content'] + eos_token }}
+{% endgeneration %}{{ inside }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}""",
+    "gemma": """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}
+{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+{{ '<start_of_turn>' + role + '\n' }}{% if message.content is string %}{{ message['content'] | trim }}
+{% else %}{% for part in message.content %}{% if part.type == 'image' %}{{ '<image>' }}{% continue %}{% endif %}
+{{ part['text'] | trim }}{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}""",
+    "parts of the language": """{%- macro show(m, up=false) -%}{{ m.role | upper if up else m.role | title }}{%- endmacro -%}
+  {#- a comment -#}
+    {% for m in messages %}
+        {%- if loop.index > 3 %}{% break %}{% endif %}
+{{ show(m, up=loop.first) }}: {{ m.content | default('none', true) }} {{ m.get('x', 1) }} {{ m.missing }}|
+    {%- endfor %}
+{% set d = dict(a=1, b=[1.5, none, true]) %}{{ d | tojson }}{{ d.items() | list }}{{ messages | length }}
+{{ messages | map(attribute='role') | join(',') }} {{ '%05d' % 42 }} {{ "abc"[::-1] }} {{ "a-b".split("-") | last }}
+{{ tools | tojson(indent=2, sort_keys=true) }} {{ range(3) | list }} {{ documents }} {{ '<' | e }} {{ none }}
+""",
+}
+"""Made up here, with all that the templates of these models do."""
+
+
+def theirs(template, messages, **options):
+    from transformers import PreTrainedTokenizerFast
+
+    from dunes.text import Tokenizer
+
+    inner = Tokenizer.train("bytes", []).inner
+    oracle = PreTrainedTokenizerFast(tokenizer_object=inner, **VARIABLES)
+    return oracle.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_writes_what_transformers_writes(name, prompt):
+    written = 0
+    for which, messages in MESSAGES.items():
+        options = {"add_generation_prompt": prompt, "tools": TOOLS if which in ("call", "turns") else None}
+        try:
+            want = theirs(TEMPLATES[name], messages, **options)
+        except Exception as error:
+            said = " ".join(str(error).split())[:60]
+            with pytest.raises(ValueError, match="the chat template fails: ") as caught:
+                chat.render(TEMPLATES[name], messages, variables=VARIABLES, **options)
+            assert said in str(caught.value)  # noqa: PT017
+            assert "\n" not in str(caught.value)  # noqa: PT017
+            continue
+        assert chat.render(TEMPLATES[name], messages, variables=VARIABLES, **options) == want, which
+        written += 1
+    assert written >= 4
+
+
+CANARY = """{{% set found = ({}) %}}{{{{ found }}}}"""
+ATTACKS = [
+    "''.__class__.__mro__[1].__subclasses__()",
+    "''['__class__']['__mro__']",
+    "''|attr('__class__')|attr('__mro__')",
+    "cycler.__init__.__globals__.os.popen('touch canary').read()",
+    "lipsum.__globals__['os'].system('touch canary')",
+    "joiner.__init__.__globals__.__builtins__.open('canary', 'w')",
+    "self._TemplateReference__context.eval_ctx.environment",
+    "self.__init__.__globals__.__builtins__.__import__('os').system('touch canary')",
+    "namespace.__init__.__globals__",
+    "namespace(__class__=1)",
+    "dict.__base__.__subclasses__()",
+    "dict.__globals__['sys']",
+    "raise_exception.__globals__",
+    "strftime_now.__closure__",
+    "'{0.__class__.__mro__}'.format('')",
+    "'{x.__class__}'.format_map({'x': 1})",
+    "('%s' | format('').__class__)",
+    "request.application.__globals__",
+    "config.items()",
+    "get_flashed_messages.__globals__",
+    "messages.append(1)",
+    "messages[0].update(role='system')",
+    "messages[0].pop('role')",
+    "messages|map(attribute='__class__')|list",
+    "messages|map('attr', '__class__')|list",
+    "[].__len__.__self__.__class__",
+    "(1).__class__",
+    "range.__class__",
+    "(messages|groupby('__class__'))",
+    "open('canary', 'w')",
+    "__import__('os').system('touch canary')",
+]
+STATEMENTS = [
+    "{% include '/etc/passwd' %}",
+    "{% include 'canary' ignore missing %}",
+    "{% import 'os' as os %}{{ os.system('touch canary') }}",
+    "{% from 'os' import system %}{{ system('touch canary') }}",
+    "{% extends '/etc/passwd' %}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns }}",
+    "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
+    "{% call cycler.__init__.__globals__.os.system('touch canary') %}{% endcall %}",
+    "{% do messages.append(1) %}",
+    "{% debug %}",
+]
+
+
+@pytest.mark.parametrize("attack", [CANARY.format(a) for a in ATTACKS] + STATEMENTS)
+def test_a_template_reaches_nothing_but_its_messages(attack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text("do not read")
+    monkeypatch.setenv("API_KEY", "do not read")
+    try:
+        text = chat.render(attack, MESSAGES["system"])
+    except ValueError as error:
+        text = str(error)
+    assert [p.name for p in tmp_path.iterdir()] == ["secret"]
+    for leak in ("<class", "<module", "<function", "<built-in", "do not read", "root:", "subclasses__", "[1]"):
+        assert leak not in text.replace("__subclasses__", "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the system sets no limits on a process")
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "was stopped"),
+        ("{{ 10**(10**8) }}", "was stopped"),
+        ("{{ 'a' * 10**9 }}", "MemoryError"),
+        ("{{ ('a' * messages[0].content|length * 10**9)|length }}", "MemoryError"),
+        ("{{ 'a'.center(10**10) }}", "MemoryError"),
+        ("{{ '%1000000000d' % 1 }}", "MemoryError"),
+        ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "MemoryError"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "writes more than 1048576"),
+        ("{{ 'x' * (2**20 + 1) }}", "writes more than 1048576"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "the chat template fails"),
+        ("x" * (2**18 + 1), "262145 characters; a chat template has at most 262144"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ raise_exception('a\nb\x1b[31m') }}", r"TemplateError: a b \[31m"),
+    ],
+)  # fmt: skip
+def test_a_template_is_stopped_at_its_limits(template, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        chat.render(template, MESSAGES["one"])
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+def test_the_clock_stops_what_the_system_does_not(monkeypatch):
+    monkeypatch.setattr(chat, "LIMITS", chat.LIMITS | {"RLIMIT_CPU": 60})
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    with pytest.raises(ValueError, match="stopped after 1 s"):
+        chat.render("{{ 10**(10**8) }}", [])
+
+
+def test_as_much_as_may_be_written_is_written():
+    assert len(chat.render("{{ 'ü\n' * 2**19 }}", [])) == 2**20
+
+
+def test_what_is_no_data_is_refused():
+    with pytest.raises(ValueError, match="cannot be given these messages"):
+        chat.render("", [{"role": "user", "content": object()}])
+    circle = []
+    circle.append(circle)
+    with pytest.raises(ValueError, match="cannot be given these messages"):
+        chat.render("", [{"content": circle}])
+
+
+def test_names_of_the_caller_do_not_hide_the_messages():
+    assert chat.render("{{ messages }}{{ x }}", [], variables={"messages": 1, "x": "{{ 2 }}"}) == "[]{{ 2 }}"
+
+
+def test_a_folder_has_a_template_in_one_of_three_ways(tmp_path):
+    assert chat.template(tmp_path) is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text("{}")
+    assert chat.template(tmp_path) is None
+    config.write_text(json.dumps({"chat_template": "a ö"}))
+    assert chat.template(tmp_path) == "a ö"
+    named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert chat.template(tmp_path) == "c"
+    (tmp_path / "chat_template.jinja").write_text("d ö\n", encoding="utf-8")
+    assert chat.template(tmp_path) == "d ö\n"
+
+
+@pytest.mark.parametrize("found", [7, {}, [], [{"name": "x", "template": "y"}], [1], [{"name": "default"}]])
+def test_a_template_that_is_none_is_named(found, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: chat_template is no text"):
+        chat.template(tmp_path)
+
+
+def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
+    path = tmp_path / "chat_template.jinja"
+    for content, said in ((b"\xff", "not UTF-8"), (b"x" * (2**18 + 1), "at most"), (b"x" * 2**21, "at most")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"chat_template\.jinja: .*{said}"):
+            chat.template(tmp_path)
