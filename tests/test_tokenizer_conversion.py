@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from dunes.text import Stream, Tokenizer, sentencepiece, tekken
+
+# ruff: noqa: E501  (tables)
 from hard_strings import strings
 
 spm = pytest.importorskip("sentencepiece")
