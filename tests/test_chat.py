@@ -26,6 +26,7 @@ MESSAGES = {
     "no user": [{"role": "assistant", "content": "Hm"}],
     "template": [{"role": "user", "content": "{{ 7 * 7 }} {% raise %} {{ messages }}"}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]}],
+    "thought": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "reasoning": "Hm", "x": None}],
     "call": [
         {"role": "user", "content": "Weather?"},
         {
@@ -161,7 +162,7 @@ TEMPLATES = {
     {%- endfor %}
 {% set d = dict(a=1, b=[1.5, none, true]) %}{{ d | tojson }}{{ d.items() | list }}{{ messages | length }}
 {{ messages | map(attribute='role') | join(',') }} {{ '%05d' % 42 }} {{ "abc"[::-1] }} {{ "a-b".split("-") | last }}
-{{ tools | tojson(indent=2, sort_keys=true) }} {{ range(3) | list }} {{ documents }} {{ '<' | e }} {{ none }}
+{{ tools | tojson(indent=2, sort_keys=true) }} {{ range(3) | list }} {{ documents }} {{ '<' | e }} {{ messages[-1] | tojson }} {{ none }}
 """,
 }
 """Made up here, with all that the templates of these models do."""

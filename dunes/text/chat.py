@@ -22,6 +22,9 @@ LIMIT_TEMPLATE, LIMIT_OUTPUT = 1 << 18, 1 << 20
 SECONDS = 5
 """How long a template may take, by the clock."""
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Under which names a message brings what its writer thought; templates read the first two."""
+
 LIMITS = {
     "RLIMIT_CPU": 2,
     "RLIMIT_AS": 1 << 28,
@@ -82,7 +85,7 @@ def render(
     `variables` are more names for the template, such as `bos_token`. Encode the text with `special=True`.
     Raises ValueError if the template refuses the messages, fails, or passes a limit.
     """
-    words = {**(variables or {}), "messages": messages, "tools": tools, "documents": None}
+    words = {**(variables or {}), "messages": [_told(m) for m in messages], "tools": tools, "documents": None}
     request = {
         "template": _sized(template, "the chat template"),
         "words": words | {"add_generation_prompt": add_generation_prompt},
@@ -98,6 +101,13 @@ def render(
         text = "".join(c if c.isprintable() else " " for c in str(answer.get("error")))
         raise ValueError(f"the chat template fails: {text[:300]}")
     return str(answer["text"])
+
+
+def _told(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates get it: nothing is missing rather than None, and reasoning has both of its names."""
+    told = {k: v for k, v in message.items() if v is not None}
+    reasoning = next((told[k] for k in REASONING if k in told), None)
+    return told if reasoning is None else {"thinking": reasoning, **told, "reasoning_content": reasoning}
 
 
 def _asked(request: str) -> dict[str, Any]:
