@@ -304,6 +304,8 @@ def test_as_much_as_may_be_written_is_written():
 def test_what_is_no_data_is_refused():
     with pytest.raises(ValueError, match="cannot be given these messages"):
         chat.render("", [{"role": "user", "content": object()}])
+    with pytest.raises(ValueError, match="a message is a mapping with 'role' and 'content', found str"):
+        chat.render("", ["hello"])
     circle = []
     circle.append(circle)
     with pytest.raises(ValueError, match="cannot be given these messages"):

@@ -229,6 +229,27 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
     assert list(tokenizer.encode_document(["a\n", "\nb"])) == [tokenizer.encode("a\n\nb")]
 
 
+def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
+    from dunes.generate import sampler
+    from dunes.runs import write
+
+    asked = []
+
+    def generate(model, ids, **options):
+        asked.append((ids, options.get("stop")))
+        yield from ()
+
+    monkeypatch.setattr(write, "generate", generate)
+    tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
+    assert list(write.write(None, tokenizer, 64, "to", 9, sampler(0.0))) == []
+    write.complete_line(None, tokenizer, 64, "(x, y): ")
+    own = Tokenizer.train("bytes", [])
+    assert list(write.write(None, own, 64, "to", 9, sampler(0.0))) == []
+    assert asked[0] == ([1, *tokenizer.encode("to")], {2})
+    assert asked[1][0][0] == 1
+    assert asked[2] == ([own.end, *own.encode("to")], {own.end})
+
+
 def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
     for kind in ("bpe", "bytes", "chars"):
         tokenizer = Tokenizer.train(kind, ["abc\n"], 300)

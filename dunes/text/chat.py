@@ -105,6 +105,8 @@ def render(
 
 def _told(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates get it: nothing is missing rather than None, and reasoning has both of its names."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"a message is a mapping with 'role' and 'content', found {type(message).__name__}")
     told = {k: v for k, v in message.items() if v is not None}
     reasoning = next((told[k] for k in REASONING if k in told), None)
     return told if reasoning is None else {"thinking": reasoning, **told, "reasoning_content": reasoning}
