@@ -5,6 +5,10 @@ The file is one protobuf message, of which the few fields that decide ids are re
 https://protobuf.dev/programming-guides/encoding/). Byte pairs: sentencepiece joins the two neighbours
 whose joined piece has the highest score, the leftmost first. A piece is only ever reached by the join
 that comes last when it is encoded alone, so one merge a piece, ordered by score, gives the same ids.
+
+One thing is not equal: where a model maps characters (nmt_nfkc; no LLaMA or Mistral does), the library
+maps a letter and its combining marks at once, and ids of text with several marks on a letter, of jamo,
+or of nothing but control characters can differ.
 """
 
 import math
