@@ -16,15 +16,6 @@ from dunes.models import FAMILIES
 from dunes.models.names import Names, fields, to_theirs
 from dunes.text import Tokenizer
 
-BESIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "tekken.json",
-)
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not carried over: they speak of code, or of what we write anew."""
 
@@ -47,8 +38,12 @@ def convert(
     weights = source.weights()
     if dtype is not None:
         weights = cast(weights, dtype)
+    tokenizer = _tokenizer(source)
     words = _words(source, dtype)
     names, said = _form(form, words, source)
+    if tokenizer is not None and form == "hf":
+        ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
+        said = {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context)}
     moves, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     theirs = moved(moves, weights)
@@ -58,7 +53,9 @@ def convert(
         stream.write(staged, theirs, "consolidated.safetensors" if form == "native" else stream.SINGLE)
         for name, content in said.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
-        _beside(source.folder, staged, form)
+        _copied(source.folder, staged)
+        if tokenizer is not None:
+            tokenizer.save(staged)
         rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
         verified.append(verify(source, opened(staged), rounded))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
@@ -104,14 +101,17 @@ def _form(form: str, words: dict[str, Any], source: Source) -> tuple[Names, dict
     raise ValueError(f"no form is called {form!r}; there are hf and native")
 
 
-def _beside(source: Path, staged: Path, form: str) -> None:
-    """What belongs to the tokenizer: copied, and tokenizer.json made where there was only another form."""
-    for path in sorted(source.iterdir()):
-        if path.name in BESIDE or path.name.startswith("tokenizer.model"):
+def _tokenizer(source: Source) -> Tokenizer | None:
+    """The source's tokenizer; weights may come without one. Raises ValueError for one that does not open."""
+    there = any((source.folder / name).exists() for name in ("tokenizer.json", "tekken.json"))
+    return Tokenizer.load(source.folder) if there or [*source.folder.glob("tokenizer.model*")] else None
+
+
+def _copied(source: Path, staged: Path) -> None:
+    """The tokenizer in the form that it came in, beside the one that we write."""
+    for path in (*source.glob("tokenizer.model*"), source / "tekken.json"):
+        if path.is_file():
             shutil.copyfile(path, staged / path.name)
-    there = any((staged / name).exists() for name in ("tokenizer.json", "tekken.json", "tokenizer.model"))
-    if form == "hf" and there and not (staged / "tokenizer.json").exists():
-        Tokenizer.load(staged).save(staged)
 
 
 def _card(source: Source, verified: Verified, facts: Mapping[str, Any]) -> dict[str, Any]:

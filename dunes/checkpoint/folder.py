@@ -15,16 +15,17 @@ from dunes import __version__
 from dunes.checkpoint import atomic, json_file, stream
 from dunes.checkpoint.say import said
 from dunes.checkpoint.source import CONFIG, Source, opened
-from dunes.checkpoint.stored import Stored, Weights, cast, held, moved
+from dunes.checkpoint.stored import Stored, cast, held, moved
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.models.outline import outline
 from dunes.parts import Decoder
-from dunes.text import END, Tokenizer
+from dunes.text import Tokenizer
 
 CARD = "dunes.json"
 FORMAT = 1
 READY = ".ready"
+IDS = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,13 @@ def save(
     moves, unknown = to_theirs(family.NAMES, state)
     assert not unknown, "a family has a name for each of its weights"
     weights = moved(moves, state)
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
 
     def fill(staged: Path) -> None:
         stream.write(staged, weights)
         tokenizer.save(staged)
-        for name, content in _beside(family.to_hf(words.config), tokenizer, context, weights).items():
+        config = family.to_hf(words.config) | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
+        for name, content in {CONFIG: config, **beside(tokenizer, context)}.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         write_card(staged, {"family": words.family, "context": context, "changes": [], **(facts or {})})
 
@@ -102,15 +105,12 @@ def _make_way(folder: Path, ready: Path) -> None:
             old.unlink(missing_ok=True)
 
 
-def _beside(words: dict[str, Any], tokenizer: Tokenizer, context: int, weights: Weights) -> dict[str, Any]:
-    """The JSON files that belong to a Hugging Face folder."""
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    end, pad = tokenizer.end, tokenizer.special("<|fim_pad|>")
-    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
-    names = {"eos_token": END, "pad_token": "<|fim_pad|>"}
-    return {
-        CONFIG: words | ids | {"dtype": dtype, "torch_dtype": dtype},
-        "generation_config.json": {"eos_token_id": end, "pad_token_id": pad},
+def beside(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
+    """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
+    names = tokenizer.named
+    ids = special_ids(tokenizer)
+    made = {
+        "generation_config.json": {k: v for k, v in ids.items() if v is not None},
         "tokenizer_config.json": names
         | {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -119,6 +119,13 @@ def _beside(words: dict[str, Any], tokenizer: Tokenizer, context: int, weights: 
         },
         "special_tokens_map.json": names,
     }
+    return {name: content for name, content in made.items() if name not in tokenizer.beside}
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """What config.json says of special tokens."""
+    names = tokenizer.named
+    return {f"{n}_token_id": tokenizer.special(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:

@@ -22,12 +22,13 @@ from dunes.text.pairs import LETTER
 from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
+PAD = "<|fim_pad|>"
 SPECIAL = (
     END,
     "<|fim_prefix|>",
     "<|fim_middle|>",
     "<|fim_suffix|>",
-    "<|fim_pad|>",
+    PAD,
     "<|repo_name|>",
     "<|file_sep|>",
     "<|im_start|>",
@@ -40,15 +41,28 @@ KINDS = ("bpe", "bytes", "chars")
 LIMIT_BYTES, LIMIT_IDS = 1 << 27, 1 << 22
 """The largest tokenizer file that is read, and the highest id that it may have."""
 
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""Files that say which tokens are special, which end a text, and how a conversation is written."""
+
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _T = TypeVar("_T")
 
 
 class Tokenizer:
-    """Text to ids and back. `encode(decode(ids)) == ids` need not hold; `decode(encode(text)) == text` does."""
+    """Text to ids and back. `encode(decode(ids)) == ids` need not hold; `decode(encode(text)) == text` does.
+
+    `beside` are the contents of the files in its folder that belong to it, as other tools wrote them.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer, found: Marks = Marks()) -> None:  # noqa: B008  (frozen)
         self.inner, self._marks = inner, found
+        self.beside: dict[str, bytes] = {}
         # A document that happens to contain "<|endoftext|>" has not ended there.
         self.inner.encode_special_tokens = True
         # Some files cut each text at a length that has nothing to do with it.
@@ -99,11 +113,15 @@ class Tokenizer:
         if (size := path.stat().st_size) > LIMIT_BYTES:
             raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {LIMIT_BYTES}")
         inner = _tried(f"{path}: not a tokenizer", lambda: _MAKERS[path.suffixes[0]](path))
-        return cls(inner, marks(folder, inner.token_to_id))
+        loaded = cls(inner, marks(folder, inner.token_to_id))
+        loaded.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+        return loaded
 
     def save(self, folder: Path | str) -> None:
-        """Write tokenizer.json into the folder."""
+        """Write tokenizer.json into the folder, and what was beside it where it came from."""
         (Path(folder) / "tokenizer.json").write_text(self.json(), encoding="utf-8")
+        for name, content in self.beside.items():
+            (Path(folder) / name).write_bytes(content)
 
     def json(self) -> str:
         """The whole tokenizer as the text of its tokenizer.json."""
@@ -142,6 +160,13 @@ class Tokenizer:
     def stops(self) -> set[int]:
         """The ids after which a model has nothing more to say."""
         return {self.end, *self._marks.stops}
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Its special tokens by the names that Hugging Face's files have for them."""
+        begin = [i for i in self.begin if i != self.end]
+        ids = {"eos": self.end, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
+        return {f"{name}_token": str(self.inner.id_to_token(i)) for name, i in ids.items() if i is not None}
 
     def prompt(self, text: str) -> list[int]:
         """The ids after which a model writes on with this text; at least one, since a model needs one."""
