@@ -436,7 +436,7 @@ def test_the_commands(tmp_path, capsys):
     assert (status, "differ by" in out, "next: dunes generate" in out) == (0, True, True)
     status, out, _ = command(capsys, "inspect", tmp_path / "native")
     assert status == 0
-    assert "in native's form" in out
+    assert "native form" in out
     assert "loads       yes" in out
     status, out, _ = command(capsys, "convert", tmp_path / "native", tmp_path / "back", "--dtype", "bfloat16")
     assert status == 0

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from dunes.checkpoint import atomic, folder, json_file, native, stream
 from dunes.checkpoint.source import CONFIG, Source, opened
-from dunes.checkpoint.stored import cast, moved
+from dunes.checkpoint.stored import cast, counted, moved
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
 from dunes.models.names import Names, fields, to_theirs
@@ -20,6 +21,9 @@ FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_
 """Keys of a config.json that are not carried over: they speak of code, or of what we write anew."""
 
 
+Show = Callable[[str, float], None]
+
+
 def convert(
     source: Source,
     out: Path,
@@ -27,43 +31,52 @@ def convert(
     dtype: torch.dtype | None = None,
     form: str = "hf",
     facts: Mapping[str, Any] | None = None,
+    show: Show = lambda what, share: None,
 ) -> Verified:
     """Write the source's model as a new folder, Hugging Face's form (`hf`) or Mistral's own (`native`).
 
-    Tensor by tensor, so that no more than one of them has to be in memory; under another name until
-    all is written, read again and found equal; `facts` about the source go into the card. Raises ValueError before
-    anything is written for a source that is not whole, an `out` that is there, or an unknown form.
+    Tensor by tensor, so that no more than one of them has to be in memory; under another name until all
+    is written, read again and found equal. `facts` about the source go into the card, `show` is told what
+    is going on and which share is done. Raises ValueError before anything is written for a source that is
+    not whole, an `out` that is there, or an unknown form, and after it if the result is another model.
     """
     _new(source.folder, out)
-    weights = source.weights()
-    if dtype is not None:
-        weights = cast(weights, dtype)
+    weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = _tokenizer(source)
-    words = _words(source, dtype)
-    names, said = _form(form, words, source)
-    if tokenizer is not None and form == "hf":
-        ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
-        said = {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context)}
+    names, said = _form(form, source, dtype, tokenizer)
     moves, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     theirs = moved(moves, weights)
+    size = sum(w.nbytes for w in theirs.values())
+    tick = _ticking(size + sum(w.nbytes for w in source.files.values()) + size, show)
     verified: list[Verified] = []
 
     def fill(staged: Path) -> None:
-        stream.write(staged, theirs, "consolidated.safetensors" if form == "native" else stream.SINGLE)
+        single = "consolidated.safetensors" if form == "native" else stream.SINGLE
+        stream.write(staged, counted(theirs, partial(tick, "writing")), single)
         for name, content in said.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copied(source.folder, staged)
         if tokenizer is not None:
             tokenizer.save(staged)
         rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
-        verified.append(verify(source, opened(staged), rounded))
+        verified.append(verify(source, opened(staged), rounded, partial(tick, "comparing")))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
-    size = sum(w.nbytes for w in theirs.values())
     atomic.write_folder(out / folder.READY, fill, size)
     folder.settle(out)
     return verified[0]
+
+
+def _ticking(total: int, show: Show) -> Callable[[str, int], None]:
+    done = 0
+
+    def tick(what: str, size: int) -> None:
+        nonlocal done
+        done += size
+        show(what, done / total)
+
+    return tick
 
 
 def _new(source: Path, out: Path) -> None:
@@ -92,13 +105,20 @@ def _words(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
     return kept | said | {"dtype": kind, "torch_dtype": kind}
 
 
-def _form(form: str, words: dict[str, Any], source: Source) -> tuple[Names, dict[str, dict[str, Any]]]:
+def _form(
+    form: str, source: Source, dtype: torch.dtype | None, tokenizer: Tokenizer | None
+) -> tuple[Names, dict[str, dict[str, Any]]]:
     """The table of names and the JSON files of a form. Raises ValueError for an unknown one."""
-    if form == "hf":
-        return FAMILIES[source.family].NAMES, {CONFIG: words}
+    words = _words(source, dtype)
     if form == "native":
         return native.names(words), {native.PARAMS: native.params(words)}
-    raise ValueError(f"no form is called {form!r}; there are hf and native")
+    if form != "hf":
+        raise ValueError(f"no form is called {form!r}; there are hf and native")
+    names = FAMILIES[source.family].NAMES
+    if tokenizer is None:
+        return names, {CONFIG: words}
+    ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
+    return names, {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context)}
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:

@@ -1,7 +1,8 @@
 """Tensors that lie in files: known by name, shape and dtype before a single number is read."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -70,6 +71,16 @@ def _made(move: Move, sources: list[Stored]) -> Stored:
             source.forget()
 
     return Stored(shape, sources[0].dtype, origin, read, forget)
+
+
+def counted(weights: Weights, tick: Callable[[int], None]) -> dict[str, Stored]:
+    """The same tensors; `tick` is told the bytes of each when it is let go."""
+
+    def forget(stored: Stored) -> None:
+        stored.forget()
+        tick(stored.nbytes)
+
+    return {k: replace(w, forget=partial(forget, w)) for k, w in weights.items()}
 
 
 def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Stored]:

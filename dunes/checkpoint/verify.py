@@ -1,6 +1,6 @@
 """Whether two folders hold one model: logits on fixed prompts, one module's weights in memory at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from dunes.checkpoint import native
 from dunes.checkpoint.differences import compare
 from dunes.checkpoint.source import Source
-from dunes.checkpoint.stored import Weights
+from dunes.checkpoint.stored import Weights, counted
 from dunes.models.outline import outline
 from dunes.parts import Attention, Decoder
+
+Tick = Callable[[int], None]
 
 PROMPTS, TOKENS = 2, 16
 EXACT = 1e-4
@@ -49,14 +51,16 @@ class Verified:
         )
 
 
-def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> Verified:
+def verify(
+    source: Source, result: Source, dtype: torch.dtype | None = None, tick: Tick = lambda size: None
+) -> Verified:
     """Compare two models, whose weights were rounded to `dtype` on the way if that is given.
 
-    Raises ValueError if they differ by more than that explains.
+    `tick` is told the bytes of each tensor that was used. Raises ValueError if they differ by more than that explains.
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config reads {result.config}, not {source.config}")
-    before, after = logits(source), logits(result)
+    before, after = logits(source, tick), logits(result, tick)
     tolerance = EXACT if dtype is None else max(EXACT, ROUNDED * torch.finfo(dtype).eps)
     difference = float((after - before).abs().max())
     agree = float((after.argmax(-1) == before.argmax(-1)).float().mean())
@@ -66,7 +70,7 @@ def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> 
     return found
 
 
-def logits(source: Source) -> Tensor:
+def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     """Logits (PROMPTS, TOKENS, V) of the fixed prompts.
 
     A native model runs as its own code runs it: weights as they lie, rotary positions on adjacent pairs.
@@ -81,7 +85,7 @@ def logits(source: Source) -> Tensor:
     weights, _ = compare(source.expected, source.files, names, source.ignored)
     vocab, context = source.config.vocab, source.config.context
     ids = torch.randint(vocab, (PROMPTS, min(TOKENS, context)), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), _streamed(model, weights):
+    with torch.no_grad(), _streamed(model, counted(weights, tick)):
         result: Tensor = model(ids)
     return result
 

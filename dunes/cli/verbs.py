@@ -263,16 +263,26 @@ def export(
 
 
 def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | None = None) -> None:
+    from time import monotonic
+
     import torch
 
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, table
     from dunes.checkpoint.folder import checked
+    from dunes.runs.progress import Display, duration
 
     found = checkpoint.local(model)
     source = checked(found.folder, None if names is None else table(names))
-    kind = None if dtype is None else getattr(torch, dtype)
-    print(f"{out}: {convert(source, out, dtype=kind, form=form, facts=found.origin)}")
+    kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
+    with Display() as display:
+
+        def show(what: str, share: float) -> None:
+            left = (monotonic() - start) * (1 / share - 1)
+            display.state(f"{what}, {duration(left)} left", share)
+
+        verified = convert(source, out, dtype=kind, form=form, facts=found.origin, show=show)
+    print(f"{out}: {verified}")
     print(f'next: dunes generate {out} "..."')
 
 
