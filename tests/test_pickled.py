@@ -427,6 +427,7 @@ BODIES = {
     "a number alone": b"K\1",
     "an empty dict": b"}",
     "both state_dict and model": pairs(state_dict=pairs(a=tensor()), model=pairs(b=tensor())),
+    "a tensor beside the model": pairs(model=pairs(a=tensor()), head=tensor()),
     "a name twice": b"}(" + text("a") + pairs(b=tensor()) + text("a.b") + tensor() + b"u",
     "name of a path": b"}" + text("../../etc/passwd\0") + tensor() + b"s",
     "name with a line break": b"}" + text("a\nb") + tensor() + b"s",

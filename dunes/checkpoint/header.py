@@ -18,7 +18,7 @@ import torch
 from dunes.checkpoint.mapped import Mapped, unusable
 from dunes.checkpoint.stored import Stored
 
-LENGTH = 100_000_000
+LENGTH = 32_000_000
 TENSORS = 100_000
 NAME = 512
 # Commas and brackets bound what JSON becomes in memory. A tensor of 8 dimensions has 14; texts of the metadata

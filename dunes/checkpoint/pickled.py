@@ -375,6 +375,8 @@ def _named(found: object) -> dict[str, _Tensor]:
     inner = [key for key in ("state_dict", "model") if type(found.get(key)) is dict]
     if len(inner) > 1:
         raise ValueError("it has both a 'state_dict' and a 'model', so that it is not clear which is meant")
+    if inner and any(isinstance(value, _Tensor) for value in found.values()):
+        raise ValueError(f"it has tensors beside its {inner[0]!r}, so that it is not clear which are meant")
     result: dict[str, _Tensor] = {}
     _gather(found[inner[0]] if inner else found, "", _DEPTH, result, [_ITEMS])
     if not result:

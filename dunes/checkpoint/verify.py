@@ -56,7 +56,8 @@ def verify(
 ) -> Verified:
     """Compare two models, whose weights were rounded to `dtype` on the way if that is given.
 
-    `tick` is told the bytes of each tensor that was used. Raises ValueError if they differ by more than that explains.
+    `tick` is told the bytes of each tensor that was used. Raises ValueError if they differ by more than that
+    explains.
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config reads {result.config}, not {source.config}")
