@@ -1,0 +1,115 @@
+"""A mixture of experts in its two forms, and beside a dense MLP of as many active parameters.
+
+    python benchmarks/experts.py [--threads 1]
+
+Experts: the forms take turns, and the least of several rounds counts, forward without gradients and
+forward with backward. The last line is JSON. Figures: dunes/ops/experts.py, LOG.md.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dunes.models.experts import mixture
+from dunes.ops import experts as forms
+from dunes.parts import GatedMLP, MoE
+
+SHAPES = [(8, 256, 96, 2), (8, 512, 512, 2), (64, 256, 96, 8)]
+TOKENS = (1, 16, 256, 1024)
+
+
+def seconds(works: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
+    """The least time of each, by turns."""
+    least = dict.fromkeys(works, float("inf"))
+    for _ in range(rounds):
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            least[name] = min(least[name], time.perf_counter() - began)
+    return least
+
+
+def forward(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    def work() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return work
+
+
+def training(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    def work() -> None:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+            model(x.float()).float().square().mean().backward()
+
+    return work
+
+
+def in_form(form: str, work: Callable[[], object]) -> Callable[[], object]:
+    def chosen() -> None:
+        usual = forms.fits
+        forms.fits = lambda x, weights, each: form == "grouped"
+        try:
+            work()
+        finally:
+            forms.fits = usual
+
+    return chosen
+
+
+def row(shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype) -> dict[str, object]:
+    """Milliseconds of both forms, and thousands of tokens/s of the mixture and of the dense MLP."""
+    experts, dim, hidden, top_k = shape
+    model: MoE = mixture(dim, [GatedMLP(dim, hidden) for _ in range(experts)], top_k)
+    dense, x = GatedMLP(dim, hidden * top_k), torch.randn(tokens, dim, dtype=dtype)
+    trained = {f: in_form(f, training(model, x)) for f in ("plain", "grouped")} | {"dense": training(dense, x)}
+    train = seconds(trained)
+    model, dense = model.to(dtype), dense.to(dtype)
+    forwards = {f: in_form(f, forward(model, x)) for f in ("plain", "grouped")} | {"dense": forward(dense, x)}
+    infer = seconds(forwards)
+
+    def figures(times: dict[str, float]) -> dict[str, float]:
+        mixed = min(times["plain"], times["grouped"])
+        return {
+            "plain_ms": round(times["plain"] * 1e3, 2),
+            "grouped_ms": round(times["grouped"] * 1e3, 2),
+            "moe_ktok_s": round(tokens / mixed / 1e3, 1),
+            "dense_ktok_s": round(tokens / times["dense"] / 1e3, 1),
+        }
+
+    return {
+        "experts": experts,
+        "dim": dim,
+        "hidden": hidden,
+        "top_k": top_k,
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "inference": figures(infer),
+        "training": figures(train),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="one small shape, to see that it runs")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    shapes, tokens = (SHAPES[:1], TOKENS[:2]) if given.quick else (SHAPES, TOKENS)
+    rows = [row(s, n, d) for d in (torch.float32, torch.bfloat16) for s in shapes for n in tokens]
+    for r in rows:
+        print(
+            f"{r['dtype']:9} {r['experts']} x {r['dim']} x {r['hidden']}, {r['top_k']} of them, {r['tokens']} tokens"
+        )
+        for phase in ("inference", "training"):
+            print(f"    {phase:10}", r[phase])
+    print(json.dumps({"threads": given.threads, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
