@@ -103,9 +103,7 @@ def main() -> None:
     shapes, tokens = (SHAPES[:1], TOKENS[:2]) if given.quick else (SHAPES, TOKENS)
     rows = [row(s, n, d) for d in (torch.float32, torch.bfloat16) for s in shapes for n in tokens]
     for r in rows:
-        print(
-            f"{r['dtype']:9} {r['experts']} x {r['dim']} x {r['hidden']}, {r['top_k']} of them, {r['tokens']} tokens"
-        )
+        print("{dtype:9} {experts} x {dim} x {hidden}, {top_k} of them, {tokens} tokens".format(**r))
         for phase in ("inference", "training"):
             print(f"    {phase:10}", r[phase])
     print(json.dumps({"threads": given.threads, "rows": rows}))

@@ -52,6 +52,12 @@ def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_are_measured_in_both_forms_and_beside_a_dense_mlp():
+    rows = last_line("experts.py", "--quick")["rows"]
+    assert all(r[phase]["moe_ktok_s"] > 0 for r in rows for phase in ("inference", "training"))
+
+
+@pytest.mark.slow
 def test_what_a_save_costs_is_said():
     assert last_line("save.py", "--size", "300k", "--rounds", 1, "--steps", 2)["blocked_seconds"] > 0
 
