@@ -70,8 +70,10 @@ def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor
     ends = of_each.cumsum(0).to(torch.int32)
 
     def times(rows: Tensor, weight: Tensor) -> Tensor:
-        # Neither grouped_mm nor a custom operator knows autocast.
-        y: Tensor = product(rows, weight.to(dtype), ends)
+        weight = weight.to(dtype)  # neither grouped_mm nor a custom operator knows autocast
+        if not torch.is_grad_enabled() and not isinstance(rows, FakeTensor):
+            return F.grouped_mm(rows, weight.mT, offs=ends)  # a custom operator's first call takes a second
+        y: Tensor = product(rows, weight, ends)
         return y
 
     rows = x.index_select(0, token).to(dtype)
