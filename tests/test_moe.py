@@ -1,6 +1,8 @@
 """A mixture of experts: its forms agree, its routing is fixed, its weights stay packed; and caches that roll."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -241,6 +243,40 @@ def test_the_task_alone_moves_the_router():
     model = small(balance=0.0)
     model.nats(ids()[:, :-1], ids()[:, 1:])[0].backward()
     assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in model.blocks)
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from dunes.models.experts import mixture
+from dunes.parts import GatedMLP
+torch.set_num_threads(1)
+def make():
+    torch.manual_seed(0); return mixture(16,[GatedMLP(16,24) for _ in range(4)],1,renormalise=False)
+xs=[torch.randn(6,16,generator=torch.Generator().manual_seed(r))+(3 if r else -3) for r in range(2)]
+ref=make(); (sum(ref(x).square().sum() for x in xs)/2).backward()
+used = [set(ref.route(ref.router(x))[0].flatten().tolist()) for x in xs]
+assert not used[0] & used[1], used
+want={n:p.grad for n,p in ref.named_parameters()}
+dist.init_process_group("gloo"); r=dist.get_rank()
+m=make(); mesh=init_device_mesh("cpu",(2,))
+for e in m.experts: fully_shard(e,mesh=mesh)
+fully_shard(m,mesh=mesh)
+for _ in range(2):
+    m.zero_grad(); m(xs[r]).square().sum().backward()
+for n, p in m.named_parameters():
+    assert torch.allclose(p.grad.full_tensor(), want[n], rtol=1e-5, atol=1e-5), n
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_sharded_experts_get_the_same_gradients_where_ranks_use_different_ones(tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # Rolling caches.
