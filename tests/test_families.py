@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dunes import tree
-from dunes.models import FAMILIES, family_of, ignored, spellings
-from dunes.models.names import to_ours
+from dunes.models import FAMILIES, family_of, spellings
+from dunes.models.names import numbers, to_ours
 from dunes.models.outline import parameters
 from dunes.ops import rotary
 from dunes.parts import Attention, Context, Rotary
@@ -16,6 +16,10 @@ from dunes.runs.plan import Plan, config_for
 
 LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 MOE = ["mixtral", "qwen3_moe"]
+
+
+def ignored(family, key):
+    return any(numbers(template, key) is not None for template in FAMILIES[family].IGNORED)
 
 
 def words(family):

@@ -61,8 +61,8 @@ def generate_all(
     for _ in range(limit):
         if cache is None or cache.bound + 1 > context:
             kept = context if cache is None else max(1, context // 2)
-            cache = cache_for(model, len(texts), context, _device(model))
             new = [text[-kept:] for text in texts]
+            cache = cache_for(model, len(texts), min(context, max(map(len, new)) + limit), _device(model))
         with torch.no_grad(), tree.mode(model, False):
             logits = _forward(model, new, cache)
             chosen = sample(logits, texts)

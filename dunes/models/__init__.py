@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from dunes.models import arcee, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from dunes.models.names import Names, fits
+from dunes.models.names import Names
 
 FAMILIES: dict[str, ModuleType] = {
     "arcee": arcee,
@@ -33,8 +33,3 @@ def family_of(hf: dict[str, Any]) -> str:
 def spellings(family: str) -> Names:
     """Every name under which a weight of this family may be found, the one that is written first."""
     return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALSO", ())]
-
-
-def ignored(family: str, key: str) -> bool:
-    """Whether files of this family may hold a tensor of this name that is no weight."""
-    return any(fits(template, key) for template in getattr(FAMILIES[family], "IGNORED", ()))

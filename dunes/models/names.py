@@ -131,11 +131,6 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>0|[1-9]\\d{0,8})", re.escape(template)), re.ASCII)
 
 
-def fits(template: str, key: str) -> bool:
-    """Whether `key` has the template's form."""
-    return numbers(template, key) is not None
-
-
 def numbers(template: str, key: str) -> dict[str, str] | None:
     """The numbers in `key` if it has the template's form."""
     found = _pattern(template).fullmatch(key)
