@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +173,13 @@ def checked(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
 
 
 def _alike(source: Source, weights: dict[str, Stored]) -> dict[str, Stored]:
-    """The weights in one dtype: the config's where the files hold several."""
+    """The weights in one dtype: of several in the files the config's, or else one that holds them all."""
     kinds = {w.dtype for w in weights.values()}
     if len(kinds) == 1:
         return weights
     said = str(source.words.get("dtype") or source.words.get("torch_dtype"))
     named = [k for k in kinds if str(k).removeprefix("torch.") == said]
-    return cast(weights, named[0] if named else max(kinds, key=lambda k: k.itemsize))
+    return cast(weights, named[0] if named else reduce(torch.promote_types, kinds))
 
 
 def _agree(source: Source, tokenizer: Tokenizer) -> None:

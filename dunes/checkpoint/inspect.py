@@ -25,6 +25,7 @@ SHOWN = 40
 def inspect(source: Source) -> Iterator[str]:
     """Lines about a folder: what it is, what it takes, and every difference from what it should be."""
     files, config = source.files, source.config
+    _ = source.expected  # refuses what cannot be built
     size = sum(w.nbytes for w in files.values())
     yield f"family      {source.family}, {source.form} form: {len(files)} tensors, {_bytes(size)}"
     yield f"config      {', '.join(f'{f.name} {_word(getattr(config, f.name))}' for f in fields(config))}"

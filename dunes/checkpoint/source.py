@@ -1,23 +1,29 @@
 """What lies in a model folder, in whatever form it came: known from headers alone."""
 
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from dunes import tree
 from dunes.checkpoint import header, json_file, native, pickled
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.stored import Stored, Weights, held, moved
 from dunes.models import FAMILIES, family_of, spellings
 from dunes.models.names import Names, filled, numbers, to_theirs
-from dunes.models.outline import outline, parameters
+from dunes.models.outline import outline
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 """One file, or the same name with .index.json for several."""
+ADAPTER = "adapter_config.json"
 MOST_SHARDS = 10_000
+MOST_TENSORS = 200_000
+"""A mixture of 384 experts in 60 blocks has 70,000; each takes time to make even without numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,8 @@ class Source:
     @cached_property
     def config(self) -> Any:
         """Raises ValueError for what cannot be built."""
-        try:
+        with _blaming(self.folder / (native.PARAMS if self.form == "native" else CONFIG)):
             return FAMILIES[self.family].from_hf(dict(self.words))
-        except KeyError as key:
-            raise ValueError(f"{self.folder / CONFIG}: {key} is missing") from None
-        except (TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{self.folder / CONFIG}: {error}") from None
 
     @cached_property
     def expected(self) -> dict[str, Stored]:
@@ -57,13 +59,30 @@ class Source:
 
         Raises ValueError if they are far more than the files hold, before anything is built.
         """
-        described, there = parameters(self.family, self.config), sum(_numbers(w) for w in self.files.values())
-        if described > 2 * there + (1 << 20):
+        self._bounded(self.files.values())
+        return held(outline(self.family, self.config).state_dict(), self.form)
+
+    def _bounded(self, files: Iterable[Stored]) -> None:
+        """Raise ValueError if these files hold far less than the config describes."""
+        sizes = [_numbers(w) for w in files]
+        there, slack = sum(sizes), 1 << 20
+        try:
+            numbers, tensors = described(self.family, self.config)
+        except RuntimeError:  # torch counts the bytes of a tensor in 64 bits
             raise ValueError(
-                f"{self.folder}: the config describes {described:.2e} parameters ({2 * described:.2e} bytes in "
+                f"{self.folder}: the config describes a matrix of more than {1 << 63:.2e} bytes, "
+                f"the files hold {there:.2e} parameters; one of them belongs to another model"
+            ) from None
+        if numbers > 2 * there + slack:
+            raise ValueError(
+                f"{self.folder}: the config describes {numbers:.2e} parameters ({2 * numbers:.2e} bytes in "
                 f"bfloat16), the files hold {there:.2e}; one of them belongs to another model"
             )
-        return held(outline(self.family, self.config).state_dict(), self.form)
+        if self.config.depth > len(sizes) + 100 or tensors > MOST_TENSORS:
+            raise ValueError(
+                f"{self.folder}: the config describes {self.config.depth:,} blocks and {tensors:,} tensors, the "
+                f"files hold {len(sizes):,} ({MOST_TENSORS:,} is the limit); one of them belongs to another model"
+            )
 
     @cached_property
     def compared(self) -> tuple[dict[str, Stored], list[Difference]]:
@@ -79,7 +98,41 @@ class Source:
 
 
 def _numbers(stored: Stored) -> int:
-    return stored.nbytes // stored.dtype.itemsize
+    return prod(stored.shape)
+
+
+def described(family: str, config: Any) -> tuple[int, int]:
+    """How many numbers a model's weights hold, and how many tensors they are, whatever its depth and experts.
+
+    Blocks are alike and so are experts: small models tell how much each adds.
+    """
+    experts = getattr(config, "experts", 1)
+    small, deep, wide = _counted(family, config, 1, 1), _counted(family, config, 2, 1), None
+    if experts > 1:
+        wide = _counted(family, config, 1, 2)
+    numbers, tensors = (
+        a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a)
+        for a, b, c in zip(small, deep, wide or small, strict=True)
+    )
+    return numbers, tensors
+
+
+def _counted(family: str, config: Any, depth: int, experts: int) -> tuple[int, int]:
+    mixed = {"experts": experts, "top_k": 1} if hasattr(config, "experts") else {}
+    model = outline(family, replace(config, depth=depth, **mixed))
+    return tree.count(model), len(list(model.parameters()))
+
+
+@contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Inside, whatever is wrong with the words of a file is said in one line that names it."""
+    try:
+        yield
+    except KeyError as key:
+        raise ValueError(f"{path}: {key} is missing") from None
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        said = " ".join(str(error).split()).removeprefix(f"{CONFIG}: ").removeprefix(f"{native.PARAMS}: ")
+        raise ValueError(f"{path}: {said if len(said) < 400 else said[:400] + '...'}") from None
 
 
 def opened(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
@@ -91,18 +144,28 @@ def opened(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
         return _hugging_face(folder, _renamed(files, renamed or {}, folder))
     if (folder / native.PARAMS).is_file():
         return _native(folder)
+    if (folder / ADAPTER).is_file():
+        raise ValueError(_adapter(folder))
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     forms = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
     raise ValueError(f"{folder}: no weights; looked for {forms}, and consolidated.* with {native.PARAMS}")
 
 
+def _adapter(folder: Path) -> str:
+    base = header.shown(json_file.read(folder / ADAPTER, json_file.CONFIG).get("base_model_name_or_path"))
+    return f"{folder}: an adapter of {base}, not a whole model; merge it into that first (peft's merge_and_unload)"
+
+
 def _hugging_face(folder: Path, files: dict[str, Stored]) -> Source:
-    words = json_file.read(folder / CONFIG)
+    words = json_file.read(folder / CONFIG, json_file.CONFIG)
     if (quantized := words.get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ValueError(f"{folder / CONFIG}: quantized by {method!r}; only plain weights are read, get those")
-    family = family_of(words)
+        raise ValueError(
+            f"{folder / CONFIG}: quantized by {header.shown(method)}; only plain weights are read, get those"
+        )
+    with _blaming(folder / CONFIG):
+        family = family_of(words)
     ignored = tuple(getattr(FAMILIES[family], "IGNORED", ()))
     return Source(folder, "Hugging Face", words, files, spellings(family), ignored)
 
@@ -120,7 +183,7 @@ def _renamed(files: dict[str, Stored], renamed: Mapping[str, str], folder: Path)
 
 
 def _native(folder: Path) -> Source:
-    said = json_file.read(folder / native.PARAMS)
+    said = json_file.read(folder / native.PARAMS, json_file.CONFIG)
     shards = _consolidated(folder)
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s["tok_embeddings.weight"].shape for s in shards if "tok_embeddings.weight" in s]
@@ -129,19 +192,15 @@ def _native(folder: Path) -> Source:
             f"{folder}: neither output.weight nor tok_embeddings.weight is a matrix in consolidated.*"
         )
     whole = rows[0][0] == said.get("vocab_size") or not heads
-    words, notes = native.words(said, rows[0][0] if whole else sum(r[0] for r in rows), not heads)
-    unjoined = Source(folder, "native", words, shards[0], native.names(words), native.IGNORED)
-    described, there = (
-        parameters(unjoined.family, unjoined.config),
-        sum(_numbers(w) for s in shards for w in s.values()),
-    )
-    if described > 2 * there + (1 << 20):
-        return unjoined  # `expected` refuses it
-    expected = held(outline(unjoined.family, unjoined.config).state_dict())
-    moves, _ = to_theirs(unjoined.names, expected)
+    with _blaming(folder / native.PARAMS):
+        words, notes = native.words(said, rows[0][0] if whole else sum(r[0] for r in rows), not heads)
+    unnamed = Source(folder, "native", words, shards[0], [], native.IGNORED, tuple(notes))
+    unnamed._bounded(w for s in shards for w in s.values())
+    names = native.names(words)
+    expected = held(outline(unnamed.family, unnamed.config).state_dict())
+    moves, _ = to_theirs(names, expected)
     shapes = {key: stored.shape for key, stored in moved(moves, expected).items()}
-    files = native.joined(shards, shapes)
-    return Source(folder, "native", words, files, unjoined.names, native.IGNORED, tuple(notes))
+    return replace(unnamed, files=native.joined(shards, shapes), names=names)
 
 
 def _consolidated(folder: Path) -> list[dict[str, Stored]]:
@@ -176,23 +235,18 @@ def indexed(index: Path) -> dict[str, Stored]:
     where = json_file.read(index).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
         raise ValueError(f"{index}: 'weight_map' must name a file for each tensor")
-    shards = sorted(set(where.values()))
-    if len(shards) > MOST_SHARDS:
-        raise ValueError(f"{index}: names {len(shards):,} files; {MOST_SHARDS:,} are the limit")
-    paths = [inside(index.parent, name, index) for name in shards]
     said: dict[str, set[str]] = {}
     for key, name in where.items():
         said.setdefault(name, set()).add(key)
+    if len(said) > MOST_SHARDS:
+        raise ValueError(f"{index}: names {len(said):,} files; {MOST_SHARDS:,} are the limit")
+    paths = {name: inside(index.parent, name, index) for name in sorted(said)}
     files: dict[str, Stored] = {}
-    for path in paths:
+    for name, path in paths.items():
         there = tensors(path)
-        if odd := sorted(there.keys() ^ said[path.name])[:1]:
-            lacks = (
-                "is not in that file"
-                if odd[0] in said[path.name]
-                else f"belongs to {where.get(odd[0], 'no file')}"
-            )
-            raise ValueError(f"{path}: {odd[0]} {lacks}, says {index.name}; fetch both again")
+        if (odd := min(there.keys() ^ said[name], default=None)) is not None:
+            lacks = "is not in that file" if odd in said[name] else f"belongs to {where.get(odd, 'no file')}"
+            raise ValueError(f"{path}: {header.shown(odd)} {lacks}, says {index.name}; fetch both again")
         files |= there
     return files
 
@@ -203,17 +257,25 @@ def inside(folder: Path, name: str, index: Path) -> Path:
     The Hub's cache keeps a snapshot's files as links into a folder `blobs` beside all snapshots.
     """
     path = folder / name
-    if name in ("", ".", "..") or Path(name).name != name or "\0" in name or "\\" in name:
-        raise ValueError(f"{index}: {name!r} is not the name of a file in this folder")
-    real, home = path.resolve(), folder.resolve()
+    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
+        raise ValueError(f"{index}: {header.shown(name)} is not the name of a file in this folder")
+    try:
+        real, home = path.resolve(), folder.resolve()
+        found = real.stat().st_mode if real.exists() else None
+    except (OSError, RuntimeError) as error:  # a loop of links, a name too long
+        raise ValueError(f"{index}: {header.shown(name)} cannot be opened: {_why(error)}") from None
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     if real.parent not in homes:
         raise ValueError(f"{path}: leads out of the folder, to {real}")
-    if not real.exists():
+    if found is None:
         raise ValueError(f"{path}: no such file, and {index.name} names it; fetch it")
-    if not stat.S_ISREG(real.stat().st_mode):
+    if not stat.S_ISREG(found):
         raise ValueError(f"{path}: not a plain file")
     return path
+
+
+def _why(error: Exception) -> str:
+    return error.strerror or "" if isinstance(error, OSError) else "its links lead in a circle"
 
 
 def tensors(path: Path) -> dict[str, Stored]:

@@ -1,0 +1,1059 @@
+"""Folders that others made, badly or with intent: refused as a whole, in one line with the likely cause."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from textwrap import dedent
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dunes import checkpoint
+from dunes.checkpoint import folder as folders
+from dunes.checkpoint import json_file
+from dunes.checkpoint.differences import SHOWN, Difference, _renamed, report
+from dunes.checkpoint.folder import filled
+from dunes.checkpoint.inspect import inspect
+from dunes.checkpoint.mapped import Mapped
+from dunes.checkpoint.source import described, opened
+from dunes.checkpoint.stored import Stored, cast, held, moved
+from dunes.cli import main as cli
+from dunes.models import FAMILIES
+from dunes.models.names import to_theirs
+from dunes.models.outline import outline, parameters
+from dunes.models.start import initialise
+from dunes.text import Tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+WORDS = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MODELS = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**WORDS)),
+    "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**WORDS, tie_word_embeddings=True)),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config(
+            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+        ),
+    ),
+}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the memory taken")
+IDS = torch.arange(40).view(2, 20)
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """A folder of transformers' for each model, and its logits."""
+    made = {}
+    for kind, (model, config) in MODELS.items():
+        torch.manual_seed(0)
+        theirs = model(config).eval()
+        with torch.no_grad():
+            for p in theirs.parameters():
+                p.add_(torch.randn_like(p) * 0.1)
+            logits = theirs(IDS).logits
+        folder = tmp_path_factory.mktemp(kind)
+        theirs.save_pretrained(folder)
+        Tokenizer.train("chars", ["abc"]).save(folder)
+        made[kind] = folder, theirs, logits
+    return made
+
+
+@pytest.fixture
+def copy(originals, tmp_path):
+    """A copy of one of them, to be spoilt."""
+
+    def copied(kind="llama"):
+        return shutil.copytree(originals[kind][0], tmp_path / kind)
+
+    return copied
+
+
+def weights(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    changed = change(tensors)
+    tensors = changed if isinstance(changed, dict) else tensors
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / WEIGHTS)
+
+
+def words(folder, **changes):
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusal(folder, read=opened):
+    """What is said, after a look that it is one line and that no number was read for it."""
+
+    def never(*_):
+        raise AssertionError("numbers were read")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapped, "tensor", never)
+        with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
+            read(folder).weights()
+    said = str(error.value)
+    assert said.isprintable()
+    assert len(said) < 4000
+    return said
+
+
+def agrees(folder, logits):
+    with torch.no_grad():
+        assert (checkpoint.load(folder).model(IDS) - logits).abs().max() < 1e-5
+
+
+LAYER = "model.layers.1."
+
+
+def drop(key):
+    return lambda t: t.pop(key)
+
+
+def put(key, value):
+    return lambda t: t.update({key: value(t) if callable(value) else value})
+
+
+def rename(old, new):
+    return lambda t: {k.replace(old, new): v for k, v in t.items()}
+
+
+def turned(*parts):
+    return lambda t: {k: v.T if any(p in k for p in parts) else v for k, v in t.items()}
+
+
+NATIVE = {
+    "model.layers.": "layers.",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+}
+
+
+def native(tensors):
+    for old, new in NATIVE.items():
+        tensors = rename(old, new)(tensors)
+    return tensors
+
+
+def quantized(tensors):
+    return {
+        k.replace(".weight", ".qweight") if "_proj" in k else k: v.to(torch.int32) if "_proj" in k else v
+        for k, v in tensors.items()
+    }
+
+
+WRONG = {
+    "missing": ("llama", drop(f"{LAYER}mlp.up_proj.weight"), [r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"]),
+    "unexpected": (
+        "llama",
+        put("model.extra", torch.ones(3)),
+        [r"model\.extra \(3,\) is not a weight of this mod"],
+    ),
+    "a block more": (
+        "llama",
+        put("model.layers.2.input_layernorm.weight", torch.ones(32)),
+        [r"layers\.2\.input_layernorm\.weight \(32,\) is not a weight"],
+    ),
+    "shape": (
+        "llama",
+        put("model.norm.weight", torch.ones(31)),
+        [r"model\.norm\.weight is \(31,\), not \(32,\)$"],
+    ),
+    "no matrix": (
+        "llama",
+        put(f"{LAYER}self_attn.q_proj.weight", torch.ones(1024)),
+        [r"q_proj\.weight is \(1024,\), not \(32, 32\)"],
+    ),
+    "dtype": (
+        "llama",
+        put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32, dtype=torch.int8)),
+        [r"up_proj\.weight is int8, not floating point \(quantized elsewhere"],
+    ),
+    "float8": (
+        "llama",
+        put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32).to(torch.float8_e4m3fn)),
+        [r"up_proj\.weight is float8_e4m3fn, not floating point \(quantized elsewhere"],
+    ),
+    "a matrix turned": (
+        "llama",
+        turned("1.mlp.down_proj"),
+        [r"1\.mlp\.down_proj\.weight is \(48, 32\), not \(32, 48\) \(transposed: .*Conv1D"],
+    ),
+    "Conv1D turned": (
+        "gpt2",
+        turned("c_attn.weight", "c_fc.weight", "c_proj.weight"),
+        [
+            r"0\.attn\.c_attn\.weight is \(96, 32\), not \(32, 96\) \(transposed",
+            r"1\.mlp\.c_fc\.weight is \(128, 32\), not \(32, 128\) \(transposed",
+            r"1\.mlp\.c_proj\.weight is \(32, 128\), not \(128, 32\) \(transposed",
+        ],
+    ),
+    "a prefix lost": (
+        "llama",
+        rename("model.", ""),
+        [
+            r"model\.embed_tokens\.weight \(97, 32\) is missing \(perhaps it is embed_tokens\.weight: `dunes co",
+            r"embed_tokens\.weight \(97, 32\) is not a weight of this model",
+        ],
+    ),
+    "a prefix more": (
+        "llama",
+        rename("model.", "base.model."),
+        [r"\(perhaps it is base\.model\.embed_tokens\.weight"],
+    ),
+    "one renamed": (
+        "llama",
+        rename(f"{LAYER}self_attn.o_proj", f"{LAYER}self_attn.out_proj"),
+        [r"1\.self_attn\.o_proj\.weight \(32, 32\) is missing \(perhaps it is \S+1\.self_attn\.out_proj"],
+    ),
+    "of its own layer": (
+        "llama",
+        rename("mlp.up_proj", "ffn.u"),
+        [
+            r"0\.mlp\.up_proj\S+ \S+ \S+ is missing \(perhaps it is \S+\.0\.ffn",
+            r"1\.mlp\.up_proj.*it is \S+\.1\.ffn",
+        ],
+    ),
+    "no head": (
+        "llama",
+        drop("lm_head.weight"),
+        [r"lm_head\.weight \(97, 32\) is missing \(.*tie_word_"],
+    ),
+    "native names": (
+        "llama",
+        native,
+        [
+            r"layers\.0\.attention\.w\S+ .*a native name: queries and keys lie in pairs.*params\.json",
+            r"model\.embed_tokens\.weight \(97, 32\) is missing; ",
+        ],
+    ),
+    "an adapter's": (
+        "llama",
+        put("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(4, 32)),
+        [r"lora_A\.weight .*\(an adapter's weight\)"],
+    ),
+    "quantized": (
+        "llama",
+        quantized,
+        [r"\.0\.\S+_proj\.qweight .*\(quantized elsewhere; get the plain weights\)"],
+    ),
+    "the vocabulary": (
+        "llama",
+        put("model.embed_tokens.weight", torch.ones(99, 32)),
+        [r"embed_tokens\.weight is \(99, 32\), not \(97, 32\) \(the vocabulary of the config has 97 words"],
+    ),
+    "one weight under two names": (
+        "gpt2",
+        put("ln_f.weight", torch.ones(32)),
+        [
+            r"^\S+ ln_f\.weight .*\(it is transformer\.ln_f\.weight once more\)$|"
+            r"transformer\.ln_f\.weight \(32,\) is not a weight of this model \(it is ln_f\.weight once more\)"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_said_with_its_likely_cause_before_a_number_is_read(wrong, copy):
+    kind, change, patterns = WRONG[wrong]
+    folder = copy(kind)
+    weights(folder, change)
+    said = refusal(folder)
+    assert said.startswith(f"{folder}: ")
+    for pattern in patterns:
+        assert re.search(pattern, said), said
+    lines = list(inspect(opened(folder)))
+    differences = opened(folder).compared[1]
+    assert [line for line in lines if line.startswith("difference")] == [
+        f"difference  {d}" for d in differences[:40]
+    ]
+    assert lines[-1].startswith("loads       no: ")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        checkpoint.load(folder)
+
+
+def test_several_things_are_said_at_once(copy):
+    folder = copy()
+
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.extra"] = torch.ones(1)
+        tensors[f"{LAYER}mlp.up_proj.weight"] = torch.ones(2, 2)
+        tensors[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
+
+    weights(folder, change)
+    assert [(d.kind, d.name.split(".")[-2]) for d in opened(folder).compared[1]] == [
+        ("shape", "up_proj"),
+        ("dtype", "gate_proj"),
+        ("missing", "norm"),
+        ("unexpected", "model"),
+    ]
+    assert refusal(folder).count(";") == 4
+
+
+def test_many_differences_are_counted_and_each_kind_is_shown(copy):
+    folder = copy()
+    weights(
+        folder, lambda t: {f"odd.{i}": torch.ones(i + 1) for i in range(100)} | {"lm_head.weight": torch.ones(1)}
+    )
+    said = refusal(folder)
+    assert said.count("is missing") + said.count("is not a weight") + said.count("is (1,), not") == SHOWN
+    assert "lm_head.weight is (1,), not (97, 32)" in said
+    assert "odd.0 (1,) is not a weight" in said
+    assert said.endswith(f"and {121 - SHOWN} more, which `dunes inspect` lists")
+    lines = list(inspect(opened(folder)))
+    assert sum(line.startswith("difference") for line in lines) == 40
+    assert "            and 81 more" in lines
+    assert lines[-1] == "loads       no: 1 of another shape, 20 missing, 100 unexpected"
+
+
+def test_a_report_is_short_whatever_the_number():
+    many = [
+        Difference("missing", f"weight.{i}", "(1,)", "nothing", f"perhaps it is x.{i}: so") for i in range(5000)
+    ]
+    many.append(Difference("unexpected", "other", "nothing", "(2,)"))
+    said = report(many)
+    assert said.count("missing") == SHOWN - 1
+    assert "other (2,) is not a weight" in said
+    assert said.endswith("and 4993 more, which `dunes inspect` lists")
+
+
+def test_a_name_with_the_same_numbers_is_likelier_than_a_similar_one():
+    assert _renamed("a.1.weight", ["a.2.weight", "odd.1.other"]).startswith("perhaps it is odd.1.other: ")
+    assert _renamed("a.1.weight", ["b.1.weight", "some.prefix.a.1.weight"]).startswith(
+        "perhaps it is some.prefix.a"
+    )
+    assert _renamed("a.1.weight", []) == ""
+
+
+def test_likely_causes_of_very_many_differences_take_little_time(tmp_path):
+    """Names are compared letter by letter: each with each of 5,000 would take an hour."""
+    module = FAMILIES["mixtral"]
+    config = module.Config.sized(97, 32, 12, 48)
+    config = type(config)(**vars(config) | {"experts": 128})
+    expected = outline("mixtral", config).state_dict()
+    checkpoint.save(
+        initialise(module.build(module.Config.sized(265, 32, 1, 16))), tmp_path, Tokenizer.train("bytes", []), 16
+    )
+    words(tmp_path, **module.to_hf(config))
+    source = opened(tmp_path)
+    odd = {f"odd.{k}": v for k, v in held(expected).items()}
+    began = time.process_time()
+    found = type(source)(tmp_path, "Hugging Face", source.words, odd, source.names, ()).compared[1]
+    taken = time.process_time() - began
+    print(f"{len(found)} differences in {taken:.1f} s")
+    assert len(found) == 2 * len(expected) > 9_000
+    assert taken < 20
+
+
+def test_a_tied_model_may_bring_its_head_along_if_it_is_the_embedding(copy, originals):
+    folder = copy("tied")
+    assert "lm_head.weight" not in load_file(folder / WEIGHTS)
+    weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone()))
+    agrees(folder, originals["tied"][2])
+    weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone().neg()))
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight .*head is tied, and this is not the emb.*tie_word_embeddings fal"
+    ):
+        checkpoint.load(folder)
+    words(folder, tie_word_embeddings=False)
+    checkpoint.load(folder)
+    words(folder, tie_word_embeddings=True)
+    weights(folder, put("lm_head.weight", torch.ones(5, 32)))
+    assert "this is not the embedding" in refusal(folder, lambda f: opened(f))
+
+
+def test_an_untied_config_without_a_head_loads_once_it_says_tied(copy, originals):
+    folder = copy("tied")
+    words(folder, tie_word_embeddings=False)
+    assert "tie_word_embeddings true" in refusal(folder)
+    words(folder, tie_word_embeddings=True)
+    agrees(folder, originals["tied"][2])
+
+
+def test_gpt2_as_the_first_files_had_it(copy, originals):
+    folder = copy("gpt2")
+
+    def old(tensors):
+        tensors = rename("transformer.", "")(tensors)
+        for i in range(2):
+            tensors[f"h.{i}.attn.bias"] = torch.ones(64, 64).tril().to(torch.uint8).view(1, 1, 64, 64)
+            tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+        return tensors
+
+    weights(folder, old)
+    agrees(folder, originals["gpt2"][2])
+    weights(folder, rename("h.1.attn.bias", "h.1.attn.odd"))
+    assert "h.1.attn.odd (1, 1, 64, 64) is not a weight" in refusal(folder)
+
+
+def test_tables_of_angles_are_no_weights(copy, originals):
+    folder = copy()
+    weights(folder, put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)))
+    agrees(folder, originals["llama"][2])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_stacked_experts(family, tmp_path):
+    """As transformers 5 holds them: 'gate_up_proj' (E, 2 x hidden, dim)."""
+    module = FAMILIES[family]
+    model = initialise(module.build(module.Config.sized(265, 32, 2, 16)))
+    checkpoint.save(model, tmp_path, Tokenizer.train("bytes", []), 16)
+    (tmp_path / "dunes.json").unlink()
+    stack = "model.layers.{}.mlp.experts.{}"
+
+    def stacked(tensors):
+        tensors = {k: v for k, v in tensors.items() if ".experts." not in k}
+        for i, block in enumerate(model.blocks):
+            e = block.mlp.experts
+            both = torch.stack([torch.cat([x.gate.weight, x.up.weight]) for x in e])
+            tensors[stack.format(i, "gate_up_proj")] = both.detach()
+            tensors[stack.format(i, "down_proj")] = torch.stack([x.down.weight for x in e]).detach()
+        return tensors
+
+    weights(tmp_path, stacked)
+    with torch.no_grad():
+        assert torch.equal(checkpoint.load(tmp_path).model(IDS), model.eval()(IDS))
+    count, rows = len(model.blocks[0].mlp.experts), 2 * model.blocks[0].mlp.experts[0].gate.out_features
+    weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count, rows, 31)))
+    assert f"gate_up_proj is ({count}, {rows}, 31), not ({count}, {rows}, 32)" in refusal(tmp_path)
+    weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count + 1, rows, 32)))
+    said = refusal(tmp_path)
+    assert f"gate_up_proj is ({count + 1}, {rows}, 32), not of {count} experts" in said
+    assert "missing" not in said
+    for size in (1 << 40, 0):  # without numbers, so that the file is small
+        weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.empty(size, 0, 32)))
+        assert f"is ({size}, 0, 32), not of {count} experts" in refusal(tmp_path)
+    weights(tmp_path, lambda t: rename("layers.0.mlp.experts.gate_up", "layers.9.mlp.experts.gate_up")(t))
+    assert "model.layers.9.mlp.experts.gate_up_proj" in refusal(tmp_path)
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
+    said = refusal(tmp_path)
+    assert "an adapter of 'some/base', not a whole model" in said
+    (tmp_path / CONFIG).write_text("{}")
+    assert refusal(tmp_path) == said
+
+
+def test_a_quantized_folder_is_refused_by_its_method(copy):
+    folder = copy()
+    words(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "config.json: quantized by 'gptq'; only plain weights are read" in refusal(folder)
+    words(folder, quantization_config=["x" * 1_000_000])
+    assert "quantized by a list" in refusal(folder)
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["dunes", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
+def test_inspect_ends_with_what_a_script_can_ask(copy, tmp_path, monkeypatch, capsys):
+    folder = copy()
+    assert run(monkeypatch, "inspect", folder, "--values") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["loads       yes", "values      all finite"]
+    weights(folder, drop("model.norm.weight"))
+    assert run(monkeypatch, "inspect", folder) == 1
+    out = capsys.readouterr().out
+    assert "difference  model.norm.weight (32,) is missing" in out
+    assert out.endswith("loads       no: 1 missing\n")
+    (tmp_path / "empty").mkdir()
+    for none in (tmp_path / "empty", tmp_path / "nowhere", folder / CONFIG):
+        assert run(monkeypatch, "inspect", none) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("dunes: ")
+        assert error.count("\n") == 1
+
+
+def test_a_table_of_names_mends_a_rename(copy, originals):
+    folder = copy()
+    weights(folder, rename("model.layers.", "net.stage"))
+    assert "net.stage0" in refusal(folder)
+    parts = ["input_layernorm", "post_attention_layernorm", *[f"self_attn.{p}_proj" for p in "qkvo"]]
+    parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    table = {f"net.stage{{i}}.{p}.weight": f"model.layers.{{i}}.{p}.weight" for p in parts}
+    source = opened(folder, table)
+    with torch.no_grad():
+        assert (filled(source)(IDS) - originals["llama"][2]).abs().max() < 1e-5
+    for wrong, why in {
+        "model.{j}": "two tensors are called model.{j}",
+        "model.norm.weight": "two tensors are called",
+    }.items():
+        bad = {"net.stage{i}.input_layernorm.weight": wrong}
+        assert why in refusal(folder, lambda f, bad=bad: opened(f, bad))
+
+
+def sharded(originals, folder, kind="llama"):
+    originals[kind][1].save_pretrained(folder, max_shard_size="20KB")
+    Tokenizer.train("chars", ["abc"]).save(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def binned(folder):
+    """The same as files of torch.save, which transformers no longer writes."""
+    for path in folder.glob("*.safetensors"):
+        torch.save(
+            load_file(path), folder / path.name.replace("model", "pytorch_model").replace("safetensors", "bin")
+        )
+        path.unlink()
+    if (folder / INDEX).exists():
+        text = (folder / INDEX).read_text().replace("safetensors", "bin").replace('"model-', '"pytorch_model-')
+        (folder / "pytorch_model.bin.index.json").write_text(text)
+        (folder / INDEX).unlink()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("parts", ["one", "several"])
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_one_file_or_several_of_either_kind_are_one_model(kind, parts, form, originals, copy, tmp_path):
+    folder = copy(kind) if parts == "one" else sharded(originals, tmp_path / "parts", kind)
+    if form == "bin":
+        binned(folder)
+    assert not list(folder.glob("*.bin" if form == "safetensors" else "*.safetensors"))
+    agrees(folder, originals[kind][2])
+    single = filled(opened(originals[kind][0])).state_dict()
+    found = filled(opened(folder)).state_dict()
+    assert found.keys() == single.keys()
+    assert all(torch.equal(v, single[k]) for k, v in found.items())
+
+
+def test_the_hubs_cache(originals, tmp_path):
+    """Files of a snapshot are links to blobs beside all snapshots."""
+    plain, home = sharded(originals, tmp_path / "plain"), tmp_path / "models--a--b"
+    snapshot = home / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (home / "blobs").mkdir()
+    for i, file in enumerate(sorted(plain.iterdir())):
+        shutil.copy(file, home / "blobs" / f"blob{i}")
+        (snapshot / file.name).symlink_to(f"../../blobs/blob{i}")
+    agrees(snapshot, originals["llama"][2])
+    shard = sorted(snapshot.glob("*.safetensors"))[0]
+    shard.unlink()
+    shard.symlink_to(plain / shard.name)
+    assert "leads out of the folder" in refusal(snapshot)
+    shard.unlink()
+    shard.symlink_to("../../blobs/gone")
+    assert "no such file" in refusal(snapshot)
+    elsewhere = tmp_path / "elsewhere" / "0123abc"
+    shutil.copytree(snapshot, elsewhere, symlinks=True)
+    assert "config.json: no such file" in refusal(elsewhere)
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+OUTSIDE = "outside.safetensors"
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder of two shards with an index, a file beside it, and what changes the index."""
+    folder = tmp_path / "inner"
+    module = FAMILIES["llama"]
+    checkpoint.save(
+        initialise(module.build(module.Config.sized(265, 32, 2, 16))), folder, Tokenizer.train("bytes", []), 16
+    )
+    (folder / "dunes.json").unlink()
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    save_file(tensors, tmp_path / OUTSIDE)
+    names = sorted(tensors)
+    where = {k: FIRST if i < len(names) // 2 else SECOND for i, k in enumerate(names)}
+    for shard in (FIRST, SECOND):
+        save_file({k: tensors[k] for k in names if where[k] == shard}, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    assert checkpoint.load(folder)
+    return folder
+
+
+def index(folder, change):
+    content = json.loads((folder / INDEX).read_text())
+    content["weight_map"] = change(content["weight_map"])
+    (folder / INDEX).write_text(json.dumps(content))
+
+
+def point(name):
+    """The second shard under another name."""
+    return lambda folder: index(folder, lambda where: {k: name if v == SECOND else v for k, v in where.items()})
+
+
+def instead(make):
+    """Another thing under the second shard's name."""
+
+    def change(folder):
+        (folder / SECOND).unlink()
+        make(folder / SECOND)
+
+    return change
+
+
+def whole(text):
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
+def sparse(size):
+    return lambda folder: os.truncate(folder / INDEX, size)
+
+
+def listed(folder):
+    index(folder, lambda where: where | {"more": FIRST})
+
+
+def unlisted(folder):
+    index(folder, lambda where: dict(list(where.items())[1:]))
+
+
+def in_both(folder):
+    first, second = load_file(folder / FIRST), load_file(folder / SECOND)
+    key = next(iter(first))
+    save_file(second | {key: first[key]}, folder / SECOND)
+
+
+def many(folder):
+    pairs = ", ".join(f'"w{i}": "s{i}"' for i in range(1_000_000))
+    (folder / INDEX).write_text(f'{{"weight_map": {{{pairs}}}}}')
+
+
+BAD = {
+    "above": (point(f"../{OUTSIDE}"), "'../outside.safetensors' is not the name of a file in this folder"),
+    "above, after a detour": (point(f"x/../../{OUTSIDE}"), "is not the name of a file"),
+    "absolute": (point("/etc/passwd"), "'/etc/passwd' is not the name"),
+    "below": (point(f"sub/{SECOND}"), "is not the name"),
+    "itself, said longer": (point(f"./{SECOND}"), "is not the name"),
+    "backslash": (point(f"..\\{OUTSIDE}"), "is not the name"),
+    "nothing": (point(""), "'' is not the name"),
+    "the folder": (point("."), "'.' is not the name"),
+    "its parent": (point(".."), "'..' is not the name"),
+    "NUL": (point(f"{SECOND}\0"), "is not the name"),
+    "a line break": (point("a\nb"), "is not the name"),
+    "half a character": (point("\ud800"), "is not the name"),
+    "very long": (point("x" * 300), "cannot be opened: "),
+    "very, very long": (point("x" * 1_000_000), "cannot be opened: "),
+    "a link out": (instead(lambda p: p.symlink_to(f"../{OUTSIDE}")), "leads out of the folder, to "),
+    "a link to what is not there": (instead(lambda p: p.symlink_to("../gone")), "leads out of the folder, to "),
+    "a link to itself": (instead(lambda p: p.symlink_to(p.name)), "cannot be opened: "),
+    "a pipe": (instead(os.mkfifo), "not a plain file"),
+    "a device": (instead(lambda p: p.symlink_to("/dev/zero")), "leads out of the folder, to /dev/zero"),
+    "a folder": (instead(os.mkdir), "not a plain file"),
+    "gone": (instead(lambda p: None), "no such file, and model.safetensors.index.json names it; fetch it"),
+    "a million files": (many, "names 1,000,000 files; 10,000 are the limit"),
+    "a number": (point(7), "'weight_map' must name a file for each tensor"),
+    "null": (point(None), "'weight_map' must name a file for each tensor"),
+    "a list": (lambda f: index(f, list), "'weight_map' must name a file for each tensor"),
+    "empty": (lambda f: index(f, lambda _: {}), "'weight_map' must name a file for each tensor"),
+    "absent": (whole("{}"), "'weight_map' must name a file for each tensor"),
+    "no object": (whole("[]"), "expected an object, found list"),
+    "no JSON": (whole('{"weight_map": '), "not JSON: "),
+    "a tensor in two files": (in_both, "fetch both again"),
+    "a tensor that is not in its file": (listed, "'more' is not in that file, says model.safetensors.index.json"),
+    "a tensor that is not listed": (unlisted, "belongs to no file, says"),
+    "no name": (lambda f: index(f, lambda where: where | {"": FIRST}), "'' is not in that file"),
+    "a name of two lines": (
+        lambda f: index(f, lambda where: where | {"a\nb": FIRST}),
+        "'a\\nb' is not in that file",
+    ),
+    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' stands there twice"),
+    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "stands there twice"),
+    "very large": (sparse(1 << 40), "1099512 MB are too much for a JSON file; 67 MB is the limit"),
+    "very deep": (whole("[" * 100_000), "nested too deeply"),
+    "very many objects": (whole('{"a": [' + "[]," * 5_000_000 + "1]}"), "commas and brackets are too many"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_index_leads_nowhere_but_to_its_own_files(bad, two):
+    change, why = BAD[bad]
+    change(two)
+    began = time.perf_counter()
+    said = refusal(two)
+    print(f"{bad}: {time.perf_counter() - began:.3f} s: {said}"[:400])
+    assert why in said, said
+    assert str(two) in said
+
+
+def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
+    """An audit hook sees every open of Python's; the folders are made here, so that it sees nothing else."""
+    spoilt = []
+    for i, (change, _) in enumerate(v for k, v in BAD.items() if k != "a million files"):
+        folder = shutil.copytree(two, tmp_path / "spoilt" / str(i))
+        change(folder)
+        spoilt.append(str(folder))
+    script = """
+        import sys
+        from pathlib import Path
+        from dunes.checkpoint.source import opened
+        import dunes.models.outline
+        opens = []
+        opened(Path(sys.argv[1])).weights()
+        sys.addaudithook(lambda event, args: opens.append(str(args[0])) if event == "open" else None)
+        opened(Path(sys.argv[1])).weights()
+        assert len(opens) > 3, "it sees those inside"
+        for folder in sys.argv[2:]:
+            opens.clear()
+            try:
+                opened(Path(folder)).weights()
+            except ValueError:
+                for path in opens:
+                    real = Path(path).resolve()
+                    if real.parent != Path(folder).resolve():
+                        print(folder, path)
+            else:
+                print(folder, "loads")
+    """
+    command = [sys.executable, "-c", dedent(script), str(two), *spoilt]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_two_equal_keys_among_very_many_are_found_soon():
+    pairs = [(str(i), i) for i in range(200_000)]
+    with pytest.raises(ValueError, match="the key '199999' stands there twice"):
+        json_file._once([*pairs, pairs[-1]])
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: p.symlink_to("/dev/zero"), lambda p: None])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_what_is_no_file_is_not_waited_for(name, make, copy):
+    folder = copy()
+    (folder / name).unlink()
+    make(folder / name)
+    assert re.search("no such file|not a regular file|no weights; looked for", refusal(folder))
+
+
+SIZES = {
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_inner",
+    "n_positions",
+}
+FRACTIONS = {"rms_norm_eps", "layer_norm_epsilon"}
+NOT_SIZES = [10**9, 1 << 31, -1, 0, 1.5, True, "8", [8], {}, float("nan"), float("inf"), 10**400]
+NOT_FRACTIONS = [0, -1e-5, True, "1e-5", [1e-5], {}, float("nan"), float("inf"), None, 10**400]
+MAY_BE_ABSENT = {"num_key_value_heads", "head_dim", "n_inner", "num_local_experts"}
+
+
+def small(family):
+    module = FAMILIES[family]
+    return module, module.Config.sized(265, 64, 2, 16)
+
+
+def hostile(family):
+    """Whole config.jsons that must be refused, by what is wrong with them."""
+    good = FAMILIES[family].to_hf(small(family)[1])
+    changes = {f"{k} {str(v)[:9]}": {k: v} for k in SIZES & good.keys() for v in NOT_SIZES}
+    changes |= {f"{k} {str(v)[:9]}": {k: v} for k in FRACTIONS & good.keys() for v in NOT_FRACTIONS}
+    changes |= {f"model_type {str(v)[:9]}": {"model_type": v} for v in ([], None, {}, 7, "x" * 9, ["llama"])}
+    changes |= {f"{k} null": {k: None} for k in (SIZES & good.keys()) - MAY_BE_ABSENT}
+    changes["heads"] = {"num_attention_heads": 3, "n_head": 3, "num_key_value_heads": 3, "head_dim": None}
+    changes["deep"] = {"num_hidden_layers": 10_000_000, "n_layer": 10_000_000}
+    changes["quantized"] = {"quantization_config": {"quant_method": "awq"}}
+    changes["as large as can be"] = dict.fromkeys(("hidden_size", "head_dim", "num_attention_heads"), 1 << 24)
+    changes["as large as can be"] |= {"num_key_value_heads": 1 << 24, "n_embd": 1 << 24, "n_head": 1}
+    if family != "gpt2":
+        changes["key heads"] = {"num_attention_heads": 2, "num_key_value_heads": 4}
+        for theta in (0, -1.0, 1.0, float("nan"), float("inf"), "1e4", [], True):
+            changes[f"rope_theta {theta}"] = {"rope_theta": theta, "rope_parameters": None}
+            changes[f"rope_parameters {theta}"] = {"rope_parameters": {"rope_theta": theta}}
+        changes["rope_scaling"] = {"rope_scaling": [1]}
+    if "num_experts_per_tok" in good:
+        changes["too many for a token"] = {"num_experts_per_tok": good["num_local_experts"] + 1}
+        changes["experts"] = {"num_local_experts": 4096, "num_experts": 4096}
+        changes["small experts"] = changes["experts"] | {"moe_intermediate_size": 1, "intermediate_size": 1}
+        changes["small experts"] |= {"num_hidden_layers": 90}
+    configs = {name: json.dumps(good | change) for name, change in changes.items()}
+    for key in good.keys() & (SIZES | FRACTIONS | {"model_type"}) - MAY_BE_ABSENT:
+        configs[f"no {key}"] = json.dumps({k: v for k, v in good.items() if k != key})
+    return configs
+
+
+FILES = {
+    "100 MB": b"{" + b" " * 100_000_000 + b"}",
+    "8 MB of lists": b'{"a": [' + b"[]," * 990_000 + b" " * 5_000_000 + b"1]}",
+    "8 MB of objects": b'{"a": [' + b"{}," * 990_000 + b"1]}",
+    "8 MB of text": b'{"model_type": "' + b"x" * 8_000_000 + b'"}',
+    "8 MB of wide text": b'{"model_type": "' + "\U0001f600".encode() * 2_000_000 + b'"}',
+    "60 MB of lists": b'{"a": [' + b"[]," * 20_000_000 + b"1]}",
+    "60 MB of text": b'{"model_type": "' + b"x" * 60_000_000 + b'"}',
+    "nesting": b'{"a": ' * 100_000 + b"1" + b"}" * 100_000,
+    "a list": b"[]",
+    "a number": b"7",
+    "nothing": b"",
+    "not UTF-8": b'{"model_type": "\xff\xfe"}',
+    "twice": b'{"model_type": "llama", "model_type": "gpt2"}',
+    "a very long number": b'{"vocab_size": ' + b"9" * 1_000_000 + b"}",
+}
+READ = """
+    import json, sys, time
+    from pathlib import Path
+    from dunes.checkpoint.source import opened
+
+    def peak():
+        # What getrusage says begins with the parent's peak.
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    opened(folder).weights()
+    cases, base = sorted(Path(sys.argv[3]).iterdir()), peak()
+    for case in cases:
+        (folder / name).unlink()
+        (folder / name).symlink_to(case)
+        began = time.process_time()
+        try:
+            opened(folder).weights()
+            said = None
+        except ValueError as error:
+            said = str(error)
+        print(json.dumps([case.name, said, time.process_time() - began, peak() - base]))
+"""
+
+
+def read_all(folder, name, cases, tmp_path):
+    """What is said of each of these files, in a process of its own that tells its memory."""
+    there = tmp_path / "cases"
+    there.mkdir()
+    for case, content in cases.items():
+        (there / case).write_bytes(content if isinstance(content, bytes) else content.encode())
+    command = [sys.executable, "-c", dedent(READ), str(folder), name, str(there)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.stderr, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(cases)
+    slowest, most = max(f[2] for f in found), max(f[3] for f in found)
+    print(f"{len(found)} files, {slowest:.2f} s for the slowest, {most} MB more at most")
+    return found
+
+
+@pytest.fixture
+def made(tmp_path):
+    def folder(family):
+        module, config = small(family)
+        checkpoint.save(initialise(module.build(config)), tmp_path / family, Tokenizer.train("bytes", []), 16)
+        (tmp_path / family / "dunes.json").unlink()
+        return tmp_path / family
+
+    return folder
+
+
+@linux
+def test_no_config_costs_memory_or_time(made, tmp_path):
+    folder = made("llama")
+    cases = {f"{family}: {name}": text for family in FAMILIES for name, text in hostile(family).items()}
+    for name, said, taken, more in read_all(folder, CONFIG, cases | FILES, tmp_path):
+        assert said is not None, f"{name} loads"
+        assert said.startswith(str(folder)), (name, said)
+        assert said.isprintable(), name
+        assert len(said) < 4000, name
+        assert taken < 5, (name, taken)
+        assert more < 100, (name, more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, made):
+    folder = made(family)
+    words(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
+    said = refusal(folder)
+    found = re.search(
+        r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files hold (\S+);", said
+    )
+    numbers, size, there = map(float, found.groups())
+    assert size == pytest.approx(2 * numbers, rel=0.01)
+    assert there == pytest.approx(parameters(family, small(family)[1]), rel=0.01)
+    assert numbers > 1e11
+    with pytest.raises(ValueError, match=re.escape(said)):
+        next(line for line in inspect(opened(folder)) if line.startswith("parameters"))
+
+
+def test_narrow_blocks_are_counted_too(made):
+    """A million of them would have few parameters, and take half an hour to make."""
+    folder = made("llama")
+    narrow = {"hidden_size": 2, "head_dim": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
+    words(folder, **narrow, intermediate_size=1, num_hidden_layers=20_000)
+    assert "the config describes 20,000 blocks" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_described_is_what_would_be_built(family):
+    _, config = small(family)
+    for changes in ({"depth": 1}, {"depth": 5}, {"depth": 3, "experts": 11}):
+        if "experts" in changes and not hasattr(config, "experts"):
+            continue
+        other = type(config)(**vars(config) | changes)
+        model = outline(family, other)
+        assert described(family, other) == (parameters(family, other), len(list(model.parameters())))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_code_beside_a_model_is_not_run(family, made):
+    folder = made(family)
+    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    words(
+        folder,
+        auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+        trust_remote_code=True,
+    )
+    before = set(sys.modules)
+    assert checkpoint.load(folder).model
+    assert not (folder / "ran").exists()
+    assert "code" not in set(sys.modules) - before
+
+
+PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 160, "vocab_size": 265, "norm_eps": 1e-5}
+
+
+@linux
+def test_no_params_json_costs_memory_or_time(made, tmp_path):
+    folder = made("llama")
+    tensors = native(load_file(folder / WEIGHTS))
+    for file in (CONFIG, WEIGHTS):
+        (folder / file).unlink()
+    tensors["output.weight"] = tensors["tok_embeddings.weight"].clone()
+    save_file(tensors, folder / "consolidated.safetensors")
+    hidden = tensors["layers.0.feed_forward.w1.weight"].shape[0]
+    good = PARAMS | {"hidden_dim": hidden}
+    (folder / "params.json").write_text(json.dumps(good))
+    opened(folder).weights()
+    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
+    changes = {f"{k} {str(v)[:9]}": {k: v} for k in sizes for v in NOT_SIZES}
+    changes |= {f"norm_eps {str(v)[:9]}": {"norm_eps": v} for v in NOT_FRACTIONS if v is not None}
+    changes |= {
+        f"rope_theta {str(v)[:9]}": {"rope_theta": v} for v in NOT_FRACTIONS if v is not None and v != "1e-5"
+    }
+    changes |= {
+        f"sliding_window {str(v)[:9]}": {"sliding_window": v} for v in NOT_SIZES if v not in ("8", [8], 10**9)
+    }
+    moes = [7, "x", [], [1], {}, {"num_experts": 1}]
+    moes += [{"num_experts": v, "num_experts_per_tok": 1} for v in NOT_SIZES]
+    moes += [{"num_experts": 2, "num_experts_per_tok": v} for v in [*NOT_SIZES, 3]]
+    changes |= {f"moe {i}": {"moe": v} for i, v in enumerate(moes) if v}
+    changes["deep"] = {"n_layers": 10_000_000}
+    changes["heads"] = {"n_heads": 3}
+    changes["key heads"] = {"n_kv_heads": 4}
+    meta = {"hidden_dim": None, "multiple_of": 32}
+    factors = (float("nan"), float("inf"), -1, "x", [], 1e300)
+    changes |= {f"factor {v}": meta | {"ffn_dim_multiplier": v} for v in factors}
+    changes |= {f"multiple_of {str(v)[:9]}": meta | {"multiple_of": v} for v in NOT_SIZES}
+    cases = {k: json.dumps({a: b for a, b in (good | v).items() if b is not None}) for k, v in changes.items()}
+    cases |= {
+        f"no {k}": json.dumps({a: b for a, b in good.items() if a != k}) for k in ("dim", "n_layers", "n_heads")
+    }
+    for name, said, taken, more in read_all(folder, "params.json", cases | FILES, tmp_path):
+        assert said is not None, f"{name} loads"
+        assert said.startswith(str(folder)), (name, said)
+        assert "config.json" not in said, (name, said)
+        assert said.isprintable(), name
+        assert len(said) < 4000, name
+        assert taken < 5, (name, taken)
+        assert more < 100, (name, more)
+
+
+@linux
+def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
+    """A file without anything behind its header takes no place on the disk, and reads as zeros."""
+    module = FAMILIES["llama"]
+    config = module.Config.sized(32000, 5120, 100, 4096)
+    config = type(config)(**vars(config) | {"tied": False})
+    source = held(outline("llama", config).state_dict())
+    theirs = moved(to_theirs(module.NAMES, source)[0], cast(source, torch.bfloat16))
+    header, end = {}, 0
+    for key, stored in theirs.items():
+        header[key] = {
+            "dtype": "BF16",
+            "shape": list(stored.shape),
+            "data_offsets": [end, end := end + stored.nbytes],
+        }
+    text = json.dumps(header).encode()
+    with (tmp_path / WEIGHTS).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    (tmp_path / CONFIG).write_text(json.dumps(module.to_hf(config)))
+    assert end > 50e9
+    script = """
+        import sys, time
+        from pathlib import Path
+        from dunes.checkpoint.inspect import inspect
+        from dunes.checkpoint.source import opened
+        peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+        before, began = peak(), time.perf_counter()
+        lines = list(inspect(opened(Path(sys.argv[1]))))
+        print(peak() - before, time.perf_counter() - began)
+        print("\\n".join(lines))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(script), str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    figures, *lines = done.stdout.splitlines()
+    more, taken = map(float, figures.split())
+    print(f"{end / 1e9:.1f} GB: {taken:.2f} s, {more:.0f} MB more")
+    assert lines[-1] == "loads       yes"
+    assert more < 200
+    assert f"{len(theirs)} tensors, {end / 1e9:.1f} GB" in lines[0]
+
+
+def test_weights_are_brought_to_one_dtype(copy):
+    """The config's if the files hold it, else one that holds them all."""
+    folder = copy()
+
+    def mixed(tensors):
+        kinds = [torch.bfloat16, torch.float16]
+        return {k: v.to(kinds[i % 2]) for i, (k, v) in enumerate(tensors.items())}
+
+    weights(folder, mixed)
+    for said, expected in {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.items():
+        words(folder, dtype=said)
+        state = checkpoint.load(folder).model.state_dict()
+        assert {v.dtype for v in state.values()} == {expected}
+    stored = load_file(folder / WEIGHTS)["model.norm.weight"]
+    assert torch.equal(state["norm.weight"], stored.float())
+    words(folder, dtype=None)
+    weights(folder, put("model.norm.weight", torch.full((32,), 0.1, dtype=torch.float64)))
+    state = checkpoint.load(folder).model.state_dict()
+    assert {v.dtype for v in state.values()} == {torch.float64}
+
+
+def test_nothing_is_read_where_all_dtypes_agree(copy):
+    source = opened(copy())
+    weights = source.weights()
+    assert folders._alike(source, weights) is weights
+    assert isinstance(next(iter(weights.values())), Stored)
