@@ -40,9 +40,9 @@ def test_importing_the_package_is_light():
         (["train", "nowhere", "--out", "run"], "nowhere: no such file or folder"),
         (["train", "--out", "run"], "no sources"),
         (["train", "x", "--out", "run", "--size", "huge"], "--size is 'huge'"),
-        (["generate", "nowhere"], "nowhere is not a model folder"),
+        (["generate", "nowhere"], "nowhere: no such folder"),
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
-        (["eval", "nowhere"], "nowhere is not a model folder"),
+        (["eval", "nowhere"], "nowhere: no such folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):

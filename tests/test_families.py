@@ -8,7 +8,7 @@ import torch
 from dunes import tree
 from dunes.models import FAMILIES, family_of, spellings
 from dunes.models.names import numbers, to_ours
-from dunes.models.outline import parameters
+from dunes.models.outline import described
 from dunes.ops import rotary
 from dunes.parts import Attention, Context, Rotary
 from dunes.parts.position import Dynamic, Linear, Llama3, Yarn
@@ -207,17 +207,17 @@ def test_a_model_type_that_is_none(kind):
 def test_parameters_are_counted_without_the_model(family):
     module = FAMILIES[family]
     config = module.Config.sized(97, 64, 5, 48)
-    assert parameters(family, config) == tree.count(module.build(config))
-    assert parameters(family, replace(config, depth=1)) == tree.count(module.build(replace(config, depth=1)))
+    assert described(family, config)[0] == tree.count(module.build(config))
+    assert described(family, replace(config, depth=1))[0] == tree.count(module.build(replace(config, depth=1)))
     absurd = replace(config, depth=10**9, hidden=2**24)
-    assert parameters(family, absurd) > 10**18
+    assert described(family, absurd)[0] > 10**18
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sized_holds_about_what_was_asked_for(family):
     for size in (300_000, 3_000_000, 30_000_000):
         config = config_for(Plan(sources=(), family=family, size=size, context=128), 512)
-        assert size / 1.6 < parameters(family, config) < 1.6 * size
+        assert size / 1.6 < described(family, config)[0] < 1.6 * size
 
 
 def test_gpt2_without_its_prefix_and_masks_that_are_no_weights():

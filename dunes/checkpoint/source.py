@@ -9,13 +9,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dunes import tree
 from dunes.checkpoint import header, json_file, native, pickled
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.stored import Stored, Weights, held, moved
 from dunes.models import FAMILIES, family_of, spellings
 from dunes.models.names import Names, filled, numbers, to_theirs
-from dunes.models.outline import outline
+from dunes.models.outline import described, outline
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -99,28 +98,6 @@ class Source:
 
 def _numbers(stored: Stored) -> int:
     return prod(stored.shape)
-
-
-def described(family: str, config: Any) -> tuple[int, int]:
-    """How many numbers a model's weights hold, and how many tensors they are, whatever its depth and experts.
-
-    Blocks are alike and so are experts: small models tell how much each adds.
-    """
-    experts = getattr(config, "experts", 1)
-    small, deep, wide = _counted(family, config, 1, 1), _counted(family, config, 2, 1), None
-    if experts > 1:
-        wide = _counted(family, config, 1, 2)
-    numbers, tensors = (
-        a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a)
-        for a, b, c in zip(small, deep, wide or small, strict=True)
-    )
-    return numbers, tensors
-
-
-def _counted(family: str, config: Any, depth: int, experts: int) -> tuple[int, int]:
-    mixed = {"experts": experts, "top_k": 1} if hasattr(config, "experts") else {}
-    model = outline(family, replace(config, depth=depth, **mixed))
-    return tree.count(model), len(list(model.parameters()))
 
 
 @contextmanager

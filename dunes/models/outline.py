@@ -32,10 +32,23 @@ def outline(family: str, config: Any) -> Decoder:
     return model
 
 
-def parameters(family: str, config: Any) -> int:
-    """How many numbers the weights of a model hold, whatever its depth.
+def described(family: str, config: Any) -> tuple[int, int]:
+    """How many numbers a model's weights hold, and how many tensors they are, whatever its depth and experts.
 
-    Blocks are alike, so models of one and of two blocks tell how much each adds.
+    Blocks are alike and so are experts: small models tell how much each adds.
     """
-    one, two = (tree.count(outline(family, replace(config, depth=depth))) for depth in (1, 2))
-    return one + int(config.depth - 1) * (two - one)
+    experts = getattr(config, "experts", 1)
+    small, deep, wide = _counted(family, config, 1, 1), _counted(family, config, 2, 1), None
+    if experts > 1:
+        wide = _counted(family, config, 1, 2)
+    numbers, tensors = (
+        a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a)
+        for a, b, c in zip(small, deep, wide or small, strict=True)
+    )
+    return numbers, tensors
+
+
+def _counted(family: str, config: Any, depth: int, experts: int) -> tuple[int, int]:
+    mixed = {"experts": experts, "top_k": 1} if hasattr(config, "experts") else {}
+    model = outline(family, replace(config, depth=depth, **mixed))
+    return tree.count(model), len(list(model.parameters()))
