@@ -201,4 +201,4 @@ NAMES: Names = [
     *both("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
 ]
 
-IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

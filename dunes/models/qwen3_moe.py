@@ -51,9 +51,8 @@ def read(model: Any, context: int) -> Config:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    hf_config(hf, refused={"decoder_sparse_step": 1, "use_sliding_window": False, "mlp_bias": False})
-    if hf.get("mlp_only_layers"):
-        raise ValueError(f"config.json: mlp_only_layers is {hf['mlp_only_layers']!r}, and only [] is supported")
+    refused = {"decoder_sparse_step": 1, "use_sliding_window": False, "mlp_bias": False, "mlp_only_layers": []}
+    hf_config(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, refused)
     sizes = llama.sizes(hf | {"intermediate_size": size(hf, "moe_intermediate_size")})
     return Config(**sizes, renormalise=flag(hf, "norm_topk_prob"), **moe_sizes(hf, balance=0.001))
 

@@ -14,7 +14,7 @@ def hf_config(hf: dict[str, Any], refused: dict[str, Any]) -> dict[str, Any]:
     """
     for key, supported in refused.items():
         if hf.get(key, supported) != supported:
-            raise ValueError(f"config.json: {key} is {hf[key]!r}, and only {supported!r} is supported")
+            raise ValueError(f"config.json: {key} is {_short(hf[key])}, and only {supported!r} is supported")
     return hf
 
 
