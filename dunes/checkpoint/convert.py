@@ -1,8 +1,11 @@
 """A model from one folder to another: another form, other names, another dtype; streamed, whole and verified."""
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +50,9 @@ def convert(
     moves, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     theirs = moved(moves, weights)
-    size = sum(w.nbytes for w in theirs.values())
-    tick = _ticking(size + sum(w.nbytes for w in source.files.values()) + size, show)
+    size, before = (sum(w.nbytes for w in part.values()) for part in (theirs, source.files))
+    rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
+    tick = _ticking(2 * size + before + (size if rounded else 0), show)
     verified: list[Verified] = []
 
     def fill(staged: Path) -> None:
@@ -59,13 +63,36 @@ def convert(
         _copied(source.folder, staged)
         if tokenizer is not None:
             tokenizer.save(staged)
-        rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
         verified.append(verify(source, opened(staged), rounded, partial(tick, "comparing")))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
-    atomic.write_folder(out / folder.READY, fill, size)
-    folder.settle(out)
+    with _alone(out):
+        atomic.write_folder(out / folder.READY, fill, size)
+        folder.settle(out)
     return verified[0]
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """The folder exists, and no other process writes into it; one that was made for nothing is removed.
+
+    Raises ValueError if another one does.
+    """
+    made = [p for p in (out, *out.parents) if not p.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None
+    except BaseException:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+    finally:
+        os.close(handle)
 
 
 def _ticking(total: int, show: Show) -> Callable[[str, int], None]:
@@ -84,10 +111,13 @@ def _new(source: Path, out: Path) -> None:
     a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"{out}: source and result must not lie in each other; choose another folder")
+    there = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
+    if not there.is_dir():
+        raise ValueError(f"{there}: is there, and not a folder; choose another name")
     if (ready := out / folder.READY).is_dir():
         # Written whole, but not moved yet: all of it is there still, or the rest is moved now.
         shutil.rmtree(ready) if _empty(out) else folder.settle(out)
-    if out.exists() and not (out.is_dir() and _empty(out)):
+    if out.exists() and not _empty(out):
         raise ValueError(f"{out}: is there already; choose another name, or remove it")
 
 
@@ -111,7 +141,8 @@ def _form(
     """The table of names and the JSON files of a form. Raises ValueError for an unknown one."""
     words = _words(source, dtype)
     if form == "native":
-        return native.names(words), {native.PARAMS: native.params(words)}
+        params = native.params(words)  # first, since it refuses what has no native form
+        return native.names(words), {native.PARAMS: params}
     if form != "hf":
         raise ValueError(f"no form is called {form!r}; there are hf and native")
     names = FAMILIES[source.family].NAMES
@@ -135,14 +166,12 @@ def _copied(source: Path, staged: Path) -> None:
 
 
 def _card(source: Source, verified: Verified, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What the result's card says: the source's own, if it had one, and how the result came to be."""
-    origin: dict[str, Any] = {"form": source.form, "notes": list(source.notes), **facts}
-    return {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")} | {
-        "family": source.family,
-        "context": source.config.context,
-        "changes": [],
-        "converted": origin | {"verified": verified.card()},
-    }
+    """What the result's card says: all that the source's own did, and how the result came to be."""
+    card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
+    made = {"form": source.form, "notes": list(source.notes), **facts, "verified": verified.card()}
+    before = {"before": card["converted"]} if "converted" in card else {}
+    known = {"family": source.family, "context": source.config.context, "changes": []}
+    return known | card | {"converted": made | before}
 
 
 def table(path: Path) -> dict[str, str]:

@@ -15,6 +15,24 @@ from dunes.models.names import Change, Names, name, same
 
 PARAMS = "params.json"
 NEEDED = ("dim", "n_layers", "n_heads")
+KNOWN = (
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "ffn_dim_multiplier"),
+    *(
+        "norm_eps",
+        "vocab_size",
+        "tied_embeddings",
+        "rope_theta",
+        "max_seq_len",
+        "sliding_window",
+        "_sliding_window",
+    ),
+    *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
+)
+"""What is read, and one that says nothing of the model. Any other key that is set may change it."""
+USUAL = {"model_type": "transformer", "causal": True, "use_biases": False}
+"""Other keys that may stand there with this one value."""
+SMALL = (2048, 3072)
+"""Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
 
 
 def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
@@ -25,10 +43,16 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
     """
     if lacking := [k for k in NEEDED if k not in params]:
         raise ValueError(f"{PARAMS}: {lacking[0]!r} is missing")
+    if odd := [k for k, v in params.items() if k not in KNOWN and v and v != USUAL.get(k)]:
+        raise ValueError(f"{PARAMS}: {odd[0]} is {str(params[odd[0]])[:60]}, which is not supported")
+    if params.get("causal") is False:
+        raise ValueError(f"{PARAMS}: causal is False, and only True is supported")
+    if params.get("vocab_size") not in (None, -1, vocab):
+        raise ValueError(f"{PARAMS}: vocab_size is {params['vocab_size']!r}, the files have {vocab} rows")
     p: dict[str, Any] = {k: _whole(k, v) if k in _WHOLE else v for k, v in params.items() if v is not None}
     heads, dim = p["n_heads"], p["dim"]
-    mistral = "hidden_dim" in p
-    if not mistral and "multiple_of" not in p:
+    mistral = "multiple_of" not in p
+    if mistral and "hidden_dim" not in p:
         raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is there")
     if not heads or (dim % heads and "head_dim" not in p):
         raise ValueError(f"{PARAMS}: dim {dim} is not divided by n_heads {heads}")
@@ -40,7 +64,7 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
         "num_attention_heads": heads,
         "num_key_value_heads": p.get("n_kv_heads") or heads,
         "head_dim": p.get("head_dim") or dim // heads,
-        "intermediate_size": p["hidden_dim"] if mistral else _hidden(p),
+        "intermediate_size": p["hidden_dim"] if "hidden_dim" in p else _hidden(p),
         "rms_norm_eps": p.get("norm_eps", 1e-5),
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
@@ -52,6 +76,8 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
     if moe := p.get("moe"):
         if not isinstance(moe, dict) or {"num_experts", "num_experts_per_tok"} - moe.keys():
             raise ValueError(f"{PARAMS}: moe is {moe!r}, and must have num_experts and num_experts_per_tok")
+        if odd := [k for k, v in moe.items() if k not in ("num_experts", "num_experts_per_tok") and v]:
+            raise ValueError(f"{PARAMS}: moe.{odd[0]} is {str(moe[odd[0]])[:60]}, which is not supported")
         said |= {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
     said |= {
         "rope_theta": _base(p, mistral, window, notes),
@@ -60,7 +86,7 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
     if p.get("use_scaled_rope"):
         said["rope_scaling"] = {
             "rope_type": "llama3",
-            "factor": _real("rope_scaling_factor", p.get("rope_scaling_factor", 8.0)),
+            "factor": _factor(p, notes),
             "low_freq_factor": 1.0,
             "high_freq_factor": _real("rope_high_freq_factor", p.get("rope_high_freq_factor", 4.0)),
             "original_max_position_embeddings": 8192,
@@ -110,6 +136,14 @@ def _base(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[s
     return base
 
 
+def _factor(p: Mapping[str, Any], notes: list[str]) -> float:
+    if "rope_scaling_factor" in p:
+        return _real("rope_scaling_factor", p["rope_scaling_factor"])
+    factor = 32.0 if p["dim"] in SMALL else 8.0
+    notes.append(f"{PARAMS} has no rope_scaling_factor: taken as {factor:g} (LLaMA 3.1 has 8, 3.2 has 32)")
+    return factor
+
+
 def _context(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
     if "max_seq_len" in p:
         return int(p["max_seq_len"])
@@ -132,12 +166,15 @@ def params(said: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"native files are for llama, mistral and mixtral, not for {family}")
     if scaling and scaling.get("rope_type") not in ("default", "llama3"):
         raise ValueError(f"params.json has no word for rotary scaling {scaling['rope_type']!r}")
+    if said.get("attention_bias") or said.get("mlp_bias"):
+        raise ValueError("params.json has no word for biases; export to hf")
     p = {
         "dim": said["hidden_size"],
         "n_layers": said["num_hidden_layers"],
         "n_heads": said["num_attention_heads"],
         "n_kv_heads": said["num_key_value_heads"],
         "head_dim": said["head_dim"],
+        "hidden_dim": said["intermediate_size"],
         "norm_eps": said["rms_norm_eps"],
         "vocab_size": said["vocab_size"],
         "rope_theta": said["rope_theta"],
@@ -145,9 +182,10 @@ def params(said: Mapping[str, Any]) -> dict[str, Any]:
     }
     if family == "llama":
         # A multiple that gives this very width: its own.
-        p |= {"multiple_of": said["intermediate_size"], "ffn_dim_multiplier": _factor(said)}
+        wide = int(8 * said["hidden_size"] / 3)
+        p |= {"multiple_of": said["intermediate_size"], "ffn_dim_multiplier": said["intermediate_size"] / wide}
     else:
-        p |= {"hidden_dim": said["intermediate_size"], "sliding_window": said.get("sliding_window")}
+        p["sliding_window"] = said.get("sliding_window")
     if family == "mixtral":
         p["moe"] = {"num_experts": said["num_local_experts"], "num_experts_per_tok": said["num_experts_per_tok"]}
     if scaling and scaling["rope_type"] == "llama3":
@@ -157,11 +195,9 @@ def params(said: Mapping[str, Any]) -> dict[str, Any]:
             )
         p |= {"use_scaled_rope": True, "rope_scaling_factor": scaling["factor"]}
         p |= {"rope_high_freq_factor": scaling["high_freq_factor"]}
+    if said.get("tie_word_embeddings"):
+        p["tied_embeddings"] = True
     return {k: v for k, v in p.items() if v is not None}
-
-
-def _factor(said: Mapping[str, Any]) -> float:
-    return float(said["intermediate_size"] / int(8 * said["hidden_size"] / 3))
 
 
 def names(said: Mapping[str, Any], permuted: bool = True) -> Names:

@@ -120,6 +120,8 @@ def opened(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
     if (folder / CONFIG).is_file() and (files := _weights(folder, *SINGLE)) is not None:
         return _hugging_face(folder, _renamed(files, renamed or {}, folder))
     if (folder / native.PARAMS).is_file():
+        if renamed:
+            raise ValueError(f"{folder}: a native folder, whose names are known; leave out the table of names")
         return _native(folder)
     if (folder / ADAPTER).is_file():
         raise ValueError(_adapter(folder))
@@ -148,7 +150,12 @@ def _hugging_face(folder: Path, files: dict[str, Stored]) -> Source:
 
 
 def _renamed(files: dict[str, Stored], renamed: Mapping[str, str], folder: Path) -> dict[str, Stored]:
-    """The tensors under the names that a user's table gives them. Raises ValueError for two under one name."""
+    """The tensors under the names that a user's table gives them.
+
+    Raises ValueError for two under one name, and for a line of the table that names none.
+    """
+    if idle := [k for k in renamed if all(numbers(k, key) is None for key in files)]:
+        raise ValueError(f"{folder}: no tensor is called {idle[0]}, which the table of names has")
     result: dict[str, Stored] = {}
     for key, stored in files.items():
         hit = next(((to, at) for at_, to in renamed.items() if (at := numbers(at_, key)) is not None), None)
@@ -170,7 +177,8 @@ def _native(folder: Path) -> Source:
         )
     whole = rows[0][0] == said.get("vocab_size") or not heads
     with _blaming(folder / native.PARAMS):
-        words, notes = native.words(said, rows[0][0] if whole else sum(r[0] for r in rows), not heads)
+        tied = bool(said.get("tied_embeddings")) or not heads
+        words, notes = native.words(said, rows[0][0] if whole else sum(r[0] for r in rows), tied)
     unnamed = Source(folder, "native", words, shards[0], [], native.IGNORED, tuple(notes))
     unnamed._bounded(w for s in shards for w in s.values())
     names = native.names(words)

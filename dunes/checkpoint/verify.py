@@ -1,19 +1,19 @@
-"""Whether two folders hold one model: logits on fixed prompts, one module's weights in memory at a time."""
+"""Whether two folders hold one model: logits on fixed prompts, a part of one matrix in memory at a time."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.checkpoint import native
 from dunes.checkpoint.differences import compare
 from dunes.checkpoint.source import Source
-from dunes.checkpoint.stored import Weights, counted
+from dunes.checkpoint.stored import Weights, cast, counted
 from dunes.models.outline import outline
-from dunes.parts import Attention, Decoder
+from dunes.parts import Attention
 
 Tick = Callable[[int], None]
 
@@ -22,19 +22,22 @@ EXACT = 1e-4
 """Of the logits' size: what other orders of the same float32 operations differ by, with room to spare."""
 ROUNDED = 32
 """Times the relative step of a narrower dtype: rounding every weight moves the logits less than that."""
+BLOCK = 1 << 24
+"""Numbers of a matrix that are made float32 at a time."""
 
 
 @dataclass(frozen=True)
 class Verified:
     """Logits of the source and of the result, in float32: `size` is the source's root mean square.
 
-    `agree` is the share of positions whose likeliest token is the same.
+    `agree` is the share of positions whose likeliest token is the same. Where the weights were rounded,
+    the difference is from the source with its weights rounded, and `rounding` that from the source itself.
     """
 
     largest_difference: float
     size: float
     agree: float
-    tolerance: float
+    rounding: float | None = None
     tokens: int = PROMPTS * TOKENS
 
     @property
@@ -42,12 +45,13 @@ class Verified:
         return self.largest_difference / self.size if self.size else self.largest_difference
 
     def card(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"tolerance": EXACT}
 
     def __str__(self) -> str:
+        rounded = "" if self.rounding is None else f"; rounding moved them by up to {self.rounding:.1e}"
         return (
             f"logits of {self.tokens} tokens differ by {self.largest_difference:.1e} at most, {self.relative:.1e} "
-            f"of their size (allowed: {self.tolerance:.1e}); the likeliest token agrees at {self.agree:.0%}"
+            f"of their size (allowed: {EXACT:.1e}){rounded}; the likeliest token agrees at {self.agree:.0%}"
         )
 
 
@@ -56,23 +60,28 @@ def verify(
 ) -> Verified:
     """Compare two models, whose weights were rounded to `dtype` on the way if that is given.
 
-    `tick` is told the bytes of each tensor that was used. Raises ValueError if they differ by more than that
-    explains.
+    `tick` is told the bytes of each tensor that was used. Raises ValueError if they differ by more than
+    other orders of operations do, or rounding moved them by more than it can.
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config reads {result.config}, not {source.config}")
-    before, after = logits(source, tick), logits(result, tick)
-    tolerance = EXACT if dtype is None else max(EXACT, ROUNDED * torch.finfo(dtype).eps)
-    difference = float((after - before).abs().max())
-    agree = float((after.argmax(-1) == before.argmax(-1)).float().mean())
-    found = Verified(difference, float(before.square().mean().sqrt()), agree, tolerance)
-    if not found.relative <= tolerance:  # also where it is not a number
+    after, plain = logits(result, tick), logits(source, tick)
+    before = plain if dtype is None else logits(replace(source, files=cast(source.files, dtype)), tick)
+    agree = float((after.argmax(-1) == plain.argmax(-1)).float().mean())
+    size = float(plain.square().mean().sqrt())
+    rounding = None if dtype is None else float((after - plain).abs().max())
+    found = Verified(float((after - before).abs().max()), size, agree, rounding)
+    if not plain.isfinite().all():
+        raise ValueError(f"{source.folder}: its logits are not finite; look with: dunes inspect --values")
+    if before.isfinite().all() and not found.relative <= EXACT:  # also where it is not a number
         raise ValueError(f"{source.folder}: the result is another model: {found}; nothing was written")
+    if dtype is not None and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * size:
+        raise ValueError(f"{source.folder}: {dtype} cannot hold these weights: {found}; nothing was written")
     return found
 
 
 def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
-    """Logits (PROMPTS, TOKENS, V) of the fixed prompts.
+    """Logits (PROMPTS, TOKENS, V) of the fixed prompts, with a part of one matrix in memory at a time.
 
     A native model runs as its own code runs it: weights as they lie, rotary positions on adjacent pairs.
     """
@@ -83,45 +92,60 @@ def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
         for module in model.modules():
             if isinstance(module, Attention) and module.position is not None:
                 module.position = replace(module.position, adjacent=True)
-    weights, _ = compare(source.expected, source.files, names, source.ignored)
-    vocab, context = source.config.vocab, source.config.context
-    ids = torch.randint(vocab, (PROMPTS, min(TOKENS, context)), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), _streamed(model, counted(weights, tick)):
+    weights = counted(compare(source.expected, source.files, names, source.ignored)[0], tick)
+    if model.head is None:
+        model.head = nn.Linear(1, 1, bias=False, device="meta")
+        weights["head.weight"] = weights["embed.token.weight"]
+    _read_when_used(model, weights)
+    ids = torch.randint(
+        source.config.vocab,
+        (PROMPTS, min(TOKENS, source.config.context)),
+        generator=torch.Generator().manual_seed(0),
+    )
+    with torch.no_grad():
         result: Tensor = model(ids)
     return result
 
 
-@contextmanager
-def _streamed(model: Decoder, weights: Weights) -> Iterator[None]:
-    """Inside, each module's own weights are brought when it is called, as float32, and let go afterwards."""
-    hooks = []
-    for place, module in model.named_modules():
-        own = {name: f"{place}.{name}" for name, _ in module.named_parameters(recurse=False)}
-        if own:
-            hooks.append(module.register_forward_pre_hook(_bring(own, weights)))
-        if own and not (model.head is None and module is model.embed.token):  # that one is the head, too
-            hooks.append(module.register_forward_hook(_drop(own, weights)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _read_when_used(model: nn.Module, weights: Weights) -> None:
+    """Put modules that read their weights at each use in the place of matrices, and fill all others."""
+    for place, module in list(model.named_modules()):
+        own = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
+        if isinstance(module, nn.Linear | nn.Embedding):
+            kind = _Rows if isinstance(module, nn.Embedding) else _Linear
+            parent, _, key = place.rpartition(".")
+            setattr(model.get_submodule(parent), key, kind(own))
+        else:
+            for name, stored in own.items():
+                module._parameters[name] = nn.Parameter(stored.read().float(), requires_grad=False)
+                stored.forget()
 
 
-def _bring(own: dict[str, str], weights: Weights) -> Any:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        for name, key in own.items():
-            module._parameters[name] = nn.Parameter(weights[key].read().float(), requires_grad=False)
+class _Linear(nn.Module):
+    """A linear layer whose weights are in a file."""
 
-    return hook
+    def __init__(self, own: Weights) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.own["weight"].read()
+        rows = max(1, BLOCK // weight.shape[1])
+        y = torch.cat([F.linear(x, part.float()) for part in torch.split(weight, rows)], -1)
+        if "bias" in self.own:
+            y = y + self.own["bias"].read().float()
+        self.own["weight"].forget()
+        return y
 
 
-def _drop(own: dict[str, str], weights: Weights) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        for name, key in own.items():
-            module._parameters[name] = nn.Parameter(
-                torch.empty(weights[key].shape, device="meta"), requires_grad=False
-            )
-            weights[key].forget()
+class _Rows(nn.Module):
+    """An embedding whose vectors are in a file."""
 
-    return hook
+    def __init__(self, own: Weights) -> None:
+        super().__init__()
+        self.own, self.num_embeddings = own, own["weight"].shape[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.own["weight"].read()[ids].float()
+        self.own["weight"].forget()
+        return found

@@ -14,6 +14,10 @@ from dunes.parts import Attention, Decoder
 __all__ = ["IGNORED", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
+UNSAID = 4096
+"""The window where a config.json does not mention one, as transformers has it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
     """A token sees `window` tokens, itself included; None: all before it."""
@@ -43,13 +47,13 @@ def read(model: Any, context: int) -> Config:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    return Config(**sizes(hf))
+    return Config(**sizes({"sliding_window": UNSAID} | hf))
 
 
 def sizes(hf: dict[str, Any], base: float = 10_000.0) -> dict[str, Any]:
-    """The fields of a Config; no `sliding_window` means that there is none."""
+    """The fields of a Config; a window of null means that there is none."""
     hf_config(hf, refused={"attention_bias": False, "mlp_bias": False})
-    window = None if hf.get("sliding_window") is None else size(hf, "sliding_window", largest=1 << 31)
+    window = None if hf["sliding_window"] is None else size(hf, "sliding_window", largest=1 << 31)
     return llama.sizes(hf, base=base) | {"window": window}
 
 

@@ -51,7 +51,7 @@ def read(model: Any, context: int) -> Config:
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
     hf_config(hf, refused={"router_jitter_noise": 0.0})
-    return Config(**mistral.sizes(hf, base=1_000_000.0), **moe_sizes(hf, balance=0.001))
+    return Config(**mistral.sizes({"sliding_window": None} | hf, base=1_000_000.0), **moe_sizes(hf, balance=0.001))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
