@@ -374,7 +374,7 @@ def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown = int(done.stdout)
     print(f"{grown / 1e6:.0f} MB for a largest tensor of {large / 1e6:.0f} MB")
-    assert grown < copies * large + 150e6
+    assert grown < copies * large + 250e6, "the logits of so many words take 33 MB each time, too"
 
 
 FORMS = [*FAMILIES, "llama tied", "qwen3 tied"]
