@@ -173,11 +173,24 @@ def steps(text: Path | None) -> dict[str, Step]:
             script("large.py", "--folder", str(KEPT / "large")),
             lambda r: [("2 GB of text", f"tokenized and trained on within {r['peak_gigabytes']:.2f} GB")],
         ),
+        "load": Step(script("load.py"), loaded),
         "fifteen": trained(15),
     }  # fmt: skip
     if text is not None:
         found["shakespeare"] = Step(script("shakespeare.py", str(text)), won)
     return found
+
+
+def loaded(row: Row) -> Figures:
+    ours, theirs, other, size = row["dunes"], row["transformers"], row["convert"], row["bytes"]
+    words = f"{row['ratio']['there']:.0f} times faster than from_pretrained ({ours['there']:.2f} s, {theirs['there']:.2f} s), "
+    words += f"{row['ratio']['answered']:.1f} times until it answered; {ours['peak'] / size:.2f} times its bytes resident"
+    more = (
+        f"{other['convert'] / other['copy']:.1f} times the time of a copy, {other['grown'] / 1e9:.2f} GB of memory"
+    )
+    scan = f"{other['scanned'] / other['copied']:.0%} of the rate of copying in memory"
+    what = f"{size / 1e9:.1f} GB of weights"
+    return [(f"loading {what}", words), (f"converting {what}, verified", more), (f"looking through {what}", scan)]
 
 
 def stalled(row: Row) -> Figures:

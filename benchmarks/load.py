@@ -1,10 +1,12 @@
-"""Loading a 2.2 GB folder: ours and transformers' `from_pretrained`, each in a process of its own, interleaved.
+"""Loading, converting and looking through a 2.2 GB folder, each in a process of its own.
 
     python benchmarks/load.py
 
 The folder has TinyLlama's shape (1.1 billion parameters, bfloat16, made-up numbers) and no card, as a
-download has none. A process imports its library first; then the clock runs until the model is there, and
-until it has answered one token, when every weight was read. Memory is what the process grew by.
+download has none. Loading is raced with transformers' `from_pretrained`, interleaved: a process imports its
+library first; then the clock runs until the model is there, and until it has answered eight tokens, when
+every weight was read. Converting is compared with copying the file, `inspect --values` with copying as
+many bytes in memory. Memory is what the process grew by.
 """
 
 import json
@@ -59,8 +61,42 @@ numbers = {"there": there, "answered": answered, "resident": measure.resident() 
 print(json.dumps(numbers | {"peak": measure.peak_memory(torch.device("cpu")) - before}))
 """
 
+CONVERT = """
+import json, shutil, sys, time, torch
+from pathlib import Path
+from dunes import measure
+from dunes.checkpoint import atomic
+from dunes.checkpoint.convert import convert
+from dunes.checkpoint.inspect import values
+from dunes.checkpoint.source import opened
+folder, scratch = map(Path, sys.argv[1:])
+cpu = torch.device("cpu")
 
-def make(folder: Path) -> int:
+def timed(work):
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+def copied():
+    shutil.copyfile(folder / "model.safetensors", scratch / "copy")
+    atomic.sync(scratch / "copy")
+
+source = opened(folder)
+size = sum(w.nbytes for w in source.files.values())
+found = {"copy": timed(copied)}
+(scratch / "copy").unlink()
+before = measure.forget_peak(cpu)
+found["convert"] = timed(lambda: convert(source, scratch / "native", form="native"))
+found["grown"] = measure.peak_memory(cpu) - before
+found["largest"] = max(w.nbytes for w in source.files.values())
+one, two = torch.ones(size // 8), torch.empty(size // 8)
+found["copied"] = max(one.nbytes / timed(lambda: two.copy_(one)) for _ in range(3))
+found["scanned"] = max(size / timed(lambda: list(values(source.files))) for _ in range(3))
+print(json.dumps(found))
+"""
+
+
+def make(folder: Path, layers: int) -> int:
     """The folder; returns the bytes of its weights."""
     from dunes.checkpoint import stream
     from dunes.checkpoint.stored import Stored, moved
@@ -69,7 +105,7 @@ def make(folder: Path) -> int:
 
     llama = FAMILIES["llama"]
     with torch.device("meta"):
-        state = llama.build(llama.from_hf(SHAPE)).state_dict()
+        state = llama.build(llama.from_hf(SHAPE | {"num_hidden_layers": layers})).state_dict()
 
     def made(key: str, shape: torch.Size) -> Stored:
         return Stored(tuple(shape), torch.bfloat16, key, lambda: torch.randn(shape).mul_(0.02).bfloat16())
@@ -77,27 +113,37 @@ def make(folder: Path) -> int:
     ours = {key: made(key, t.shape) for key, t in state.items()}
     folder.mkdir(parents=True)
     stream.write(folder, moved(to_theirs(llama.NAMES, ours)[0], ours))
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     return sum(w.nbytes for w in ours.values())
 
 
-def main(rounds: int = 5, folder: Path | None = None) -> None:
+def said(program: str, *arguments: str) -> dict[str, float]:
+    """The last line of a process of its own."""
+    command = [sys.executable, "-c", program, *arguments]
+    found: dict[str, float] = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
+    return found
+
+
+def main(rounds: int = 5, layers: int = 22, folder: Path | None = None) -> None:
     """Measure.
 
     Args:
         rounds: Loads of each side.
+        layers: Fewer make a smaller folder.
         folder: Keep the made folder there.
     """
     with tempfile.TemporaryDirectory() as scratch:
         where = folder or Path(scratch) / "model"
-        size = (where / "model.safetensors").stat().st_size if where.exists() else make(where)
+        size = (where / "model.safetensors").stat().st_size if where.exists() else make(where, layers)
         sides: dict[str, list[dict[str, float]]] = {"dunes": [], "transformers": []}
         for i in range(rounds + 1):  # the first round brings the file into the system's cache
             for side in sorted(sides, reverse=bool(i % 2)):
-                command = [sys.executable, "-c", SIDE, side, str(where)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                row = said(SIDE, side, str(where))
                 if i:
-                    sides[side].append(json.loads(done.stdout.splitlines()[-1]))
+                    sides[side].append(row)
+        other = said(CONVERT, str(where), scratch)
     middle = {s: {k: median(r[k] for r in runs) for k in runs[0]} for s, runs in sides.items()}
     for side, m in middle.items():
         print(
@@ -106,7 +152,12 @@ def main(rounds: int = 5, folder: Path | None = None) -> None:
         )
     ratio = {k: middle["transformers"][k] / middle["dunes"][k] for k in ("there", "answered")}
     print(f"transformers takes {ratio['there']:.1f} times as long to load, {ratio['answered']:.1f} to answer")
-    print(json.dumps({"benchmark": "load", "bytes": size, **middle}))
+    print(
+        f"converting takes {other['convert']:.1f} s and copying the file {other['copy']:.1f} s; it grows by "
+        f"{other['grown'] / 1e9:.2f} GB for a largest tensor of {other['largest'] / 1e9:.2f} GB"
+    )
+    print(f"values are looked through at {other['scanned'] / other['copied']:.0%} of the rate of copying")
+    print(json.dumps({"benchmark": "load", "bytes": size, **middle, "ratio": ratio, "convert": other}))
 
 
 if __name__ == "__main__":

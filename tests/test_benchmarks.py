@@ -52,6 +52,13 @@ def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
 
 
 @pytest.mark.slow
+def test_loading_is_measured_beside_transformers():
+    row = last_line("load.py", "--rounds", "1", "--layers", "1")
+    assert row["bytes"] > 3e8
+    assert row["ratio"].keys() == {"there", "answered"}
+    assert row["convert"]["grown"] < row["convert"]["largest"] + 1e9
+
+
 def test_experts_are_measured_in_both_forms_and_beside_a_dense_mlp():
     rows = last_line("experts.py", "--quick")["rows"]
     assert all(r[phase]["moe_ktok_s"] > 0 for r in rows for phase in ("inference", "training"))
