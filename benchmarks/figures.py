@@ -183,8 +183,9 @@ def steps(text: Path | None) -> dict[str, Step]:
 
 def loaded(row: Row) -> Figures:
     ours, theirs, other, size = row["dunes"], row["transformers"], row["convert"], row["bytes"]
-    words = f"{row['ratio']['there']:.0f} times faster than from_pretrained ({ours['there']:.2f} s, {theirs['there']:.2f} s), "
-    words += f"{row['ratio']['answered']:.1f} times until it answered; {ours['peak'] / size:.2f} times its bytes resident"
+    there, answered = (row["ratio"][k] for k in ("there", "answered"))
+    words = f"{there:.0f} times faster than from_pretrained ({ours['there']:.2f} s, {theirs['there']:.2f} s), "
+    words += f"{answered:.1f} times until it answered; {ours['peak'] / size:.2f} times its bytes resident"
     more = (
         f"{other['convert'] / other['copy']:.1f} times the time of a copy, {other['grown'] / 1e9:.2f} GB of memory"
     )
