@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from dunes.checkpoint import atomic, folder, native, stream
 from dunes.checkpoint import convert as conversion
 from dunes.checkpoint.convert import convert, table
+from dunes.checkpoint.inspect import values
 from dunes.checkpoint.source import opened
 from dunes.checkpoint.stored import Stored, held, moved
 from dunes.checkpoint.verify import logits
@@ -596,3 +597,37 @@ def test_the_commands(tmp_path, capsys):
     assert "is there already" in err
     status, _, err = command(capsys, "inspect", tmp_path / "nothing")
     assert (status, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_odd_numbers_are_found_by_name_and_count(dtype):
+    limits = torch.finfo(dtype)
+    odd = torch.linspace(-3, 3, 300 * 700).reshape(300, 700).to(dtype)
+    odd[odd == 0] = 1
+    odd[3] = 0
+    odd[7, 7], odd[8, 8] = torch.nan, -torch.inf
+    odd[9, 9], odd[10, 0] = limits.smallest_normal / 2, -limits.smallest_normal / 4
+    odd[11, 11], odd[12, 12] = limits.max, limits.smallest_normal
+    fine = torch.tensor([[1.0, 0.0], [0.0, -2.0]], dtype=dtype)
+    tensors = {"odd": odd, "fine": fine, "none": torch.zeros(0, 3, dtype=dtype), "whole": torch.arange(3)}
+    tensors |= {"bias": torch.zeros(4, dtype=dtype), "scalar": torch.tensor(torch.inf, dtype=dtype)}
+    by_hand = int(((odd != 0) & (odd.abs() < limits.smallest_normal)).sum())
+    assert list(values(held(tensors))) == [
+        f"odd: 2 not finite, {by_hand} denormal, 1 rows of zeros",
+        "scalar: 1 not finite",
+    ]
+
+
+def test_a_pickle_becomes_safetensors_bit_for_bit_and_shared_numbers_are_written_once(tmp_path):
+    KINDS["tied"] = (*KINDS["llama"][:2], {"tie_word_embeddings": True})
+    hf = theirs("tied", tmp_path / "hf", torch.bfloat16)
+    weights = bits(tmp_path / "hf")
+    state = hf.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    old = tmp_path / "bin"
+    old.mkdir()
+    torch.save(state, old / "pytorch_model.bin")
+    (old / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    convert(opened(old), tmp_path / "out")
+    assert same(bits(tmp_path / "out"), weights)
+    assert "lm_head.weight" not in bits(tmp_path / "out")
