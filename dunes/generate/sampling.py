@@ -57,6 +57,11 @@ def sampler(
     return sample
 
 
+def below(sample: Sampler, count: int) -> Sampler:
+    """The sampler, held to ids below `count`: an embedding may have more rows than its tokenizer has ids."""
+    return lambda logits, history: sample(logits[:, :count], history)
+
+
 def begun(sample: Sampler, pieces: Sequence[bytes], start: bytes) -> Sampler:
     """The sampler, held to an id whose bytes begin with `start`, or if none does, to ids that spell it.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from dunes.generate import Sampler, begun, generate, sampler
+from dunes.generate import Sampler, begun, below, generate, sampler
 from dunes.text import Stream, Tokenizer
 
 
@@ -14,6 +14,7 @@ def write(
 ) -> Iterator[str]:
     """The text that follows the prompt, piece by piece as it comes, up to the end of the document."""
     ids, stream = tokenizer.prompt(prompt), Stream(tokenizer)
+    sample = below(sample, tokenizer.vocab)
     for token in generate(model, ids, limit=limit, context=context, sample=sample, stop=tokenizer.stops):
         yield stream.feed(token.id)
 
@@ -34,7 +35,7 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
     room = max(context // 2, context - limit)
     ids, healed = taken_back(tokenizer.encode(prefix[-8 * context :])[-room:], pieces)
     text = b""
-    sample, stops = begun(sampler(0.0), pieces, healed), tokenizer.stops
+    sample, stops = below(begun(sampler(0.0), pieces, healed), len(pieces)), tokenizer.stops
     prompt = [*tokenizer.begin, *ids] or [tokenizer.end]
     for token in generate(model, prompt, limit=limit, context=context, sample=sample):
         if token.id in stops or b"\n" in pieces[token.id]:

@@ -21,5 +21,6 @@ class Stream:
         if self.pieces is None:
             return self.other.step(self.tokenizer.inner, token) or ""
         # The library's stream takes a U+FFFD that was written for half a character, and keeps it back.
-        piece, self.lead = self.spelling.without_lead(self.pieces[token], self.lead)
+        piece = self.pieces[token] if token < len(self.pieces) else b""
+        piece, self.lead = self.spelling.without_lead(piece, self.lead)
         return self.bytes.decode(piece)

@@ -222,12 +222,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens give none, and broken UTF-8 gives U+FFFD."""
+        """The text of the ids; special tokens and ids without a token give none, broken UTF-8 gives U+FFFD."""
         if not self.spelling.spaces:
             return str(self.inner.decode(list(ids)))
         pieces, lead, text = self.pieces(), self.spelling.lead, []
         for i in ids:
-            piece, lead = self.spelling.without_lead(pieces[i], lead)
+            piece, lead = self.spelling.without_lead(pieces[i] if i < len(pieces) else b"", lead)
             text.append(piece)
         return b"".join(text).decode(errors=self.spelling.errors)
 
