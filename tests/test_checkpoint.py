@@ -61,9 +61,9 @@ def flip(path):
 DAMAGE = {
     "a flipped bit": (lambda f: flip(f / "model.safetensors"), "model.safetensors: not the bytes"),
     "a cut file": (lambda f: os.truncate(f / "model.safetensors", 100), "model.safetensors: not the bytes"),
-    "missing weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: missing"),
+    "missing weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: no such file, and"),
     "another tokenizer": (lambda f: flip(f / "tokenizer.json"), "tokenizer.json: not the bytes"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json: missing"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file, and dunes.json names it"),
     "a card that is not JSON": (lambda f: (f / "dunes.json").write_text("{"), "dunes.json: not JSON"),
 }
 
@@ -72,6 +72,64 @@ DAMAGE = {
 def test_damage_is_named_in_one_line(folder, damage):
     harm, words = DAMAGE[damage]
     harm(folder)
+    with pytest.raises(ValueError, match=words) as error:
+        checkpoint.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_hashed_once_after_it_changed(folder, monkeypatch):
+    from dunes.checkpoint import atomic
+
+    hashed, digest = [], atomic.digest
+    monkeypatch.setattr(atomic, "digest", lambda path: hashed.append(path.name) or digest(path))
+    files = sorted(p.name for p in folder.iterdir() if p.name != "dunes.json")
+    for expected in (files, []):
+        checkpoint.load(folder)
+        assert hashed == expected
+        hashed.clear()
+    weights, before = folder / "model.safetensors", os.stat(folder / "model.safetensors")
+    data = weights.read_bytes()
+    flip(weights)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
+            checkpoint.load(folder)
+    assert hashed == ["model.safetensors"] * 2
+    weights.write_bytes(data)
+    (folder / "dunes.json").unlink()
+    hashed.clear()
+    checkpoint.load(folder)
+    assert not hashed
+
+
+def test_a_note_that_cannot_be_read_or_written_costs_only_time(folder, tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("no folder")
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    checkpoint.load(folder)
+    checkpoint.load(folder)
+
+
+CARDS = {
+    "absolute": ({"/etc/passwd": {"size": 1, "sha256": ""}}, "'/etc/passwd' is not the name of a file in this"),
+    "above": ({"../x": {"size": 1, "sha256": ""}}, "'../x' is not the name of a file in this folder"),
+    "a link out": ({"out": {"size": 1, "sha256": ""}}, "leads out of the folder"),
+    "a pipe": ({"pipe": {"size": 0, "sha256": ""}}, "pipe: not a plain file"),
+    "no facts": ({"config.json": 3}, "dunes.json: 'files' must hold size and sha256"),
+    "no names": (["config.json"], "dunes.json: 'files' must hold size and sha256"),
+    "nothing": (None, "dunes.json: 'files' must hold size and sha256"),
+    "very many": ({f"f{i}": {"size": 1, "sha256": ""} for i in range(30_000)}, "names 30,000 files"),
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_a_card_names_nothing_but_files_of_its_folder(folder, case, monkeypatch):
+    from dunes.checkpoint import atomic
+
+    monkeypatch.setattr(atomic, "digest", lambda path: pytest.fail(f"{path} was opened"))
+    (folder / "out").symlink_to("/etc/passwd")
+    os.mkfifo(folder / "pipe")
+    files, words = CARDS[case]
+    (folder / "dunes.json").write_text(json.dumps({"format": 1, "files": files}))
     with pytest.raises(ValueError, match=words) as error:
         checkpoint.load(folder)
     assert "\n" not in str(error.value)

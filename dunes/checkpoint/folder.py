@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from dunes import __version__
-from dunes.checkpoint import atomic, json_file, stream
+from dunes.checkpoint import atomic, stream
+from dunes.checkpoint import card as cards
+from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.say import said
 from dunes.checkpoint.source import CONFIG, Source, opened
 from dunes.checkpoint.stored import Stored, cast, held, moved
@@ -23,8 +25,6 @@ from dunes.models.outline import outline
 from dunes.parts import Decoder
 from dunes.text import Tokenizer
 
-CARD = "dunes.json"
-FORMAT = 1
 READY = ".ready"
 IDS = ("bos", "eos", "pad")
 
@@ -164,11 +164,8 @@ def checked(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
     Raises ValueError for the first that is not.
     """
     settle(folder)
-    if not (folder / CARD).is_file():
-        return opened(folder, renamed)
-    card = json_file.read(folder / CARD)
-    if card:
-        _check(folder, card)
+    card = cards.read(folder)
+    cards.check(folder, card)
     return replace(opened(folder, renamed), card=card)
 
 
@@ -192,10 +189,3 @@ def _agree(source: Source, tokenizer: Tokenizer) -> None:
             f"{source.folder}: the embedding has {rows} rows, the tokenizer {tokenizer.vocab} ids, special ids "
             f"are {special}; each id needs a row"
         )
-
-
-def _check(folder: Path, card: dict[str, Any]) -> None:
-    try:
-        atomic.verify(folder, card["files"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{error}; the save was interrupted or the file was changed since") from None

@@ -4,8 +4,8 @@ A branch is first turned into the commit that it stands for, and only then is an
 belong together and the commit can be written down. Of the files, those that a reader here can use are
 fetched, and the weights in one form only; code is never among them. The Hub tells each file's digest (SHA-256
 of large files, git's SHA-1 of a blob for the others) and the downloader itself compares only sizes, so what
-came is compared with it here. What was told is noted under $DUNES_HOME/hub, and what was found right with its
-size and time: a model that is opened daily is not hashed daily, and a commit that is here needs no network.
+came is compared with it here. What was told is noted under $DUNES_HOME/hub, and what was found right (see
+`seen`): a model that is opened daily is not hashed daily, and a commit that is here needs no network.
 
 Sources: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
 snapshots of links to them, refs), https://huggingface.co/docs/hub/api, https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
@@ -18,12 +18,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha1
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint import atomic
+from dunes.checkpoint.seen import Seen
 from dunes.data.shards import default_cache
 
 SECONDS = 10.0  # that an answer of the Hub may take
@@ -275,22 +277,14 @@ def _missing(copy: Copy, files: Iterable[str]) -> list[str]:
 
 def _checked(copy: Copy, files: Mapping[str, Fact]) -> Copy:
     """The copy, after each file was found to be right, now or earlier. Raises ValueError that names the file."""
-    earlier = _noted(copy, RIGHT)
-    right = {path: seen for path, seen in earlier.items() if Path(path).exists()}
+    seen = Seen(copy.notes / f"{RIGHT}.json")
     for path, fact in ((copy.folder / name, fact) for name, fact in files.items()):
-        real, seen = path.resolve(), _look(path, fact)
-        if right.get(str(real)) != seen and (wrong := _wrong(path, fact)):
-            raise ValueError(f"{path}: not the file that the Hub holds ({wrong}); delete {real} and try again")
-        right[str(real)] = seen
-    if right != earlier:
-        _note(copy, RIGHT, right)
+        if wrong := seen.wrong(path, fact.digest, partial(_wrong, path, fact)):
+            raise ValueError(
+                f"{path}: not the file that the Hub holds ({wrong}); delete {path.resolve()} and try again"
+            )
+    seen.keep()
     return copy
-
-
-def _look(path: Path, fact: Fact) -> str:
-    """What is another when the file is, or what is expected of it."""
-    seen = path.stat()
-    return f"{seen.st_size} {seen.st_mtime_ns} {fact.digest}"
 
 
 def _wrong(path: Path, fact: Fact) -> str | None:

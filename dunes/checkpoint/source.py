@@ -1,6 +1,5 @@
 """What lies in a model folder, in whatever form it came: known from headers alone."""
 
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from dunes.checkpoint import header, json_file, native, pickled
 from dunes.checkpoint.differences import Difference, compare, report
+from dunes.checkpoint.inside import inside
 from dunes.checkpoint.stored import Stored, Weights, held, moved
 from dunes.models import FAMILIES, family_of, spellings
 from dunes.models.names import Names, filled, numbers, to_theirs
@@ -234,33 +234,6 @@ def indexed(index: Path) -> dict[str, Stored]:
             raise ValueError(f"{path}: {header.shown(odd)} {lacks}, says {index.name}; fetch both again")
         files |= there
     return files
-
-
-def inside(folder: Path, name: str, index: Path) -> Path:
-    """The plain file of that name in the folder. Raises ValueError if it lies elsewhere, or is another thing.
-
-    The Hub's cache keeps a snapshot's files as links into a folder `blobs` beside all snapshots.
-    """
-    path = folder / name
-    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
-        raise ValueError(f"{index}: {header.shown(name)} is not the name of a file in this folder")
-    try:
-        real, home = path.resolve(), folder.resolve()
-        found = real.stat().st_mode if real.exists() else None
-    except (OSError, RuntimeError) as error:  # a loop of links, a name too long
-        raise ValueError(f"{index}: {header.shown(name)} cannot be opened: {_why(error)}") from None
-    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    if real.parent not in homes:
-        raise ValueError(f"{path}: leads out of the folder, to {real}")
-    if found is None:
-        raise ValueError(f"{path}: no such file, and {index.name} names it; fetch it")
-    if not stat.S_ISREG(found):
-        raise ValueError(f"{path}: not a plain file")
-    return path
-
-
-def _why(error: Exception) -> str:
-    return error.strerror or "" if isinstance(error, OSError) else "its links lead in a circle"
 
 
 def tensors(path: Path) -> dict[str, Stored]:
