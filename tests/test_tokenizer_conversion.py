@@ -263,10 +263,15 @@ def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("tokenizer_config", {"eos_token": 7}, "tokenizer_config.json: eos_token is '7'; expected a token's text"),
-        ("config", {"eos_token_id": "two"}, "config.json: eos_token_id is two; expected an id or a list of ids"),
+        ("tokenizer_config", {"eos_token": 7}, "tokenizer_config.json: eos_token is 7; expected a token's text"),
+        ("config", {"eos_token_id": "two"}, "config.json: eos_token_id is 'two'; expected an id or a list of ids"),
         ("generation_config", {"eos_token_id": [1, True]}, "generation_config.json: eos_token_id is"),
         ("generation_config", {"eos_token_id": -1}, "generation_config.json: eos_token_id is"),
+        (
+            "tokenizer_config",
+            {"bos_token": "\ud800"},
+            "tokenizer_config.json: bos_token is '.ud800'; expected a token's",
+        ),
         ("config", [], "config.json: expected an object, found list"),
     ],
 )
@@ -423,3 +428,43 @@ def test_a_length_written_in_the_file_cuts_no_text(tmp_path):
     cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0}, truncation=cut)))
     assert tokenizer.encode("aaaa") == [0] * 4
+
+
+def test_only_what_needs_an_end_asks_for_one(tmp_path):
+    tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 5})))
+    assert tokenizer.named == {}
+    assert tokenizer.prompt("ab") == [0, 5]
+    for need in (lambda: tokenizer.end, lambda: tokenizer.stops, lambda: tokenizer.prompt("")):
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: no token ends a text.*eos_token") as caught:
+            need()
+        assert str(tmp_path) in str(caught.value)
+    for end in (3, 9, 1 << 40):  # ids without a token
+        config = {"eos_token_id": end, "bos_token_id": 0}
+        tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 5}), config=config))
+        assert tokenizer.named == {}
+    config = {"eos_token_id": [9, 5]}
+    assert Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 5}), config=config)).marked == {
+        5,
+        9,
+    }
+
+
+def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
+    from dunes import checkpoint
+    from dunes.checkpoint.convert import convert
+    from dunes.models import llama
+    from dunes.models.start import initialise
+
+    model = initialise(llama.build(llama.Config.sized(512, 32, 1, 16)))
+    checkpoint.save(model, tmp_path / "in", Tokenizer.train("bytes", []), 16)
+    (tmp_path / "in" / "dunes.json").unlink()
+    for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+        (tmp_path / "in" / name).unlink()
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    bare = {k: v for k, v in config.items() if not k.endswith("_token_id")}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(bare))
+    (tmp_path / "in" / "tokenizer.json").write_bytes(simple({"a": 0, "b": 5}))
+    convert(checkpoint.folder.checked(tmp_path / "in"), tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not [k for k in said if k.endswith("_token_id")]
+    assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]

@@ -65,13 +65,16 @@ def _id(path: Path, words: dict[str, Any], key: str, number: Callable[[str], int
         return None
     text = token(words, key)
     if text is None:
-        raise ValueError(f"{path}: {key} is {str(words[key])[:80]!r}; expected a token's text")
-    return number(text)
+        raise ValueError(f"{path}: {key} is {ascii(words[key])[:80]}; expected a token's text")
+    try:
+        return number(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"{path}: {key} is {ascii(text)[:80]}; expected a token's text") from None
 
 
 def _ids(path: Path) -> list[int]:
     found = settings(path).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{path}: eos_token_id is {str(found)[:80]}; expected an id or a list of ids")
+        raise ValueError(f"{path}: eos_token_id is {ascii(found)[:80]}; expected an id or a list of ids")
     return ids

@@ -23,6 +23,7 @@ from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
 PAD = "<|fim_pad|>"
+ENDS = (END, "</s>")
 SPECIAL = (
     END,
     "<|fim_prefix|>",
@@ -63,6 +64,7 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer, found: Marks = Marks()) -> None:  # noqa: B008  (frozen)
         self.inner, self._marks = inner, found
         self.beside: dict[str, bytes] = {}
+        self.place = Path("tokenizer_config.json")
         # A document that happens to contain "<|endoftext|>" has not ended there.
         self.inner.encode_special_tokens = True
         # Some files cut each text at a length that has nothing to do with it.
@@ -114,6 +116,7 @@ class Tokenizer:
             raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {LIMIT_BYTES}")
         inner = _tried(f"{path}: not a tokenizer", lambda: _MAKERS[path.suffixes[0]](path))
         loaded = cls(inner, marks(folder, inner.token_to_id))
+        loaded.place = folder / loaded.place.name
         loaded.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
         return loaded
 
@@ -151,10 +154,20 @@ class Tokenizer:
     @property
     def end(self) -> int:
         """The id that ends a document. Raises ValueError if the tokenizer has none."""
-        if self._marks.end is not None:
-            return self._marks.end
-        found = self.inner.token_to_id(END)
-        return self.special("</s>" if found is None and self.inner.token_to_id("</s>") is not None else END)
+        if self._end is None:
+            raise ValueError(
+                f"{self.place}: no token ends a text, neither an eos_token there nor any of {', '.join(ENDS)}; "
+                'name one of the tokenizer there: "eos_token": "..."'
+            )
+        return self._end
+
+    @cached_property
+    def _end(self) -> int | None:
+        found = [self._marks.end, *map(self.inner.token_to_id, ENDS)]
+        return next((i for i in found if i is not None and self._spelled(i) is not None), None)
+
+    def _spelled(self, i: int) -> str | None:
+        return self.inner.id_to_token(i) if i < self.vocab else None
 
     @property
     def stops(self) -> set[int]:
@@ -162,11 +175,17 @@ class Tokenizer:
         return {self.end, *self._marks.stops}
 
     @property
+    def marked(self) -> set[int]:
+        """The ids that the files beside it name."""
+        return {*(self._marks.begin or ()), *self._marks.stops}
+
+    @property
     def named(self) -> dict[str, str]:
-        """Its special tokens by the names that Hugging Face's files have for them."""
-        begin = [i for i in self.begin if i != self.end]
-        ids = {"eos": self.end, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
-        return {f"{name}_token": str(self.inner.id_to_token(i)) for name, i in ids.items() if i is not None}
+        """Its special tokens by the names that Hugging Face's files have for them; those that it has."""
+        begin = [i for i in self.begin if i != self._end]
+        ids = {"eos": self._end, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
+        found = {name: self._spelled(i) for name, i in ids.items() if i is not None}
+        return {f"{name}_token": token for name, token in found.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
         """The ids after which a model writes on with this text; at least one, since a model needs one."""
