@@ -1,5 +1,6 @@
 """Folders on disk: whole or refused, and what a state gives back."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint import state
+from dunes.checkpoint import state, stream
+from dunes.checkpoint.stored import held
 from dunes.models import FAMILIES, llama
 from dunes.models.start import initialise
 from dunes.parts import MLP, RMSNorm
@@ -50,6 +52,113 @@ def test_saving_over_an_earlier_model_leaves_only_the_new_one(folder):
     checkpoint.save(other, folder, TOKENIZER, 16)
     assert torch.equal(checkpoint.load(folder).model.embed.token.weight, other.embed.token.weight)
     assert not list(folder.glob(".*"))
+
+
+def stage(folder, weights, shard):
+    """A save that was cut short after all was written and before anything was moved."""
+    from dunes.checkpoint import folder as folders
+
+    ready = folder / folders.READY
+    ready.mkdir()
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
+            shutil.copy(file, ready)
+    stream.write(ready, held(weights), shard=shard)
+    folders.write_card(ready, {"note": str(shard)})
+    return ready
+
+
+def test_shards_of_an_older_save_do_not_stay(folder):
+    weights = load_file(folder / "model.safetensors")
+    counts = []
+    for shard in (20_000, 40_000):
+        stage(folder, weights, shard)
+        assert checkpoint.load(folder).card["note"] == str(shard)
+        said = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+        assert said == {p.name for p in folder.glob("model*.safetensors")}
+        counts.append(len(said))
+    assert counts[0] > counts[1] > 1
+
+
+def test_a_move_that_was_cut_short_anywhere_is_finished(folder, tmp_path, monkeypatch):
+    stage(folder, load_file(folder / "model.safetensors"), 20_000)
+    replace, left = os.replace, []
+
+    def cut(a, b):
+        if "seen" not in str(a) and not left:
+            raise KeyboardInterrupt
+        left[:] = left[1:]
+        replace(a, b)
+
+    expected = len(list((folder / ".ready").iterdir()))
+    for moved in range(expected + 1):
+        one = shutil.copytree(folder, tmp_path / f"one{moved}")
+        left[:] = [None] * moved
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", cut)
+            try:
+                checkpoint.load(one)
+            except KeyboardInterrupt:
+                assert moved < expected
+        assert checkpoint.load(one).card["note"] == "20000"
+        assert not list(one.glob(".*"))
+
+
+def test_reading_moves_nothing_but_what_we_saved(folder):
+    (folder / ".ready").mkdir()
+    (folder / ".ready" / "config.json").write_text("theirs")
+    checkpoint.load(folder)
+    assert (folder / ".ready" / "config.json").read_text() == "theirs"
+
+
+def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder, monkeypatch):
+    weights = load_file(folder / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    stage(folder, weights | {name: weights[name] + 1}, stream.SHARD)
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for call in ("replace", "unlink"):
+        monkeypatch.setattr(os, call, refuse)
+    monkeypatch.setenv("DUNES_HOME", "/proc/none")
+    loaded = checkpoint.load(folder)
+    assert loaded.card["note"] == str(stream.SHARD)
+    assert torch.equal(loaded.model.embed.token.weight, weights["model.embed_tokens.weight"] + 1)
+
+
+def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
+    from dunes.checkpoint import folder as folders
+
+    filled, other, calls = folders.filled, initialise(build(), seed=9), []
+
+    def saved_meanwhile(source):
+        calls.append(source)
+        if len(calls) == 1:
+            checkpoint.save(other, folder, TOKENIZER, 16)
+            raise ValueError("model.safetensors: changed while it was being read")
+        return filled(source)
+
+    monkeypatch.setattr(folders, "filled", saved_meanwhile)
+    assert torch.equal(checkpoint.load(folder).model.embed.token.weight, other.embed.token.weight)
+    assert len(calls) == 2
+    flip(folder / "tokenizer.json")
+    looks = []
+    monkeypatch.setattr(folders, "checked", lambda f: looks.append(f) or refused())
+    with pytest.raises(ValueError, match="nothing has changed"):
+        checkpoint.load(folder)
+    assert len(looks) == 1
+
+
+def refused():
+    raise ValueError("nothing has changed")
+
+
+def test_a_run_before_its_first_save_says_so(tmp_path):
+    (tmp_path / "state").mkdir()
+    with pytest.raises(ValueError, match=r"still training, or stopped.*: dunes train --resume --out") as error:
+        checkpoint.load(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def flip(path):
@@ -165,6 +274,28 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
     (folder / "dunes.json").unlink()
     with pytest.raises(ValueError, match=r"the embedding has 265 rows, the tokenizer 275 ids, special ids"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("bos_token_id", "<s>", "bos_token_id is '<s>'; expected an id or a list of ids"),
+        ("pad_token_id", [None], r"pad_token_id is \[None\]; expected"),
+        ("bos_token_id", True, "bos_token_id is True; expected"),
+        ("pad_token_id", 1.5, "pad_token_id is 1.5; expected"),
+        ("pad_token_id", {"a": "x\n"}, "pad_token_id is .*; expected"),
+        ("pad_token_id", 600, "the embedding has 265 rows.*pad_token_id"),
+        ("eos_token_id", "x\n", "eos_token_id is .*; expected"),
+    ],
+)
+def test_ids_that_are_none_are_named_by_file_and_key(folder, key, value, words):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "dunes.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=words) as error:
+        checkpoint.load(folder)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
 
 
 def test_an_unknown_family_is_refused(folder):

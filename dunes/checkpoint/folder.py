@@ -1,5 +1,6 @@
 """A model on disk: a Hugging Face model folder, with our card `dunes.json` beside it."""
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -90,7 +91,8 @@ def settle(folder: Path) -> None:
         return
     with atomic.naming(folder), suppress(FileNotFoundError):  # another process may be at it, too
         _make_way(folder, ready)
-        for file in sorted(ready.iterdir()):
+        # The card comes last: as long as a file is left, it is there and names them all.
+        for file in sorted(ready.iterdir(), key=lambda f: (f.name == CARD, f.name)):
             os.replace(file, folder / file.name)
         atomic.sync(folder)
         ready.rmdir()
@@ -98,12 +100,14 @@ def settle(folder: Path) -> None:
 
 
 def _make_way(folder: Path, ready: Path) -> None:
-    """Remove weights that would be read instead of the new ones: one file beside several, or the reverse."""
-    if (ready / stream.INDEX).exists():
+    """Remove weights of an older save that the new one does not have: they would be read, or lie there unread."""
+    new = {f.name for f in ready.iterdir()} | set(cards.named(ready, cards.read(ready)))
+    old = [folder / stream.INDEX, folder / stream.SINGLE, *folder.glob("model-*-of-*.safetensors")]
+    if stream.SINGLE in new or (stream.INDEX in new and CARD in new):
+        for file in (f for f in old if f.name not in new):
+            file.unlink(missing_ok=True)
+    elif stream.INDEX in new:  # without a card it is not known which of its shards were moved already
         (folder / stream.SINGLE).unlink(missing_ok=True)
-    if (ready / stream.SINGLE).exists():
-        for old in [folder / stream.INDEX, *folder.glob("model-*-of-*.safetensors")]:
-            old.unlink(missing_ok=True)
 
 
 def beside(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
@@ -133,11 +137,28 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     """The model, its tokenizer and its card, from any form of folder that is read here.
 
     Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
-    the dtype they are stored in.
+    the dtype they are stored in. Beside a process that saves into the folder a load begins again, once.
     """
-    source = checked(Path(folder))
+    folder = Path(folder)
+    before = _saved(folder)
+    try:
+        return _loaded(folder, device)
+    except (ValueError, FileNotFoundError):
+        if _saved(folder) == before:
+            raise
+    return _loaded(folder, device)
+
+
+def _saved(folder: Path) -> list[tuple[int, int] | None]:
+    """What is another after each save."""
+    found = [path.stat() if path.exists() else None for path in (folder / CARD, folder / READY)]
+    return [None if f is None else (f.st_ino, f.st_mtime_ns) for f in found]
+
+
+def _loaded(folder: Path, device: torch.device | str) -> Loaded:
+    source = checked(folder)
     tokenizer = Tokenizer.load(source.folder)
-    _agree(source, tokenizer)
+    agree(source, tokenizer)
     return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context, dict(source.card))
 
 
@@ -163,10 +184,26 @@ def checked(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
 
     Raises ValueError for the first that is not.
     """
-    settle(folder)
+    folder = settled(folder)
     card = cards.read(folder)
     cards.check(folder, card)
     return replace(opened(folder, renamed), card=card)
+
+
+def settled(folder: Path) -> Path:
+    """Where to read a folder, after what our save left there to be moved has been; other people's files stay.
+
+    Where nothing can be moved (a disk that is only read) the save lies beside, and its card tells if it is whole.
+    """
+    ready = folder / READY
+    if (ready / CARD).is_file():
+        try:
+            settle(folder)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            return ready
+    return folder
 
 
 def _alike(source: Source, weights: dict[str, Stored]) -> dict[str, Stored]:
@@ -179,13 +216,26 @@ def _alike(source: Source, weights: dict[str, Stored]) -> dict[str, Stored]:
     return cast(weights, named[0] if named else reduce(torch.promote_types, kinds))
 
 
-def _agree(source: Source, tokenizer: Tokenizer) -> None:
+def agree(source: Source, tokenizer: Tokenizer) -> None:
     """Raise ValueError unless every id has a row in the embedding; more rows do no harm."""
-    rows = source.config.vocab
-    special = {k: v for k, v in source.words.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    largest = max((i for v in special.values() for i in (v if isinstance(v, list) else [v or 0])), default=0)
+    rows, special = source.config.vocab, _special(source)
+    largest = max([*tokenizer.marked, *(i for ids in special.values() for i in ids)], default=0)
     if tokenizer.vocab > rows or largest >= rows:
+        said = ", ".join(f"{k} {v}" for k, v in special.items())
         raise ValueError(
             f"{source.folder}: the embedding has {rows} rows, the tokenizer {tokenizer.vocab} ids, special ids "
-            f"are {special}; each id needs a row"
+            f"are up to {largest} ({said}); each id needs a row"
         )
+
+
+def _special(source: Source) -> dict[str, list[int]]:
+    """The ids in a config by their keys. Raises ValueError for what is none; -1 stands for none in old files."""
+    special = {}
+    for key in (f"{name}_token_id" for name in IDS):
+        found = source.words.get(key)
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(i) is int and i >= -1 for i in ids):
+            said = ascii(found)
+            raise ValueError(f"{source.folder / CONFIG}: {key} is {said[:80]}; expected an id or a list of ids")
+        special[key] = ids
+    return {key: ids for key, ids in special.items() if ids}

@@ -125,6 +125,11 @@ def opened(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
         return _native(folder)
     if (folder / ADAPTER).is_file():
         raise ValueError(_adapter(folder))
+    if not (folder / CONFIG).is_file() and (folder / "state").is_dir():
+        raise ValueError(
+            f"{folder}: a run without a model yet, still training, or stopped before its first save; "
+            f"go on with: dunes train --resume --out {folder}"
+        )
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     forms = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
