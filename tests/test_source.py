@@ -497,6 +497,49 @@ def test_inspect_ends_with_what_a_script_can_ask(copy, tmp_path, monkeypatch, ca
         assert error.count("\n") == 1
 
 
+SPOILT = {
+    "no tokenizer": (
+        lambda f: (f / "tokenizer.json").unlink(),
+        "the weights alone can be converted: dunes convert",
+    ),
+    "a tokenizer that is none": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        "tokenizer.json: not a tokenizer",
+    ),
+    "ids without rows": (lambda f: Tokenizer.train("bytes", []).save(f), "each id needs a row"),
+    "marks that are none": (lambda f: words(f, bos_token_id="<s>"), "config.json: bos_token_id is '<s>'"),
+    "a card of other files": (
+        lambda f: (f / "dunes.json").write_text('{"files": {"config.json": {"size": 3, "sha256": ""}}}'),
+        "config.json: not the bytes that were written",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_load_refuses_does_not_load_for_inspect(case, copy, monkeypatch, capsys):
+    folder = copy()
+    change, why = SPOILT[case]
+    change(folder)
+    with pytest.raises(ValueError, match=r"."):
+        checkpoint.load(folder)
+    assert run(monkeypatch, "inspect", folder) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("loads       no: ")
+    assert why in last
+
+
+def test_inspect_hashes_only_if_it_reads_all_values(copy, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "saved"
+    loaded = checkpoint.load(copy())
+    checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context)
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    data[-2] ^= 1
+    (folder / WEIGHTS).write_bytes(data)
+    assert run(monkeypatch, "inspect", folder) == 0
+    assert run(monkeypatch, "inspect", folder, "--values") == 1
+    assert "model.safetensors: not the bytes that were written (another SHA-256)" in capsys.readouterr().out
+
+
 def test_a_table_of_names_mends_a_rename(copy, originals):
     folder = copy()
     weights(folder, rename("model.layers.", "net.stage"))
@@ -1024,7 +1067,7 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     figures, *lines = done.stdout.splitlines()
     more, taken = map(float, figures.split())
     print(f"{end / 1e9:.1f} GB: {taken:.2f} s, {more:.0f} MB more")
-    assert lines[-1] == "loads       yes"
+    assert lines[-1].startswith("loads       no: no tokenizer.json, tokenizer.model or tekken.json; the weights")
     assert more < 200
     assert f"{len(theirs)} tensors, {end / 1e9:.1f} GB" in lines[0]
 

@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dunes import tree
+from dunes.checkpoint import card
+from dunes.checkpoint.folder import agree
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
 from dunes.models.outline import outline
@@ -22,10 +23,39 @@ BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
 SHOWN = 40
 
 
-def inspect(source: Source) -> Iterator[str]:
-    """Lines about a folder: what it is, what it takes, and every difference from what it should be."""
-    files, config = source.files, source.config
+@dataclass(frozen=True)
+class Verdict:
+    """The tokenizer if it opens, and why `load` would refuse the folder, a line for each reason."""
+
+    tokenizer: Tokenizer | None
+    reasons: tuple[str, ...]
+
+
+def judged(source: Source, deep: bool = False) -> Verdict:
+    """What stands against loading a folder; with `deep` the digests in its card count, too."""
     _ = source.expected  # refuses what cannot be built
+    tokenizer, reasons = None, []
+    if differences := source.compared[1]:
+        reasons.append(_counted(differences))
+    try:
+        card.check(source.folder, card.read(source.folder), deep)
+    except ValueError as error:
+        reasons.append(str(error))
+    if Tokenizer.file(source.folder) is None:
+        remedy = "" if reasons else f"; the weights alone can be converted: dunes convert {source.folder} OUT"
+        return Verdict(None, (*reasons, f"no tokenizer.json, tokenizer.model or tekken.json{remedy}"))
+    try:
+        tokenizer = Tokenizer.load(source.folder)
+        agree(source, tokenizer)
+    except ValueError as error:
+        reasons.append(str(error))
+    return Verdict(tokenizer, tuple(reasons))
+
+
+def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
+    """Lines about a folder: what it is, what it takes, every difference, and what stands against loading it."""
+    verdict = verdict or judged(source)
+    files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
     yield f"family      {source.family}, {source.form} form: {len(files)} tensors, {_bytes(size)}"
     yield f"config      {', '.join(f'{f.name} {_word(getattr(config, f.name))}' for f in fields(config))}"
@@ -34,7 +64,7 @@ def inspect(source: Source) -> Iterator[str]:
     for w in files.values():
         kinds[str(w.dtype).removeprefix("torch.")] += w.nbytes
     yield f"stored      {', '.join(f'{kind} {_bytes(n)}' for kind, n in kinds.most_common())}"
-    yield f"tokenizer   {_tokenizer(source.folder)}"
+    yield f"tokenizer   {f'{verdict.tokenizer.vocab:,} ids' if verdict.tokenizer else 'none that opens'}"
     for note in source.notes:
         yield f"assumed     {note}"
     _, differences = source.compared
@@ -42,7 +72,7 @@ def inspect(source: Source) -> Iterator[str]:
         yield f"difference  {difference}"
     if len(differences) > SHOWN:
         yield f"            and {len(differences) - SHOWN} more"
-    yield f"loads       {'no: ' + _counted(differences) if differences else 'yes'}"
+    yield f"loads       {'no: ' + '; '.join(verdict.reasons) if verdict.reasons else 'yes'}"
 
 
 def _counted(differences: list[Any]) -> str:
@@ -60,14 +90,6 @@ def _parameters(source: Source) -> Iterator[str]:
     attn = model.get_submodule("blocks.0.attn")
     cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
     yield f"cache       {_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
-
-
-def _tokenizer(folder: Path) -> str:
-    try:
-        tokenizer = Tokenizer.load(folder)
-    except ValueError as error:
-        return f"none that opens: {error}"
-    return f"{tokenizer.vocab:,} ids"
 
 
 def _word(value: Any) -> str:

@@ -205,21 +205,23 @@ def inspect(model: Model, values: bool = False) -> int:
 
     Args:
         model: A model folder in any form, or a name on the Hub.
-        values: Read all numbers, too, and name tensors with odd ones.
+        values: Read all numbers, too, name tensors with odd ones, and compare with the card's digests.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
+    from dunes.checkpoint.folder import settled
     from dunes.checkpoint.source import opened
 
-    source = opened(checkpoint.local(model).folder)
-    for line in look.inspect(source):
+    source = opened(settled(checkpoint.local(model).folder))
+    verdict = look.judged(source, deep=values)
+    for line in look.inspect(source, verdict):
         print(line)
     odd = list(look.values(source.files)) if values else []
     for line in odd:
         print(f"values      {line}")
     if values and not odd:
         print("values      all finite")
-    return 1 if source.compared[1] else 0
+    return 1 if verdict.reasons else 0
 
 
 def convert(

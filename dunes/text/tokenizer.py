@@ -106,11 +106,11 @@ class Tokenizer:
         files beside it that are none.
         """
         folder = Path(folder)
-        found = [folder / "tokenizer.json", *sorted(folder.glob("tokenizer.model*")), folder / "tekken.json"]
-        path = next((p for p in found if p.is_file()), None)
+        path = cls.file(folder)
         if path is None:
             raise ValueError(
-                f"{found[0]}: no such file, nor tokenizer.model or tekken.json; a model folder needs its tokenizer"
+                f"{folder / 'tokenizer.json'}: no such file, nor tokenizer.model or tekken.json; "
+                "a model folder needs its tokenizer"
             )
         if (size := path.stat().st_size) > LIMIT_BYTES:
             raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {LIMIT_BYTES}")
@@ -119,6 +119,12 @@ class Tokenizer:
         loaded.place = folder / loaded.place.name
         loaded.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
         return loaded
+
+    @staticmethod
+    def file(folder: Path) -> Path | None:
+        """The file in the folder that `load` reads; None if there is none."""
+        found = [folder / "tokenizer.json", *sorted(folder.glob("tokenizer.model*")), folder / "tekken.json"]
+        return next((p for p in found if p.is_file()), None)
 
     def save(self, folder: Path | str) -> None:
         """Write tokenizer.json into the folder, and what was beside it where it came from."""
