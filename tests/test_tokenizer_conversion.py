@@ -468,3 +468,43 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not [k for k in said if k.endswith("_token_id")]
     assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]
+
+
+CLASSES = {
+    "byte pairs": "LlamaTokenizer",
+    "byte pairs, symbols": "LlamaTokenizerFast",
+    "tekken": "LlamaTokenizerFast",
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.filterwarnings("ignore")
+def test_other_tools_read_the_tokenizer_that_was_made_whatever_the_config_called_it(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "in").mkdir()
+    name, data = (
+        ("tekken.json", (DATA / TEKKEN[0]).read_bytes())
+        if kind == "tekken"
+        else ("tokenizer.model", trained(kind))
+    )
+    said = {
+        "tokenizer_class": CLASSES[kind], "legacy": True, "sp_model_kwargs": {}, "add_bos_token": True,
+        "bos_token": "<s>", "eos_token": "</s>", "model_max_length": 64, "chat_template": "{{ messages }}",
+    }  # fmt: skip
+    ours = Tokenizer.load(folder(tmp_path / "in", name, data, tokenizer_config=said))
+    (tmp_path / "out").mkdir()
+    ours.save(tmp_path / "out")
+    (tmp_path / "out" / name).write_bytes(data)
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
+    now = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert now == {k: v for k, v in said.items() if k not in ("legacy", "sp_model_kwargs")} | {
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    }
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.bos_token, theirs.eos_token, theirs.model_max_length) == ("<s>", "</s>", 64)
+    inner = Tokenizer(theirs.backend_tokenizer)
+    wrong = [t for t in [" two  spaces", *strings()] if inner.encode(t) != ours.encode(t)]
+    assert not wrong, wrong[0]
+    assert theirs.encode(" two  spaces") == [ours.special("<s>"), *ours.encode(" two  spaces")]
+    again = Tokenizer.load(tmp_path / "out")
+    assert (again.begin, again.stops) == (ours.begin, ours.stops)

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.text import sentencepiece, tekken
-from dunes.text.marks import Marks, marks
+from dunes.text.marks import Marks, marks, settings
 from dunes.text.pairs import LETTER
 from dunes.text.spelling import Spelling, spelling
 
@@ -118,6 +118,8 @@ class Tokenizer:
         loaded = cls(inner, marks(folder, inner.token_to_id))
         loaded.place = folder / loaded.place.name
         loaded.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+        if path.name != "tokenizer.json" and loaded.place.name in loaded.beside:
+            loaded.beside[loaded.place.name] = _for_json(settings(loaded.place))
         return loaded
 
     @staticmethod
@@ -291,6 +293,12 @@ def _foreign(path: Path) -> tokenizers.Tokenizer:
             f"below {LIMIT_IDS}"
         )
     return inner
+
+
+def _for_json(words: dict[str, Any]) -> bytes:
+    """A tokenizer_config.json for a tokenizer.json made here: other classes would build their own from its tokens."""
+    kept = {k: v for k, v in words.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
+    return json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
 _MAKERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
