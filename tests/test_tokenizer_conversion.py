@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dunes.text import Stream, Tokenizer, sentencepiece, tekken
+from dunes.text import Stream, Tokenizer, llama3, sentencepiece, tekken
 
 # ruff: noqa: E501  (tables)
 from hard_strings import strings
@@ -508,3 +508,75 @@ def test_other_tools_read_the_tokenizer_that_was_made_whatever_the_config_called
     assert theirs.encode(" two  spaces") == [ours.special("<s>"), *ours.encode(" two  spaces")]
     again = Tokenizer.load(tmp_path / "out")
     assert (again.begin, again.stops) == (ours.begin, ours.stops)
+
+
+@cache
+def ranks():
+    """A file as Llama 3 brings it: tokens of joins in the order in which they were learned, bytes first, not in order."""
+    chance = random.Random(0)
+    order = sorted(range(256), key=lambda b: (not 33 <= b < 127, b))
+    tokens = [bytes([b]) for b in order]
+    seen, text = {*tokens}, "".join(strings(60)).encode()
+    while len(tokens) < 1500:
+        a, b = chance.choice(tokens[200:]), chance.choice(tokens)
+        at = chance.randrange(len(text) - 4)
+        made = chance.choice([text[at : at + 2], text[at : at + 3], (a + b)[:12], b" " * chance.randint(2, 9)])
+        if made not in seen and any(made[:i] in seen and made[i:] in seen for i in range(1, len(made))):
+            seen.add(made)
+            tokens.append(made)
+    return tokens
+
+
+def ranked(tokens):
+    return b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens))
+
+
+def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
+    tiktoken = pytest.importorskip("tiktoken")
+    names = {t: len(ranks()) + i for i, t in enumerate(llama3.SPECIAL)}
+    assert len(names) == 256
+    known = {
+        "<|begin_of_text|>": 0,
+        "<|end_of_text|>": 1,
+        "<|start_header_id|>": 6,
+        "<|end_header_id|>": 7,
+        "<|eot_id|>": 9,
+    }
+    assert all(names[t] == len(ranks()) + i for t, i in known.items())
+    theirs = tiktoken.Encoding(
+        "llama3", pat_str=llama3.PATTERN, special_tokens=names,
+        mergeable_ranks={t: i for i, t in enumerate(ranks())},
+    )  # fmt: skip
+    ours = Tokenizer.load(folder(tmp_path, "tokenizer.model", ranked(ranks())))
+    ours.save(tmp_path)
+    for each in (ours, Tokenizer.load(tmp_path)):
+        for text in strings():
+            ids = theirs.encode(text, disallowed_special=())
+            assert each.encode(text) == ids, repr(text)
+            assert each.decode(ids) == text
+        spelled = "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+        assert each.encode(spelled, special=True) == theirs.encode(spelled, allowed_special="all")
+        assert each.begin == [names["<|begin_of_text|>"]]
+        assert each.end == names["<|end_of_text|>"]
+        assert each.stops == {names[t] for t in ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")}
+        assert each.vocab == len(ranks()) + 256
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"IQ== 0\nIg== 2\n", "line 2 is b'Ig== 2'; expected base64 and 1"),
+        (b"IQ== 0\n", "255 of 256 bytes have no token"),
+        (b"IQ== 0\n!! 1\n", "line 2 is"),
+        (b"IQ== 0\n\nIQ== 1\n", "line 2 is b''"),
+        (b"IQ== 0\nIQ== 1 2\n", "line 2 is"),
+        (ranked([bytes([b]) for b in [*range(256), 7]]), "one is there twice"),
+        (ranked([*(bytes([b]) for b in range(256)), b"<|eot_id|>"]), "spelled like a special one"),
+        (ranked([*(bytes([b]) for b in range(256)), b"a" * 1025]), "line 257 is"),
+    ],
+)
+def test_llama_3_files_that_cannot_be_read_are_refused(data, said, tmp_path):
+    with pytest.raises(ValueError, match=said) as caught:
+        Tokenizer.load(folder(tmp_path, "tokenizer.model", data))
+    assert str(tmp_path / "tokenizer.model") in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -33,9 +33,21 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     Raises ValueError, without the file's name, for what is not such a file or passes a limit.
     """
     pattern, special, tokens = _read(data)
-    vocab = {text: i for i, text in enumerate([*special, *tokens])}
-    if len(vocab) != len(special) + len(tokens):
-        raise ValueError("not a tekken.json: a token is there twice, or spelled like a special one")
+    begin = "<s>" if "<s>" in special else None
+    return built(pattern, tokens, {text: i for i, text in enumerate(special)}, len(special), begin)
+
+
+def built(
+    pattern: str, tokens: Sequence[str], special: Mapping[str, int], first: int, begin: str | None
+) -> tokenizers.Tokenizer:
+    """A tokenizer of tokens by rank, spelled in the letters of their bytes, whose ids count from `first`.
+
+    `begin` is the special token that stands in front of a text if asked for. Raises ValueError for what
+    can be none.
+    """
+    vocab = {**special, **{text: first + i for i, text in enumerate(tokens)}}
+    if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
+        raise ValueError("not a list of tokens: one is there twice, or spelled like a special one")
     merges, parts = _merges(tokens)
     inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -47,9 +59,9 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     )
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in special])
-    if "<s>" in special:
+    if begin is not None:
         inner.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", special.index("<s>"))]
+            single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, special[begin])]
         )
     return inner
 
@@ -93,7 +105,7 @@ def _letters(token: Mapping[str, Any], rank: int) -> str:
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
     """The last join of each token that joins reach, by rank, and what joins make of any text."""
     if sum(len(token) ** 2 for token in tokens) > LIMIT_WORK:
-        raise ValueError("not a tekken.json that can be read: its tokens are too long in all")
+        raise ValueError("not a list of tokens that can be read: they are too long in all")
     scores = {token: -rank for rank, token in enumerate(tokens)}
     ends = (joined(list(token), scores.get) for token in tokens)
     merges = [last for parts, last in ends if len(parts) == 1 and last is not None]

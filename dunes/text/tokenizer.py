@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from dunes.text import sentencepiece, tekken
+from dunes.text import llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks, settings
 from dunes.text.pairs import LETTER
 from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
 PAD = "<|fim_pad|>"
-ENDS = (END, "</s>")
+ENDS = (END, "</s>", llama3.END)
 SPECIAL = (
     END,
     "<|fim_prefix|>",
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
-        """From `folder`/tokenizer.json, else from a sentencepiece tokenizer.model, else from a tekken.json.
+        """From `folder`/tokenizer.json, else a tokenizer.model (of sentencepiece or Llama 3), else a tekken.json.
 
         Raises ValueError if all are missing or the first of them is not a tokenizer, and for marks in the
         files beside it that are none.
@@ -180,7 +180,8 @@ class Tokenizer:
     @property
     def stops(self) -> set[int]:
         """The ids after which a model has nothing more to say."""
-        return {self.end, *self._marks.stops}
+        turns = [i for i in map(self.inner.token_to_id, llama3.TURNS) if i is not None]
+        return {self.end, *self._marks.stops, *turns}
 
     @property
     def marked(self) -> set[int]:
@@ -296,13 +297,18 @@ def _foreign(path: Path) -> tokenizers.Tokenizer:
 
 
 def _for_json(words: dict[str, Any]) -> bytes:
-    """A tokenizer_config.json for a tokenizer.json made here: other classes would build their own from its tokens."""
+    """A tokenizer_config.json for a tokenizer.json made here, of which other classes take only the tokens."""
     kept = {k: v for k, v in words.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
+def _model(data: bytes) -> tokenizers.Tokenizer:
+    """From a tokenizer.model: two kinds of files have this name."""
+    return llama3.convert(data) if llama3.looks_like(data) else sentencepiece.convert(data)
+
+
 _MAKERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
-    ".model": lambda path: sentencepiece.convert(path.read_bytes()),
+    ".model": lambda path: _model(path.read_bytes()),
     ".json": lambda path: tekken.convert(path.read_bytes()) if path.stem == "tekken" else _foreign(path),
 }
 

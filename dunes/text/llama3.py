@@ -1,0 +1,68 @@
+"""Llama 3's own `tokenizer.model` as a tokenizer of the `tokenizers` library.
+
+Not sentencepiece's form but tiktoken's: a line for each token, its bytes in base64 and its rank
+(https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The pattern and the special tokens are in
+Llama's code, not in the file. 256 special tokens follow the others, and their ids are what a model knows. Their
+spelling is not the same everywhere: of Llama 3 (https://github.com/meta-llama/llama3, llama/tokenizer.py) only
+those of texts and turns have names, 3.1 named three more that were reserved, and later code
+(https://github.com/meta-llama/llama-models, models/llama3) two more again. The file does not say of which
+model it is; the spelling here is that of the 3.1 folders on the Hub, for all of them.
+"""
+
+import base64
+import re
+
+import tokenizers
+
+from dunes.text.pairs import LETTER
+from dunes.text.tekken import LIMIT_BYTES, LIMIT_TOKEN, LIMIT_VOCAB, built
+
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+TURNS = ("<|eom_id|>", "<|eot_id|>")
+"""What ends a message and a turn: after these, too, a model has nothing more to say."""
+SPECIAL = (
+    *(BEGIN, END, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>"),
+    *("<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", *TURNS, "<|python_tag|>"),
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
+)
+
+
+def looks_like(data: bytes) -> bool:
+    """Whether a `tokenizer.model` is of this form: it begins with a token in base64 and a number."""
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
+
+
+def convert(data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer that gives the ids Llama 3's code gives for this file; BEGIN stands in front if asked for.
+
+    Raises ValueError, without the file's name, for what is not such a file or passes a limit.
+    """
+    tokens = _read(data)
+    return built(PATTERN, tokens, {t: len(tokens) + i for i, t in enumerate(SPECIAL)}, 0, BEGIN)
+
+
+def _read(data: bytes) -> list[str]:
+    """The tokens in the order of their ranks, spelled in the letters of their bytes."""
+    if len(data) > LIMIT_BYTES:
+        raise ValueError(f"{len(data)} bytes; a file of ranks has at most {LIMIT_BYTES}")
+    lines = data.split(b"\n", LIMIT_VOCAB)
+    tokens = [_letters(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]
+    if missing := {*LETTER.values()} - {*tokens}:
+        raise ValueError(f"not a file of ranks: {len(missing)} of 256 bytes have no token")
+    return tokens
+
+
+def _letters(line: bytes, rank: int) -> str:
+    try:
+        text, number = line.split()
+        raw = base64.b64decode(text, validate=True)
+        fits = int(number) == rank and 0 < len(raw) <= LIMIT_TOKEN
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"not a file of ranks: line {rank + 1} is {line[:40]!r}; expected base64 and {rank}")
+    return "".join(LETTER[byte] for byte in raw)
