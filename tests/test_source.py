@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint, tree
 from dunes.checkpoint import folder as folders
-from dunes.checkpoint import json_file
 from dunes.checkpoint.differences import SHOWN, Difference, _renamed, report
 from dunes.checkpoint.folder import filled
 from dunes.checkpoint.inspect import inspect
@@ -28,7 +27,7 @@ from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.models.outline import described, outline
 from dunes.models.start import initialise
-from dunes.text import Tokenizer
+from dunes.text import Tokenizer, json_file
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -782,7 +781,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
 def test_two_equal_keys_among_very_many_are_found_soon():
     pairs = [(str(i), i) for i in range(200_000)]
     with pytest.raises(ValueError, match="the key '199999' stands there twice"):
-        json_file._once([*pairs, pairs[-1]])
+        json_file.once([*pairs, pairs[-1]])
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: p.symlink_to("/dev/zero"), lambda p: None])

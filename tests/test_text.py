@@ -83,26 +83,6 @@ def test_an_unknown_character_takes_one_id_that_stands_for_no_bytes():
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
-@many(300)
-@given(data=st.lists(st.one_of(st.binary(), mixed.map(str.encode))).map(b"".join))
-@example(data=bytes(range(256)))
-@example(data=bytes(range(255, -1, -1)))
-@example(data="€".encode()[:2] + b"\n" + "😀".encode()[:3])
-def test_any_bytes_come_back_from_their_ids(kind, data):
-    tokenizer = TOKENIZERS[kind]
-    ids = tokenizer.encode_bytes(data)
-    pieces = tokenizer.pieces()
-    assert b"".join(pieces[i] for i in ids) == data
-    assert tokenizer.decode(ids) == data.decode(errors="replace")
-
-
-@many(300)
-@given(text=mixed)
-def test_valid_bytes_get_the_ids_of_their_text(text):
-    assert TOKENIZERS["bpe"].encode_bytes(text.encode()) == TOKENIZERS["bpe"].encode(text)
-
-
-@pytest.mark.parametrize("kind", BYTE_LEVEL)
 def test_each_byte_has_its_own_token(kind):
     pieces = TOKENIZERS[kind].pieces()
     assert {bytes([b]) for b in range(256)} <= set(pieces)
@@ -324,3 +304,21 @@ def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
     assert below(sampler(0.0), 5)(logits, [[]]).tolist() == sampler(0.0)(logits, [[]]).tolist() == [3]
     drawn = {int(below(sampler(9.0, seed=s, penalty=1.1), 3)(logits, [[0]])) for s in range(40)}
     assert drawn == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"eos_token": "a", "eos_token": "b"}', "not JSON: the key 'eos_token' stands there twice"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": "' + "x" * (9 << 20) + '"}', "9 MB are too much for a JSON file; 8 MB is the limit"),
+        ('{"a": [' + "[]," * 3_000_000 + "1]}", "are too many|too much"),
+    ],
+)
+def test_the_files_beside_a_tokenizer_are_bounded_like_all_json(content, said, tmp_path):
+    TOKENIZERS["bytes"].save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=said) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)

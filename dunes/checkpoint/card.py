@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint import atomic, json_file
+from dunes.checkpoint import atomic
 from dunes.checkpoint.inside import inside
 from dunes.checkpoint.seen import Seen, note_of
+from dunes.text import json_file
 
 CARD = "dunes.json"
 FORMAT = 1

@@ -17,6 +17,7 @@ import torch
 
 from dunes.checkpoint.mapped import Mapped, unusable
 from dunes.checkpoint.stored import Stored
+from dunes.text import json_file
 
 LENGTH = 32_000_000
 TENSORS = 100_000
@@ -130,7 +131,7 @@ def _json(text: bytes) -> dict[str, Any]:
         raise ValueError(f"the header has {parts} ',' and '[', too many for {text.count(b'{')} '{{'")
     try:
         # Decoded here: json would guess at UTF-16 and UTF-32, too.
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=json_file.once)
     except UnicodeDecodeError as error:
         raise ValueError(f"the header is not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -138,15 +139,6 @@ def _json(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
     assert isinstance(found, dict)  # since it begins with a brace
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{shown(twice)} is in the header twice")
     return found
 
 

@@ -8,13 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint import header, json_file, native, pickled
+from dunes.checkpoint import header, native, pickled
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.inside import inside
 from dunes.checkpoint.stored import Stored, Weights, held, moved
 from dunes.models import FAMILIES, family_of, spellings
 from dunes.models.names import Names, filled, numbers, to_theirs
 from dunes.models.outline import described, outline
+from dunes.text import json_file
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")

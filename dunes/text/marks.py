@@ -1,13 +1,11 @@
 """Which ids stand at the beginning of a text and which end it, from the files beside a tokenizer."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LIMIT = 1 << 24
-"""The largest of these files that is read, in bytes."""
+from dunes.text import json_file
 
 
 @dataclass(frozen=True)
@@ -39,18 +37,8 @@ def marks(folder: Path, number: Callable[[str], int | None]) -> Marks:
 
 
 def settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file. Raises ValueError that names it."""
-    if not path.is_file():
-        return {}
-    if (size := path.stat().st_size) > LIMIT:
-        raise ValueError(f"{path}: {size} bytes, expected at most {LIMIT}; this is no settings file")
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected an object, found {type(found).__name__}")
-    return found
+    """The object in a JSON file of settings; empty if there is no file. Raises ValueError that names it."""
+    return json_file.read(path, json_file.CONFIG) if path.is_file() else {}
 
 
 def token(words: dict[str, Any], key: str) -> str | None:

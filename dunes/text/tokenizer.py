@@ -18,7 +18,6 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.text import llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks, settings
-from dunes.text.pairs import LETTER
 from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
@@ -237,18 +236,6 @@ class Tokenizer:
         for encoding in self.inner.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
 
-    def encode_bytes(self, data: bytes) -> list[int]:
-        """Ids of any bytes, for byte-level tokenizers: what is not UTF-8 becomes a token a byte."""
-        ids: list[int] = []
-        while data:
-            try:
-                return ids + self.encode(data.decode())
-            except UnicodeDecodeError as error:
-                wrong = [LETTER[b] for b in data[error.start : error.end]]
-                ids += self.encode(data[: error.start].decode()) + [self.special(c) for c in wrong]
-                data = data[error.end :]
-        return ids
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; special tokens and ids without a token give none, broken UTF-8 gives U+FFFD."""
         if not self.spelling.spaces:
@@ -277,11 +264,6 @@ class Tokenizer:
     def spelling(self) -> Spelling:
         """What its tokens' letters mean."""
         return spelling(self.inner)
-
-    @property
-    def byte_level(self) -> bool:
-        """Whether ids stand for bytes, whatever these are, rather than for characters."""
-        return self.spelling.letters
 
 
 def _foreign(path: Path) -> tokenizers.Tokenizer:

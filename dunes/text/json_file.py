@@ -29,7 +29,7 @@ def read(path: Path, largest: int = LARGEST) -> dict[str, Any]:
             f"{path}: {parts:,} commas and brackets are too many for a JSON file; {PARTS:,} is the limit"
         )
     try:
-        content = json.loads(text, object_pairs_hook=_once)
+        content = json.loads(text, object_pairs_hook=once)
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply") from None
     except ValueError as error:
@@ -39,7 +39,8 @@ def read(path: Path, largest: int = LARGEST) -> dict[str, Any]:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as a hook of the parser. Raises ValueError for a key that stands there twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         seen: set[str] = set()
