@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from dunes import checkpoint
 from dunes.checkpoint import state, stream
 from dunes.checkpoint.stored import held
+from dunes.data.shards import default_cache
 from dunes.models import FAMILIES, llama
 from dunes.models.start import initialise
 from dunes.parts import MLP, RMSNorm
@@ -215,6 +216,12 @@ def test_a_note_that_cannot_be_read_or_written_costs_only_time(folder, tmp_path,
     (tmp_path / "home").write_text("no folder")
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     checkpoint.load(folder)
+    checkpoint.load(folder)
+    for name in ("DUNES_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home
+    with pytest.raises(RuntimeError):
+        default_cache()
     checkpoint.load(folder)
 
 

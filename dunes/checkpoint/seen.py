@@ -5,6 +5,7 @@ file system, and the digest that was expected. The second of its times is the sy
 """
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -17,10 +18,10 @@ from dunes.data.shards import default_cache
 class Seen:
     """What one note, a JSON file, holds; without one that can be read, nothing."""
 
-    def __init__(self, note: Path) -> None:
+    def __init__(self, note: Path | None) -> None:
         self.note = note
         try:
-            found = json.loads(note.read_bytes())
+            found = json.loads(note.read_bytes()) if note else {}
         except (OSError, ValueError, RecursionError):
             found = {}
         self.earlier = found if isinstance(found, dict) else {}
@@ -37,16 +38,20 @@ class Seen:
 
     def keep(self) -> None:
         """Write the note. Where that cannot be, nothing is lost but the time to hash again."""
-        if self.right == self.earlier:
+        if self.note is None or self.right == self.earlier:
             return
         with suppress(OSError):
             self.note.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_file(self.note, json.dumps(self.right, indent=1).encode())
 
 
-def note_of(folder: Path) -> Path:
-    """Where it is noted what was right in a folder."""
-    return default_cache().parent / "seen" / f"{sha256(str(folder.resolve()).encode()).hexdigest()[:32]}.json"
+def note_of(folder: Path) -> Path | None:
+    """Where it is noted what was right in a folder; nowhere for a user without a home."""
+    try:
+        home = default_cache().parent
+    except RuntimeError:
+        return None
+    return home / "seen" / f"{sha256(os.fsencode(folder.resolve())).hexdigest()[:32]}.json"
 
 
 def _look(path: Path, digest: str | None) -> str:
