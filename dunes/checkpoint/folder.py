@@ -91,9 +91,12 @@ def settle(folder: Path) -> None:
         return
     with atomic.naming(folder), suppress(FileNotFoundError):  # another process may be at it, too
         _make_way(folder, ready)
-        # The card comes last: as long as a file is left, it is there and names them all.
-        for file in sorted(ready.iterdir(), key=lambda f: (f.name == CARD, f.name)):
+        for file in sorted(f for f in ready.iterdir() if f.name != CARD):
             os.replace(file, folder / file.name)
+        atomic.sync(folder)
+        # The card comes when the others are there to stay: as long as one is left, it is there and names them all.
+        with suppress(FileNotFoundError):
+            os.replace(ready / CARD, folder / CARD)
         atomic.sync(folder)
         ready.rmdir()
         atomic.sync(folder)
