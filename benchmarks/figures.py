@@ -189,7 +189,8 @@ def loaded(row: Row) -> Figures:
     more = (
         f"{other['convert'] / other['copy']:.1f} times the time of a copy, {other['grown'] / 1e9:.2f} GB of memory"
     )
-    scan = f"{other['scanned'] / other['copied']:.0%} of the rate of copying in memory"
+    rates = [f"{other[k] / other['copied']:.0%}" for k in ("scanned here", "scanned")]
+    scan = f"{rates[0]} of the rate of copying in memory, {rates[1]} in a mapped file"
     what = f"{size / 1e9:.1f} GB of weights"
     return [(f"loading {what}", words), (f"converting {what}, verified", more), (f"looking through {what}", scan)]
 

@@ -110,7 +110,7 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-CHUNK = 1 << 17
+CHUNK = 1 << 19
 """Numbers looked at in one go: they stay in a core's cache through all the passes."""
 WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -147,9 +147,26 @@ def _odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]
 
     numpy, because a pass of torch over a part that fits a cache takes longer than the part.
     """
+    infinite, normal = (_bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
+    return _counted_odd(bits, 2 * infinite, 2 * normal) if _suspect(bits, infinite, normal) else (0, 0, 0)
+
+
+def _suspect(bits: np.ndarray[Any, Any], infinite: int, normal: int) -> bool:
+    """Whether there may be something odd: passes that only read, of which one is true for few healthy matrices.
+
+    Words of positive numbers grow with them, and those of negative ones with their size above the sign bit.
+    """
+    sign = 1 << (8 * bits.itemsize - 1)
+    signed, top = bits.view(f"i{bits.itemsize}"), bits.max(1)
+    zeros = top.min() <= sign  # a row without a number below zero: all of it may be zero
+    small = bits.min() < normal or signed.min() < normal - sign
+    return bool(zeros or small or signed.max() >= infinite or top.max() >= sign + infinite)
+
+
+def _counted_odd(bits: np.ndarray[Any, Any], infinite: int, normal: int) -> tuple[int, int, int]:
+    """The same by counting, in words without their sign; the limits are such words."""
     word = bits.dtype.type
-    infinite, normal = (_bits(x, dtype, word) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
-    size = np.left_shift(bits, word(1))  # without the sign, larger numbers are larger words
+    size = np.left_shift(bits, word(1))
     top = size.max(1)
     wrong = int((size >= infinite).sum()) if top.max() >= infinite else 0
     low = size.min()
@@ -159,5 +176,5 @@ def _odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]
     return wrong, small, int((top == 0).sum())
 
 
-def _bits(number: float, dtype: torch.dtype, word: Any) -> Any:
-    return word(int(torch.tensor(number, dtype=dtype).view(SIGNED[dtype.itemsize])) << 1)
+def _bits(number: float, dtype: torch.dtype) -> int:
+    return int(torch.tensor(number, dtype=dtype).view(SIGNED[dtype.itemsize]))
