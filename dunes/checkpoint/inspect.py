@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,9 @@ def _parameters(source: Source) -> Iterator[str]:
 
 
 def _word(value: Any) -> str:
+    if is_dataclass(value):  # a rotary scaling: its name, and what is not as it goes without saying
+        said = [f"{f.name} {_word(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
+        return " ".join([type(value).__name__.lower(), *said])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
