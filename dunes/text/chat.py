@@ -85,10 +85,51 @@ def render(
     `variables` are more names for the template, such as `bos_token`. Encode the text with `special=True`.
     Raises ValueError if the template refuses the messages, fails, or passes a limit.
     """
+    options = {"add_generation_prompt": add_generation_prompt, "tools": tools, "variables": variables}
+    (found,) = _rendered(template, [_words(messages, **options)])
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def render_many(
+    template: str,
+    asked: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    variables: Mapping[str, Any] | None = None,
+) -> list[str | ValueError]:
+    """`render` of many conversations, each with its `add_generation_prompt`, in one process.
+
+    What the template refuses is a ValueError in its place. The limits are those of one conversation:
+    when all of them together pass these, halves are tried.
+    """
+    words = [_words(m, add_generation_prompt=opened, variables=variables) for m, opened in asked]
+    if not words:
+        return []
+    try:
+        return _rendered(template, words)
+    except ValueError as error:
+        if len(asked) == 1:
+            return [error]
+    half = len(asked) // 2
+    return render_many(template, asked[:half], variables) + render_many(template, asked[half:], variables)
+
+
+def _words(
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The names that a template gets."""
     words = {**(variables or {}), "messages": [_told(m) for m in messages], "tools": tools, "documents": None}
+    return words | {"add_generation_prompt": add_generation_prompt}
+
+
+def _rendered(template: str, words: Sequence[dict[str, Any]]) -> list[str | ValueError]:
+    """A text or what went wrong for each. Raises ValueError if it went wrong for all of them together."""
     request = {
         "template": _sized(template, "the chat template"),
-        "words": words | {"add_generation_prompt": add_generation_prompt},
+        "words": words,
         "path": sorted({str(Path(_origin(name)).parents[1]) for name in ("jinja2", "markupsafe")}),
         "limits": LIMITS,
         "output": LIMIT_OUTPUT,
@@ -97,10 +138,14 @@ def render(
         answer = _asked(json.dumps(request, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the chat template cannot be given these messages: {error}") from None
-    if "text" not in answer:
-        text = "".join(c if c.isprintable() else " " for c in str(answer.get("error")))
-        raise ValueError(f"the chat template fails: {text[:300]}")
-    return str(answer["text"])
+    if "answers" not in answer:
+        raise _failed(answer)
+    return [str(each["text"]) if "text" in each else _failed(each) for each in answer["answers"]]
+
+
+def _failed(answer: Mapping[str, Any]) -> ValueError:
+    text = "".join(c if c.isprintable() else " " for c in str(answer.get("error")))
+    return ValueError(f"the chat template fails: {text[:300]}")
 
 
 def _told(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A template comes with a model, so it is a stranger's program. jinja2's sandbox keeps it from Python's
 objects, this process's limits from the machine's time and memory. A request is a line of JSON on
-standard input, the answer one on standard output: {"text": ...} or {"error": ...}.
+standard input, the answer one on standard output: {"answers": [...]}, each {"text": ...} or
+{"error": ...}.
 https://jinja.palletsprojects.com/en/stable/sandbox/
 """
 
@@ -97,6 +98,14 @@ def rendered(template: str, words: dict[str, Any], limit: int) -> str:
     return "".join(parts)
 
 
+def answered(template: str, words: dict[str, Any], limit: int) -> dict[str, str]:
+    """The text, or what went wrong."""
+    try:
+        return {"text": rendered(template, words, limit)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+
 def main() -> None:
     """Answer the request on standard input."""
     request = json.load(sys.stdin)
@@ -106,11 +115,8 @@ def main() -> None:
         import_module(name)
     rendered("{{ 'ö' }}{{ strftime_now('%d %b') }}{{ [1] | tojson }}", {}, 99)
     limited(request["limits"])
-    try:
-        answer = {"text": rendered(request["template"], request["words"], request["output"])}
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-    print(json.dumps(answer))
+    answers = [answered(request["template"], words, request["output"]) for words in request["words"]]
+    print(json.dumps({"answers": answers}))
 
 
 if __name__ == "__main__":

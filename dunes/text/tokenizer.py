@@ -222,6 +222,20 @@ class Tokenizer:
         ids: list[int] = _tried("the tokenizer fails", lambda: inner.encode(text, add_special_tokens=False).ids)
         return ids
 
+    def follow(self, text: str) -> list[int]:
+        """Ids of a text that stands behind other text: without the space that some tokenizers set in front."""
+        ids: list[int] = self._without_lead.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _without_lead(self) -> tokenizers.Tokenizer:
+        found = json.loads(self.inner.to_str())
+        for part in ("normalizer", "pre_tokenizer"):
+            found[part] = _leadless(found[part])
+        inner = tokenizers.Tokenizer.from_str(json.dumps(found))
+        inner.encode_special_tokens = True
+        return inner
+
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
         # A copy, since a switch that another thread sees would let documents spell special tokens.
@@ -264,6 +278,18 @@ class Tokenizer:
     def spelling(self) -> Spelling:
         """What its tokens' letters mean."""
         return spelling(self.inner)
+
+
+def _leadless(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer as tokenizer.json spells it, less what sets a space in front of a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for key in ("normalizers", "pretokenizers"):
+        if key in part:
+            part[key] = [step for step in map(_leadless, part[key]) if step is not None]
+    if part["type"] == "Metaspace":
+        part["prepend_scheme"] = "never"
+    return part | {"add_prefix_space": False} if part["type"] == "ByteLevel" else part
 
 
 def _foreign(path: Path) -> tokenizers.Tokenizer:
