@@ -85,8 +85,7 @@ def render(
     `variables` are more names for the template, such as `bos_token`. Encode the text with `special=True`.
     Raises ValueError if the template refuses the messages, fails, or passes a limit.
     """
-    options = {"add_generation_prompt": add_generation_prompt, "tools": tools, "variables": variables}
-    (found,) = _rendered(template, [_words(messages, **options)])
+    (found,) = _rendered(template, [_words(messages, add_generation_prompt, tools, variables)])
     if isinstance(found, ValueError):
         raise found
     return found

@@ -156,6 +156,14 @@ class Own:
         longest = sorted(self._spelled, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
+    @cached_property
+    def _order(self) -> list[str]:
+        return list(self._spelled)
+
+    @cached_property
+    def _private(self) -> re.Pattern[str]:
+        return re.compile(f"[{chr(PRIVATE)}-{chr(PRIVATE + len(self._order))}]")
+
     def _found_end(self) -> str:
         """The special token after the answer of a conversation of two words."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -180,8 +188,8 @@ class Own:
         asked = []
         for talk in talks:
             told = [{"role": t.role, "content": self._guarded(t.whole)} for t in talk]
-            answers = [i for i, t in enumerate(talk) if t.role == "assistant"]
-            asked += [(told, opened), *((told[:i], True) for i in answers)]
+            places = [i for i, t in enumerate(talk) if t.role == "assistant"]
+            asked += [(told, opened), *((told[:i], True) for i in places)]
         texts = iter(chat.render_many(self.source, asked, self.tokenizer.named))
         for talk in talks:
             answers = [t for t in talk if t.role == "assistant"]
@@ -190,7 +198,8 @@ class Own:
 
     def _pieces(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Piece]:
         """The text in pieces, cut where answers begin and end."""
-        pieces, at = [], 0
+        pieces: list[Piece] = []
+        at = 0
         for start, turn in zip(starts, answers, strict=True):
             said = text.find(self._guarded(turn.text).strip(), start)
             end = text.find(self.end, max(said, start) + len(turn.text.strip() if said >= 0 else ""))
@@ -214,18 +223,15 @@ class Own:
     def _plain(self, text: str, trained: bool, left: bool, right: bool) -> Iterator[Piece]:
         text = text.lstrip() if left else text
         text = text.rstrip() if right else text
-        for number, spelled in enumerate(self._spelled):
-            text = text.replace(chr(PRIVATE + number), spelled)
+        text = self._private.sub(lambda found: self._order[ord(found[0]) - PRIVATE], text)
         if text:
             yield Piece(text, trained)
 
     def _guarded(self, text: str) -> str:
         """The text with a private character for each spelling of a special token in it."""
-        for number, spelled in enumerate(self._spelled):
-            if chr(PRIVATE + number) in text:
-                raise ValueError(f"the text holds the character U+{PRIVATE + number:X}, of private use; remove it")
-        numbers = {spelled: chr(PRIVATE + number) for number, spelled in enumerate(self._spelled)}
-        return self._pattern.sub(lambda found: numbers[found[0]], text)
+        if found := self._private.search(text):
+            raise ValueError(f"the text holds the character U+{ord(found[0]):X}, of private use; remove it")
+        return self._pattern.sub(lambda found: chr(PRIVATE + self._order.index(found[0])), text)
 
 
 def _given(found: str | ValueError) -> str:
@@ -250,7 +256,9 @@ def _special(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
     return {t.content: (t.lstrip, t.rstrip) for t in added if t.special}
 
 
-def encoded(pieces: Sequence[Piece], tokenizer: Tokenizer, all_trained: bool = False) -> tuple[list[int], list[bool]]:
+def encoded(
+    pieces: Sequence[Piece], tokenizer: Tokenizer, all_trained: bool = False
+) -> tuple[list[int], list[bool]]:
     """The ids of the pieces in a row, and which of them are trained on.
 
     Raises ValueError for a special token that the tokenizer has not.
@@ -306,9 +314,7 @@ def _alpaca(tail: str, name: str) -> Callable[[Talk], Iterator[Piece]]:
     def pieces(talk: Talk) -> Iterator[Piece]:
         task, answer = _pair(talk, name)
         yield BEGIN
-        before = "### Input:" if task.input else ""
-        form = PAIRED if before else ALONE
-        # Not `format` in two steps: an instruction may hold braces.
+        form = PAIRED if task.input else ALONE
         yield Piece(form.format(instruction=task.text, input=task.input) + tail)
         if answer is not None:
             yield from _answer(answer, answer.text)
