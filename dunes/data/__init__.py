@@ -1,18 +1,32 @@
 """Where batches come from: files and folders, shards of tokens, windows over them."""
 
+from dunes.data.examples import Example, Record, Records, coloured, examples, read, split
+from dunes.data.packing import Batches
+from dunes.data.preflight import Report, refuse, report
 from dunes.data.shards import Row, Shard, cached, default_cache, opened
 from dunes.data.sources import Corpus, Document, collect
 from dunes.data.windows import Ids, Windows
 
 __all__ = [
+    "Batches",
     "Corpus",
     "Document",
+    "Example",
     "Ids",
+    "Record",
+    "Records",
+    "Report",
     "Row",
     "Shard",
     "Windows",
     "cached",
     "collect",
+    "coloured",
     "default_cache",
+    "examples",
     "opened",
+    "read",
+    "refuse",
+    "report",
+    "split",
 ]

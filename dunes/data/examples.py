@@ -359,7 +359,8 @@ def coloured(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
 def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text, with special tokens as they are spelled."""
     special = {i: t.content for i, t in tokenizer.inner.get_added_tokens_decoder().items() if t.special}
-    text, plain = "", []
+    text = ""
+    plain: list[int] = []
     for i in ids:
         if i in special:
             text, plain = text + tokenizer.decode(plain) + special[i], []

@@ -140,7 +140,7 @@ def _filled(part: NDArray[Any], width: int, value: int) -> NDArray[Any]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of indices of these lengths, which fall: each goes where it leaves the least room, or into a new row."""
+    """Rows of indices of these falling lengths: each goes where it leaves the least room, or into a new row."""
     rows: list[list[int]] = []
     spaces: list[int] = []
     open_rows: dict[int, list[int]] = {}

@@ -343,7 +343,7 @@ def _chatml(talk: Talk) -> Iterator[Piece]:
 
 
 def _headed(turn: Turn, token: str, head: str) -> Iterator[Piece]:
-    """The beginning of a turn, with its text if that is no answer: as one piece, so that it is tokenized as one."""
+    """The beginning of a turn, with its text if that is no answer: in one piece, tokenized as one."""
     yield Piece(token, special=True)
     yield Piece(head + ("" if turn.role == "assistant" else turn.whole))
 
@@ -415,8 +415,9 @@ def _alpaca_source(tail: str) -> str:
 
 
 _TURNS = (
-    "{% if messages and messages[0]['role'] == 'system' %}{% set ns = namespace(system=messages[0]['content']) %}"
-    "{% set rest = messages[1:] %}{% else %}{% set ns = namespace(system='') %}{% set rest = messages %}{% endif %}"
+    "{% if messages and messages[0]['role'] == 'system' %}"
+    "{% set ns = namespace(system=messages[0]['content']) %}{% set rest = messages[1:] %}"
+    "{% else %}{% set ns = namespace(system='') %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}"
     "{% if m['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
     "{{ raise_exception('user and assistant alternate') }}{% endif %}"

@@ -1,0 +1,160 @@
+"""What is known of examples before the first step, and the faults for which no step is taken.
+
+Each of them trains without a complaint, to a loss that looks well, and gives a model that does not do what the
+examples show.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dunes.data.examples import Example
+from dunes.text.templates import Template
+from dunes.text.tokenizer import Tokenizer
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+FEW = 0.05
+"""Below this share of trained tokens something is probably wrong with the template or the data."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counts of examples to learn from, except where `validation` is named.
+
+    `trained` are the targets that remain within the context and `lost` those beyond it, `lengths` the
+    QUANTILES in ids before anything is cut, `ended` the examples in which a token that ends an answer is a
+    target, `blank` those without any target, `doubled` those that begin twice, validation's included, `used`
+    the different ids, and `highest` the highest of them all.
+    """
+
+    examples: int
+    validation: int
+    tokens: int
+    trained: int
+    lost: int
+    lengths: tuple[int, ...]
+    context: int
+    truncated: int
+    duplicates: int
+    shared: int
+    ended: int
+    blank: int
+    doubled: int
+    used: int
+    highest: int
+    vocab: int
+
+    @property
+    def share_truncated(self) -> float:
+        return self.truncated / max(self.examples, 1)
+
+    @property
+    def share_trained(self) -> float:
+        return self.trained / max(self.tokens, 1)
+
+    def lines(self) -> list[str]:
+        """The report for a person, a line for each subject."""
+        lengths = ", ".join(f"{q:.0%} {n}" for q, n in zip(QUANTILES, self.lengths, strict=True))
+        return [
+            f"{self.examples} examples, {self.validation} for validation; {self.duplicates} are copies of others, "
+            f"{self.shared} of those for validation are also learnt from",
+            f"{self.tokens} tokens, {self.trained} of them trained on ({self.share_trained:.1%}); "
+            f"{self.blank} examples with nothing to train on",
+            f"length in tokens: {lengths}; cut at {self.context}: {self.share_truncated:.1%} of the examples, "
+            f"{self.lost} trained tokens lost",
+            f"{self.used} of {self.vocab} different tokens are met; {self.ended} examples end an answer",
+        ]
+
+    def warnings(self) -> list[str]:
+        """What is no error, and should be looked at."""
+        found = []
+        if self.share_trained < FEW:
+            found.append(f"only {self.share_trained:.1%} of the tokens are trained on; look at a few examples")
+        if self.shared:
+            found.append(f"{self.shared} validation examples are also learnt from; their loss says little")
+        if self.blank:
+            found.append(f"{self.blank} examples have nothing to train on within the context and are left out")
+        if self.truncated:
+            found.append(
+                f"{self.truncated} examples are cut at their end, where {self.lost} trained tokens are lost"
+            )
+        return found
+
+
+def report(
+    examples: Sequence[Example],
+    validation: Sequence[Example],
+    context: int,
+    vocab: int,
+    template: Template,
+    tokenizer: Tokenizer,
+) -> Report:
+    """What is known of the examples in rows of `context` tokens, for a model of `vocab` ids."""
+    lengths = np.array([len(e) for e in examples], np.int64)
+    kept = [e.trained[1 : context + 1] for e in examples]
+    learnt = [e.ids.tobytes() for e in examples]
+    distinct = set(learnt)
+    every = [*examples, *validation]
+    stops = np.array(sorted({template.stop(tokenizer), *tokenizer.stops}))
+    ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in zip(examples, kept, strict=True)]
+    return Report(
+        examples=len(examples),
+        validation=len(validation),
+        tokens=int(lengths.sum()),
+        trained=sum(int(k.sum()) for k in kept),
+        lost=sum(int(e.trained[context + 1 :].sum()) for e in examples),
+        lengths=_quantiles(lengths),
+        context=context,
+        truncated=int((lengths > context + 1).sum()),
+        duplicates=len(learnt) - len(distinct),
+        shared=sum(e.ids.tobytes() in distinct for e in validation),
+        ended=sum(ends),
+        blank=sum(not k.any() for k in kept),
+        doubled=sum(_doubled(e, tokenizer.begin) for e in every),
+        used=len(np.unique(np.concatenate([e.ids for e in examples]))) if examples else 0,
+        highest=max((int(e.ids.max()) for e in every if len(e)), default=-1),
+        vocab=vocab,
+    )
+
+
+def _quantiles(lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tuple[int, ...]:
+    if not len(lengths):
+        return (0,) * len(QUANTILES)
+    return tuple(int(n) for n in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
+
+
+def _doubled(example: Example, begin: Sequence[int]) -> bool:
+    """Whether the example begins twice. Where the end also begins, a second one that is trained on is the end."""
+    n = len(begin)
+    return n > 0 and example.ids[: 2 * n].tolist() == [*begin, *begin] and not example.trained[n : 2 * n].any()
+
+
+def refuse(found: Report, limit: float = 0.05) -> None:
+    """Raises ValueError for what cannot be meant; `limit` is the share of examples that may be cut."""
+    if not found.examples:
+        raise ValueError("there are no examples to learn from")
+    if found.highest >= found.vocab:
+        raise ValueError(
+            f"the examples hold the id {found.highest}, and the model has {found.vocab}; "
+            "the tokenizer is another model's, or the model has to be made larger"
+        )
+    if found.doubled:
+        raise ValueError(
+            f"{found.doubled} examples begin with the token of the beginning twice; "
+            "the chat template writes it and the tokenizer adds it"
+        )
+    # Before the rest: what is cut may be why nothing is left to train on.
+    if found.share_truncated > limit:
+        raise ValueError(
+            f"{found.share_truncated:.1%} of the examples are longer than the context of {found.context} and would "
+            f"lose {found.lost} trained tokens, allowed are {limit:.1%}; half of them have up to {found.lengths[0]} "
+            f"tokens, 99 % up to {found.lengths[2]}: choose a longer context, or allow more"
+        )
+    if not found.trained:
+        raise ValueError(f"none of {found.tokens} tokens is trained on: the examples have no answers")
+    if not found.ended:
+        raise ValueError(
+            "the token that ends an answer is never trained on, so that the model would never stop; "
+            "choose another template, or a longer context"
+        )
