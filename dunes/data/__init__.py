@@ -1,6 +1,6 @@
 """Where batches come from: files and folders, shards of tokens, windows over them."""
 
-from dunes.data.examples import Example, Record, Records, coloured, examples, read, split
+from dunes.data.examples import Example, Record, Records, coloured, read, split, tokenized
 from dunes.data.packing import Batches
 from dunes.data.preflight import Report, refuse, report
 from dunes.data.shards import Row, Shard, cached, default_cache, opened
@@ -23,10 +23,10 @@ __all__ = [
     "collect",
     "coloured",
     "default_cache",
-    "examples",
     "opened",
     "read",
     "refuse",
     "report",
     "split",
+    "tokenized",
 ]

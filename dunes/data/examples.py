@@ -165,7 +165,8 @@ def _read(name: str, row: Any) -> Talk:
         raise ValueError(f"expected a JSON object, found {_type(row)}")
     if missing := [key for key in kind.keys if key not in row]:
         raise ValueError(
-            f"expected {kind.said}, as in the first row; no {', '.join(missing)} among {', '.join(row)[:200] or 'no keys'}"
+            f"expected {kind.said}, as in the first row; found no {', '.join(missing)}, but "
+            f"{', '.join(row)[:200] or 'no keys'}"
         )
     _without_tools(row)
     talk = kind.read(row)
@@ -321,7 +322,7 @@ def _hashed(talk: Talk) -> float:
     return int.from_bytes(blake2b(json.dumps(words).encode(), digest_size=6).digest()) / 2**48
 
 
-def examples(
+def tokenized(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
     """The records as ids. Answers and the tokens that end them are trained on; with "all", all but the begin.

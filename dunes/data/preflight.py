@@ -147,9 +147,9 @@ def refuse(found: Report, limit: float = 0.05) -> None:
     # Before the rest: what is cut may be why nothing is left to train on.
     if found.share_truncated > limit:
         raise ValueError(
-            f"{found.share_truncated:.1%} of the examples are longer than the context of {found.context} and would "
-            f"lose {found.lost} trained tokens, allowed are {limit:.1%}; half of them have up to {found.lengths[0]} "
-            f"tokens, 99 % up to {found.lengths[2]}: choose a longer context, or allow more"
+            f"{found.share_truncated:.1%} of the examples are longer than the context of {found.context} and "
+            f"would lose {found.lost} trained tokens, allowed are {limit:.1%}; half of the examples have up to "
+            f"{found.lengths[0]} tokens, 99 % up to {found.lengths[2]}: choose a longer context, or allow more"
         )
     if not found.trained:
         raise ValueError(f"none of {found.tokens} tokens is trained on: the examples have no answers")
