@@ -10,6 +10,7 @@ https://jinja.palletsprojects.com/en/stable/sandbox/
 import json
 import sys
 from datetime import datetime
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +29,19 @@ def limited(limits: dict[str, int]) -> None:
 
 
 def rendered(template: str, words: dict[str, Any], limit: int) -> str:
-    """The template with these words, in the environment that transformers gives to chat templates."""
+    """The template with these words."""
+    parts, length = [], 0
+    for part in compiled(template).generate(words):
+        length += len(part)
+        if length > limit:
+            raise ValueError(f"it writes more than {limit} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+@cache
+def compiled(template: str) -> Any:
+    """The template in the environment that transformers gives to chat templates, compiled once."""
     from jinja2 import TemplateError, ext, nodes, sandbox, utils
     from jinja2.exceptions import SecurityError
 
@@ -89,13 +102,7 @@ def rendered(template: str, words: dict[str, Any], limit: int) -> str:
         # A function: a class would show its attributes.
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
     }
-    parts, length = [], 0
-    for part in environment.from_string(template).generate(words):
-        length += len(part)
-        if length > limit:
-            raise ValueError(f"it writes more than {limit} characters")
-        parts.append(part)
-    return "".join(parts)
+    return environment.from_string(template)
 
 
 def answered(template: str, words: dict[str, Any], limit: int) -> dict[str, str]:
