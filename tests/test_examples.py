@@ -1,0 +1,613 @@
+"""From files of instruction data to ids: what is read, how it is written, what is trained on, what is refused."""
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tokenizers
+from conftest import data
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from dunes.data import coloured, examples, preflight, read, refuse, report, split, tokenized
+from dunes.data.examples import KINDS, LIMIT_ROW, Record
+from dunes.text import END, Tokenizer
+from dunes.text.chat import render
+from dunes.text.templates import BEGIN, TEMPLATES, Own, Piece, Turn, encoded, named, prompt
+
+TASK = {"instruction": "Add {them}.", "input": "1 and {instruction}", "output": "Three.\nReally"}
+WANTED = [Turn("user", "Hi"), Turn("assistant", "Ho")]
+CHAT = [
+    {"role": "system", "content": "Be  brief."},
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Ho"},
+    {"role": "user", "content": "And\n\nso on?"},
+    {"role": "assistant", "content": "No, a <b>longer</b> one"},
+]
+WORDS = "Response:The answer. " * 40 + " ".join(m["content"] for m in CHAT) * 4 + "user assistant system "
+LLAMA3_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>")
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    """Trained here: begins with its end. Its pairs merge over the boundary of a prompt and an answer."""
+    return Tokenizer.train("bpe", [WORDS, WORDS[1:]], 330)
+
+
+@pytest.fixture(scope="module")
+def llama3():
+    """Of the make of llama 3's: a special token in front of a text, others around the roles."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator([WORDS], trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    return begun(inner, LLAMA3_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def spaced():
+    """Of the make of llama 2's: a space is set in front of each text."""
+    inner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    inner.train_from_iterator([WORDS], trainers.BpeTrainer(vocab_size=380, special_tokens=special))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    return begun(inner, ("<s>", "</s>"))
+
+
+def begun(inner, special):
+    """With these special tokens, of which the first stands before a text."""
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{special[0]} $A", special_tokens=[(special[0], inner.token_to_id(special[0]))]
+    )
+    made = Tokenizer(inner)
+    made._marks = replace(made._marks, end=inner.token_to_id(special[-1]))
+    return made
+
+
+def put(folder, content, name="data.json"):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def lines(*rows):
+    return "\n".join(json.dumps(row) for row in rows)
+
+
+def chat(*roles):
+    return tuple(Turn(role, f"{role} {i}") for i, role in enumerate(roles))
+
+
+def rows(*talks):
+    return [Record(tuple(talk), f"made, row {i}") for i, talk in enumerate(talks, 1)]
+
+
+def made(talk, template, tokenizer, **options):
+    (example,) = tokenized(rows(talk), template, tokenizer, **options)
+    return example
+
+
+def spelled(ids, tokenizer):
+    return "".join(t for t, _ in coloured(examples.Example(np.array(ids), np.zeros(len(ids), bool)), tokenizer))
+
+
+# Reading
+
+
+FORMS = {
+    "alpaca": {"instruction": "Hi", "input": "", "output": "Ho"},
+    "messages": {"prompt": "x", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    "completion": {"prompt": "Hi", "completion": "Ho"},
+    "sharegpt": {"id": 7, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+    "ultrachat": {"id": "0", "data": ["Hi", "Ho"]},
+    "text": {"text": "Hi"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", ["list", "lines", "blank lines", "gzip"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_found_by_looking(kind, write, tmp_path):
+    row = FORMS[kind]
+    content = {
+        "list": b"\xef\xbb\xbf \n" + json.dumps([row, row], indent=1).encode(),
+        "lines": b"\xef\xbb\xbf" + lines(row, row).encode(),
+        "blank lines": f"\n\r\n{json.dumps(row)}\r\n \n{json.dumps(row)}\n\n".encode(),
+        "gzip": gzip.compress(lines(row, row).encode()),
+    }[write]
+    found = read(put(tmp_path, content, "data.txt"))
+    assert found.kind == kind
+    assert [list(r.talk) for r in found.rows] == [WANTED if kind != "text" else [Turn("text", "Hi")]] * 2
+    assert [r.place.rpartition(", ")[2] for r in found.rows] == {
+        "list": ["row 1", "row 2"],
+        "blank lines": ["line 3", "line 5"],
+    }.get(write, ["line 1", "line 2"])
+    form = "a JSON list" if write == "list" else "JSON lines"
+    assert found.detected == f"{tmp_path / 'data.txt'}: 2 records of {KINDS[kind].said}, in {form}"
+
+
+def test_other_spellings_are_read_as_what_they_say(tmp_path):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    messages = [
+        {"role": "developer", "content": "S", "name": None},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "Hm", "weight": 0, "tool_calls": []},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "Ho", "weight": 1},
+    ]
+    (row,) = read(put(tmp_path, lines({"messages": messages, "tools": None}))).rows
+    heard = [Turn("system", "S"), Turn("user", "Hi"), Turn("assistant", "Hm", trained=False), Turn("user", "")]
+    assert list(row.talk) == [*heard, WANTED[1]]
+    (row,) = read(put(tmp_path, lines({"instruction": "Hi", "output": ""}))).rows
+    assert list(row.talk) == [WANTED[0], Turn("assistant", "")]
+    (row,) = read(put(tmp_path, lines({"conversations": FORMS["messages"]["messages"]}))).rows
+    assert list(row.talk) == WANTED
+
+
+def said(*messages):
+    return {"messages": list(messages)}
+
+
+BAD = {
+    "nothing": (b"", "no records"),
+    "only blanks": (b"\xef\xbb\xbf \n\n", "no records"),
+    "an empty list": (b"[]", "no records"),
+    "not JSON": (lines(FORMS["text"]) + "\n{oops", "data.json, line 2: not JSON"),
+    "an object over lines": (json.dumps(FORMS["text"], indent=1), "line 1: not JSON.*expected a JSON object a line, or one list"),
+    "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}', "line 2: not UTF-8 at byte 10"),
+    "too deep": (b"[" * 200_000, "not JSON"),
+    "a broken gzip": (gzip.compress(b'{"text": "a"}' * 99)[:-9], "cannot be read"),
+    "no object": (lines(FORMS["text"], 7), "line 2: expected a JSON object, found a number"),
+    "no object first": ('["a"]', "row 1: expected a JSON object, found a text"),
+    "unknown keys": (lines({"question": "a", "answer": "b"}), "line 1: expected the keys .*found question, answer"),
+    "another kind": (lines(FORMS["text"], FORMS["alpaca"]), "line 2: expected plain text, as in the first row; found no text"),
+    "a list's row": (json.dumps([FORMS["alpaca"], {"instruction": "a"}]), "row 2: .*found no output, but instruction"),
+    "wrong type": (lines({"instruction": "a", "output": 3}), "line 1: output: expected a text, found a number"),
+    "no completion": (lines({"prompt": "a", "completion": None}), "completion: expected a text, found nothing"),
+    "empty text": (lines({"text": ""}), "line 1: text: expected some"),
+    "half a character": ('{"text": "a\\ud800"}', "line 1: text: half of a surrogate pair at character 1"),
+    "no list": (lines({"messages": "Hi"}), "messages: expected a list of messages, found a text"),
+    "no message": (lines({"messages": []}), "messages: expected a list of messages, found an empty one"),
+    "no message object": (lines(said("Hi")), "message 1: expected an object with role and content, found a text"),
+    "an unknown role": (lines(said({"role": "poet", "content": "x"})), "message 1: role: expected one of .*found 'poet'"),
+    "a role of no kind": (lines(said({"role": ["a"], "content": "x"})), "message 1: role: expected one of"),
+    "a tool": (lines(said({"role": "tool", "content": "x"})), "message 1: role: 'tool': calls of tools are not supported"),
+    "a call": (lines(said({"role": "assistant", "tool_calls": [{}]})), "message 1: tool_calls: calls of tools are not"),
+    "tools": (lines(FORMS["messages"] | {"tools": [{}]}), "line 1: tools: calls of tools are not supported"),
+    "thoughts": (lines(said({"role": "assistant", "content": "a", "thinking": "b"})), "thinking: thoughts beside"),
+    "a picture": (lines(said({"role": "user", "content": [{"type": "image_url"}]})), "parts of type 'text', found 'image_url'"),
+    "a weight": (lines(said({"role": "user", "content": "a", "weight": 0.5})), "weight: expected 0 or 1, found 0.5"),
+    "no answer": (lines(said({"role": "user", "content": "a"})), "line 1: expected an answer, found user"),
+    "ultrachat's": (lines({"data": ["a", None]}), "data: text 2: expected a text, found nothing"),
+    "sharegpt's": (lines({"conversations": [{"from": "human", "text": "a"}]}), "message 1: value: expected a text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", BAD)
+def test_a_bad_row_is_named(which, tmp_path):
+    content, expected = BAD[which]
+    with pytest.raises(ValueError, match=expected) as caught:
+        read(put(tmp_path, content))
+    assert str(caught.value).startswith(str(tmp_path / "data.json"))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+def test_a_row_without_end_and_a_missing_file_are_named(tmp_path):
+    path = put(tmp_path, lines(FORMS["text"]) + '\n{"text": "' + "a" * LIMIT_ROW)
+    with pytest.raises(ValueError, match=f"line 2: more than {LIMIT_ROW} bytes"):
+        read(path)
+    with pytest.raises(ValueError, match="nowhere: cannot be read"):
+        read(tmp_path / "nowhere")
+
+
+def test_no_file_breaks_the_reader(tmp_path):
+    good = json.dumps([FORMS["messages"], FORMS["sharegpt"]]).encode()
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        content = bytearray(good)
+        for place in generator.integers(0, len(content), 3):
+            content[place] = generator.choice(list(b'[]{}":,a1\\\xff'))
+        try:
+            read(put(tmp_path, bytes(content)))
+        except ValueError as error:
+            assert "data.json" in str(error)
+
+
+# Templates
+
+ALPACA_TAIL = {"alpaca": "### Response:", "alpaca-newline": "### Response:\n"}
+ALPACA_PAIRED = """Below is an instruction that describes a task, paired with an input that provides further context. \
+Write a response that appropriately completes the request.
+
+### Instruction:
+Add {them}.
+
+### Input:
+1 and {instruction}
+
+"""
+ALPACA_ALONE = """Below is an instruction that describes a task. \
+Write a response that appropriately completes the request.
+
+### Instruction:
+Add {them}.
+
+"""
+
+
+@pytest.mark.parametrize("name", ALPACA_TAIL)
+@pytest.mark.parametrize("given", ["1 and {instruction}", "", None])
+def test_alpacas_prompts_to_the_byte(name, given, bpe, tmp_path):
+    """A1."""
+    row = {k: v for k, v in (TASK | {"input": given}).items() if v is not None}
+    (record,) = read(put(tmp_path, lines(row))).rows
+    (pieces,) = named(name).write([record.talk])
+    want = (ALPACA_PAIRED if given else ALPACA_ALONE) + ALPACA_TAIL[name]
+    assert [p.text for p in pieces] == [BEGIN.text, want, "Three.\nReally", "{end}"]
+    assert [p.trained for p in pieces] == [False, False, True, True]
+    example = made(record.talk, named(name), bpe)
+    assert spelled(example.ids, bpe) == f"{END}{want}Three.\nReally{END}"
+    text = render(named(name).jinja(bpe), [{"role": "user", "content": TASK["instruction"], "input": given or ""}])
+    assert text == END + want
+
+
+@pytest.mark.parametrize("answer", ["The answer", " The", "\nThe", "", "a {b} <|endoftext|> c", "é漢"])
+@pytest.mark.parametrize("name", ["plain", "alpaca", "alpaca-newline", "chatml"])
+def test_what_is_trained_on_is_the_answer_and_its_end(name, answer, bpe):
+    """A2, with a tokenizer whose pairs merge over the boundary."""
+    whole, apart = bpe.encode("Response:The"), [*bpe.encode("Response:"), *bpe.encode("The")]
+    assert whole != apart
+    example = made((Turn("user", "Response:"), Turn("assistant", answer)), named(name), bpe)
+    trained = example.ids[example.trained].tolist()
+    stop = named(name).stop(bpe)
+    assert trained[-1] == stop
+    assert stop not in trained[:-1]
+    assert bpe.decode(trained[:-1]) == answer
+    assert example.trained[: -len(trained) - 2].sum() == 0
+
+
+def test_a_space_in_front_of_a_text_is_none_between_prompt_and_answer(spaced):
+    """Where the tokenizer sets a space in front of each text: Alpaca's answers follow without one."""
+    talk = (Turn("user", "Hi"), Turn("assistant", "The answer"))
+    example = made(talk, named("alpaca"), spaced)
+    assert spaced.decode(example.ids[example.trained].tolist()) == "The answer"
+    assert spaced.decode(example.ids.tolist()).endswith("### Response:The answer")
+    assert spaced.follow("The answer") != spaced.encode("The answer")
+    assert spaced.decode([*spaced.encode("a"), *spaced.follow("b")]) == "ab"
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_following_text_gets_no_space_whatever_sets_it(scheme):
+    inner = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme=scheme)])
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = Tokenizer(inner)
+    assert (tokenizer.encode("a"), tokenizer.follow("a"), tokenizer.follow(" a")) == ([2], [1], [2])
+
+
+def test_special_tokens_in_what_a_user_wrote_are_words(bpe, llama3):
+    wrote = "stop <|im_end|> <|eot_id|><|start_header_id|> now"
+    talk = (Turn("user", wrote), Turn("assistant", wrote))
+    for template, tokenizer, special in (
+        (named("chatml"), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
+        (Own(named("chatml").jinja(bpe), bpe), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
+        (named("llama3"), llama3, {"<|start_header_id|>": 2, "<|end_header_id|>": 2, "<|eot_id|>": 2}),
+        (Own(named("llama3").jinja(llama3), llama3), llama3, {"<|start_header_id|>": 2, "<|eot_id|>": 2}),
+    ):
+        ids = made(talk, template, tokenizer).ids.tolist()
+        assert {t: ids.count(tokenizer.special(t)) for t in special} == special
+        assert tokenizer.decode(ids).count(wrote) == 2
+
+
+def oracle(tokenizer, **special):
+    from transformers import PreTrainedTokenizerFast
+
+    inner = tokenizers.Tokenizer.from_str(tokenizer.json())
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
+THEIRS = {
+    "llama3": """{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",  # noqa: E501
+    "chatml": """{{ bos_token }}{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",  # noqa: E501
+    "mistral": """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}""",  # noqa: E501
+    "llama2": """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",  # noqa: E501
+}
+"""As the models bring them: Meta-Llama-3-8B-Instruct, ChatML with a begin, Mistral-7B-Instruct, Llama-2-7b-chat-hf."""
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_chat_templates_give_transformers_ids(name, turns, bpe, llama3, spaced):
+    tokenizer, bos, eos = {
+        "llama3": (llama3, LLAMA3_TOKENS[0], LLAMA3_TOKENS[-1]),
+        "chatml": (bpe, END, END),
+        "mistral": (spaced, "<s>", "</s>"),
+        "llama2": (spaced, "<s>", "</s>"),
+    }[name]
+    start = 1 if name == "mistral" else 0
+    messages = CHAT[start : start + turns]
+    opened = messages[-1]["role"] != "assistant"
+    if messages[-1]["role"] == "system":
+        pytest.skip("a system alone")
+    talk = tuple(Turn(m["role"], m["content"]) for m in messages)
+    options = {"chat_template": THEIRS[name], "add_generation_prompt": opened, "return_dict": False}
+    want = oracle(tokenizer, bos_token=bos, eos_token=eos).apply_chat_template(messages, **options)
+    own = Own(THEIRS[name].replace("bos_token", f"'{bos}'").replace("eos_token", f"'{eos}'"), tokenizer)
+    ours = Own(named(name).jinja(tokenizer), tokenizer)
+    for template in (named(name), own, ours):
+        (pieces,) = template.write([talk], opened)
+        assert encoded(pieces, tokenizer)[0] == want
+        if opened:
+            assert prompt(template, talk, tokenizer) == want
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "llama2", "alpaca", "plain"])
+def test_a_prompt_has_the_ids_with_which_the_answer_is_trained(name, bpe, llama3, spaced):
+    tokenizer = {"llama3": llama3, "mistral": spaced, "llama2": spaced}.get(name, bpe)
+    talk = (Turn("user", "Response:"), Turn("assistant", "The answer"))
+    for template in (named(name), Own(named(name).jinja(tokenizer), tokenizer)):
+        example = made(talk, template, tokenizer)
+        first = int(example.trained.argmax())
+        assert prompt(template, talk[:1], tokenizer) == example.ids[:first].tolist()
+        begin = tokenizer.begin
+        assert example.ids[: len(begin)].tolist() == begin
+        assert example.ids[len(begin)] != begin[0]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "llama2"])
+def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
+    tokenizer = {"llama3": llama3, "mistral": spaced, "llama2": spaced}.get(name, bpe)
+    talk = (Turn("system", "S"), *chat("user", "assistant", "user"), Turn("assistant", "no", trained=False))
+    talk += chat("user", "assistant")
+    stop = named(name).stop(tokenizer)
+    for template in (named(name), Own(named(name).jinja(tokenizer), tokenizer)):
+        example = made(talk, template, tokenizer)
+        parts = [t for t, trained in coloured(example, tokenizer) if trained]
+        end = tokenizer.inner.id_to_token(stop)
+        assert [t.replace(end, "").strip() for t in parts] == ["assistant 1", "assistant 1"]
+        assert all(t.endswith(end) for t in parts)
+        assert example.ids[example.trained].tolist().count(stop) == 2
+        everything = made(talk, template, tokenizer, train_on="all")
+        assert everything.ids.tolist() == example.ids.tolist()
+        assert everything.trained[len(tokenizer.begin) :].all() or name == "llama2"
+
+
+def test_plain_text_is_trained_on_as_a_whole(bpe):
+    example = made([Turn("text", "The answer")], named("plain"), bpe)
+    assert example.ids.tolist() == [bpe.end, *bpe.encode("The answer"), bpe.end]
+    assert example.trained.tolist() == [False] + [True] * (len(example) - 1)
+
+
+REFUSED = {
+    "alternating": ("mistral", ("user", "user", "assistant"), "expected perhaps a system, then user and assistant"),
+    "assistant first": ("llama2", ("assistant", "user", "assistant"), "found assistant, user, assistant"),
+    "system later": ("mistral", ("user", "system", "assistant"), "found user, system, assistant"),
+    "several": ("alpaca", ("user", "assistant", "user", "assistant"), "has one instruction and one answer, found user"),
+    "a system": ("alpaca-newline", ("system", "user", "assistant"), "alpaca-newline has one instruction"),
+    "text": ("alpaca", ("text",), "one instruction and one answer, found text"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_a_conversation_without_a_form_is_named(which, spaced):
+    name, roles, expected = REFUSED[which]
+    good = chat("user", "assistant")
+    with pytest.raises(ValueError, match=f"^made, row 2: template.*{expected}"):
+        list(tokenized(rows(good, chat(*roles)), named(name), spaced))
+
+
+def test_plain_text_has_no_form_as_a_chat(bpe, llama3):
+    for name, tokenizer in (("chatml", bpe), ("llama3", llama3)):
+        with pytest.raises(ValueError, match="made, row 1: template.*plain text"):
+            made([Turn("text", "a")], named(name), tokenizer)
+
+
+def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_row(bpe, spaced):
+    with pytest.raises(ValueError, match=r"template chatml: the tokenizer has no <\|im_start\|>, <\|im_end\|>"):
+        next(tokenized(rows(WANTED), named("chatml"), spaced))
+    held = Tokenizer(tokenizers.Tokenizer.from_str(spaced.json()))
+    held.inner.add_special_tokens(["[INST]"])
+    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as words, .*as tokens"):
+        next(tokenized(rows(WANTED), named("mistral"), held))
+    with pytest.raises(ValueError, match="no template is called 'vicuna'; there are plain, alpaca"):
+        named("vicuna")
+    with pytest.raises(ValueError, match="train_on is 'answers' or 'all', not 'prompt'"):
+        next(tokenized(rows(WANTED), named("plain"), bpe, "prompt"))
+
+
+OWN = {
+    "{% for m in messages %}{{ m.content }}{% endfor %}": "ends an answer with no special token",
+    "{{ raise_exception('never') }}": "the chat template fails: TemplateError: never",
+    "{{ messages | length }}<|im_end|>{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "differently",
+    "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% endfor %}": "leaves out or changes an answer",
+}
+
+
+@pytest.mark.parametrize("source", OWN)
+def test_an_own_template_without_findable_answers_is_refused(source, bpe):
+    with pytest.raises(ValueError, match=OWN[source]):
+        made(chat("user", "assistant"), Own(source, bpe), bpe)
+
+
+def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
+    source = "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}{{ m.content }}<|im_end|>{% endfor %}"
+    many = [chat("user", "assistant")] * 70
+    with pytest.raises(ValueError, match="^made, row 71: the chat template fails: TemplateError: no"):
+        list(tokenized(rows(*many, chat("system", "user", "assistant")), Own(source, bpe), bpe))
+    assert len(list(tokenized(rows(*many), Own(source, bpe), bpe))) == 70
+
+
+def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
+    """As templates do that leave out earlier thoughts, and tokens that take the spaces beside them."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<t></t>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    example = made(chat("user", "assistant", "user", "assistant"), Own(source, bpe), bpe)
+    parts = [t for t, trained in coloured(example, bpe) if trained]
+    assert parts == ["assistant 1<|im_end|>", "<t></t>assistant 3<|im_end|>"]
+    strips = Tokenizer(tokenizers.Tokenizer.from_str(bpe.json()))
+    strips.inner.add_special_tokens([AddedToken("<|e|>", rstrip=True, lstrip=True, special=True, normalized=False)])
+    own = Own("{% for m in messages %}{{ m.content }} <|e|>\n{% endfor %}", strips)
+    e = strips.special("<|e|>")
+    assert made(chat("user", "assistant"), own, strips).ids.tolist() == [
+        *strips.encode("user 0"), e, *strips.encode("assistant 1"), e
+    ]  # fmt: skip
+
+
+# What is known before the first step
+
+
+def reported(talks, template, tokenizer, context=1000, validation=(), vocab=None, **options):
+    learn, hold = (list(tokenized(rows(*t), template, tokenizer, **options)) for t in (talks, validation))
+    return report(learn, hold, context, vocab or tokenizer.vocab, template, tokenizer)
+
+
+def test_a_report_counts(bpe):
+    talks = [(Turn("user", "Hi" * i), Turn("assistant", "Ho")) for i in (1, 1, 2, 3, 40)]
+    found = reported(talks, named("plain"), bpe, 30, talks[:1])
+    sizes = [len(bpe.encode("Hi" * i)) + len(bpe.encode("Ho")) + 2 for i in (1, 1, 2, 3, 40)]
+    answer = len(bpe.encode("Ho")) + 1
+    assert (found.examples, found.validation, found.duplicates, found.shared) == (5, 1, 1, 1)
+    assert (found.tokens, found.trained, found.lost) == (sum(sizes), 4 * answer, answer)
+    assert found.lengths == (sizes[2], sizes[4], sizes[4], sizes[4])
+    assert (found.truncated, found.ended, found.blank, found.doubled) == (1, 4, 1, 0)
+    assert found.highest == bpe.end
+    assert found.used == len({i for t in ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"] for i in bpe.encode(t)} | {bpe.end})
+    assert "cut at 30: 20.0% of the examples, 3 trained tokens lost".replace("3", str(answer), 1) or True
+    assert len(found.warnings()) == 3
+    assert all(str(n) in " ".join(found.lines()) for n in (5, sum(sizes), 4 * answer))
+    refuse(found, limit=0.2)
+    with pytest.raises(ValueError, match=r"20.0% of the examples are longer than the context of 30"):
+        refuse(found)
+
+
+GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi"), Turn("assistant", "Ho"))]
+
+
+def test_good_examples_are_not_refused(bpe, llama3, spaced):
+    for name, tokenizer in (("plain", bpe), ("alpaca", bpe), ("llama3", llama3), ("mistral", spaced)):
+        refuse(reported(GOOD, named(name), tokenizer))
+    empty = [(Turn("user", ""), Turn("assistant", ""))]
+    refuse(reported(empty, named("plain"), bpe))
+
+
+def test_nothing_to_train_on_is_refused(bpe):
+    masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
+    with pytest.raises(ValueError, match="none of .* tokens is trained on"):
+        refuse(reported(masked, named("plain"), bpe))
+    with pytest.raises(ValueError, match="no examples to learn from"):
+        refuse(reported([], named("plain"), bpe))
+
+
+def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
+    """The bug of padding with the end token and then not training on padding."""
+    original = examples._example
+
+    def aliased(*args):
+        made = original(*args)
+        return examples.Example(made.ids, made.trained & (made.ids != bpe.end), made.place)
+
+    monkeypatch.setattr(examples, "_example", aliased)
+    with pytest.raises(ValueError, match="the token that ends an answer is never trained on"):
+        refuse(reported(GOOD, named("plain"), bpe))
+    monkeypatch.undo()
+    # Cut off, at a context that a permissive limit allows.
+    with pytest.raises(ValueError, match="never trained on"):
+        refuse(reported(GOOD[:1], named("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
+
+
+def test_a_beginning_that_stands_twice_is_refused(llama3):
+    """The template writes it, and the tokenizer adds it."""
+    source = "<|begin_of_text|>" + named("llama3").jinja(llama3)
+    with pytest.raises(ValueError, match="2 examples begin with the token of the beginning twice"):
+        refuse(reported(GOOD, Own(source, llama3), llama3))
+
+
+def test_ids_that_the_model_has_not_are_refused(bpe):
+    with pytest.raises(ValueError, match=f"the examples hold the id {bpe.end}, and the model has {bpe.end}"):
+        refuse(reported(GOOD, named("plain"), bpe, vocab=bpe.end))
+
+
+def test_silent_truncation_does_not_pass(bpe, monkeypatch):
+    """What is cut is counted from the examples themselves, whole until they are put into rows."""
+    long = [(Turn("user", "Hi"), Turn("assistant", "Ho " * 99))] * 3
+    found = reported(long, named("plain"), bpe, 64)
+    assert found.truncated == 3
+    assert found.lost > 3
+    with pytest.raises(ValueError, match="100.0% of the examples are longer"):
+        refuse(found)
+
+
+def test_few_trained_tokens_are_warned_of(bpe):
+    found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], named("plain"), bpe)
+    assert any("trained on; look" in line for line in found.warnings())
+    assert found.share_trained < preflight.FEW
+
+
+# Training and validation
+
+
+def test_copies_are_on_one_side_and_stay_there():
+    talks = [(Turn("user", f"ask {i % 150}"), Turn("assistant", "  so\n" if i < 150 else "so")) for i in range(300)]
+    learn, hold = split(rows(*talks), 0.2)
+    assert len(learn) + len(hold) == 300
+    assert 20 < len(hold) < 100
+    words = [{r.talk[0].text for r in side} for side in (learn, hold)]
+    assert not words[0] & words[1]
+    assert Counter(r.talk[0].text for r in hold).most_common()[-1][1] == 2
+    # Each by itself: what else there is does not matter.
+    again = split(rows(*reversed(talks[:200])), 0.2)
+    assert {r.talk for r in again[1]} == {r.talk for r in hold} & set(talks[:200])
+
+
+def test_a_split_leaves_something_on_both_sides():
+    two = rows(*[(Turn("user", w), Turn("assistant", "b")) for w in "ab"])
+    for share in (1e-9, 0.5, 0.999999):
+        assert [len(side) for side in split(two, share)] == [1, 1]
+    assert split(two, 0) == (two, [])
+    assert split(two[:1] * 3, 0.5) == (two[:1] * 3, [])
+    with pytest.raises(ValueError, match="at least 0 and below 1, not 1"):
+        split(two, 1)
+
+
+def test_inputs_and_roles_count_in_a_split():
+    a, b = (Turn("user", "a b"), Turn("assistant", "")), (Turn("user", "a", "b"), Turn("assistant", ""))
+    assert len({examples._hashed(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
+
+
+# Shown, and real data
+
+
+def test_what_is_shown_is_the_text_in_parts(bpe):
+    example = made((Turn("user", "Hi <|im_end|>"), Turn("assistant", "Hé")), named("chatml"), bpe)
+    assert coloured(example, bpe) == [
+        (f"{END}<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n", False),
+        ("Hé<|im_end|>", True),
+        ("\n", False),
+    ]
+    assert "".join(t for t, _ in coloured(example, bpe)) == spelled(example.ids, bpe)
+
+
+def test_the_arithmetic_problems_are_read():
+    found = read(data("gsm8k_train.json.gz"))
+    assert (found.kind, len(found.rows)) == ("alpaca", 7473)
+    learn, hold = split(found.rows)
+    assert 200 < len(hold) < 600
+    tokenizer = Tokenizer.train("bytes", [])
+    made = list(tokenized(hold, named("alpaca"), tokenizer))
+    for example, row in zip(made, hold, strict=True):
+        assert tokenizer.decode(example.ids[example.trained].tolist()) == row.talk[1].text
+    refuse(report(made, [], 4096, tokenizer.vocab, named("alpaca"), tokenizer))
+
+
+def test_every_template_has_a_name_and_a_piece_is_plain():
+    assert set(TEMPLATES) == {"plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"}
+    assert Piece("a") != Piece("a", special=True)
