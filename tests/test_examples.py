@@ -50,12 +50,13 @@ def llama3():
 @pytest.fixture(scope="module")
 def spaced():
     """Of the make of llama 2's: a space is set in front of each text."""
-    inner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    inner.train_from_iterator([WORDS], trainers.BpeTrainer(vocab_size=380, special_tokens=special))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    special, printed = ["<unk>", "<s>", "</s>"], [chr(i) for i in (10, *range(33, 127))]
+    trainer = trainers.BpeTrainer(vocab_size=180, special_tokens=special, initial_alphabet=printed)
+    inner.train_from_iterator([WORDS], trainer)
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
     return begun(inner, ("<s>", "</s>"))
 
@@ -386,10 +387,18 @@ def test_plain_text_is_trained_on_as_a_whole(bpe):
 
 
 REFUSED = {
-    "alternating": ("mistral", ("user", "user", "assistant"), "expected perhaps a system, then user and assistant"),
+    "alternating": (
+        "mistral",
+        ("user", "user", "assistant"),
+        "expected perhaps a system, then user and assistant",
+    ),
     "assistant first": ("llama2", ("assistant", "user", "assistant"), "found assistant, user, assistant"),
     "system later": ("mistral", ("user", "system", "assistant"), "found user, system, assistant"),
-    "several": ("alpaca", ("user", "assistant", "user", "assistant"), "has one instruction and one answer, found user"),
+    "several": (
+        "alpaca",
+        ("user", "assistant", "user", "assistant"),
+        "has one instruction and one answer, found user",
+    ),
     "a system": ("alpaca-newline", ("system", "user", "assistant"), "alpaca-newline has one instruction"),
     "text": ("alpaca", ("text",), "one instruction and one answer, found text"),
 }
@@ -454,7 +463,9 @@ def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
     parts = [t for t, trained in coloured(example, bpe) if trained]
     assert parts == ["assistant 1<|im_end|>", "<t></t>assistant 3<|im_end|>"]
     strips = Tokenizer(tokenizers.Tokenizer.from_str(bpe.json()))
-    strips.inner.add_special_tokens([AddedToken("<|e|>", rstrip=True, lstrip=True, special=True, normalized=False)])
+    strips.inner.add_special_tokens(
+        [AddedToken("<|e|>", rstrip=True, lstrip=True, special=True, normalized=False)]
+    )
     own = Own("{% for m in messages %}{{ m.content }} <|e|>\n{% endfor %}", strips)
     e = strips.special("<|e|>")
     assert made(chat("user", "assistant"), own, strips).ids.tolist() == [
@@ -480,8 +491,10 @@ def test_a_report_counts(bpe):
     assert found.lengths == (sizes[2], sizes[4], sizes[4], sizes[4])
     assert (found.truncated, found.ended, found.blank, found.doubled) == (1, 4, 1, 0)
     assert found.highest == bpe.end
-    assert found.used == len({i for t in ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"] for i in bpe.encode(t)} | {bpe.end})
-    assert "cut at 30: 20.0% of the examples, 3 trained tokens lost".replace("3", str(answer), 1) or True
+    assert found.used == len(
+        {i for t in ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"] for i in bpe.encode(t)} | {bpe.end}
+    )
+    assert f"cut at 30: 20.0% of the examples, {answer} trained tokens lost" in found.lines()[2]
     assert len(found.warnings()) == 3
     assert all(str(n) in " ".join(found.lines()) for n in (5, sum(sizes), 4 * answer))
     refuse(found, limit=0.2)
@@ -556,7 +569,9 @@ def test_few_trained_tokens_are_warned_of(bpe):
 
 
 def test_copies_are_on_one_side_and_stay_there():
-    talks = [(Turn("user", f"ask {i % 150}"), Turn("assistant", "  so\n" if i < 150 else "so")) for i in range(300)]
+    talks = [
+        (Turn("user", f"ask {i % 150}"), Turn("assistant", "  so\n" if i < 150 else "so")) for i in range(300)
+    ]
     learn, hold = split(rows(*talks), 0.2)
     assert len(learn) + len(hold) == 300
     assert 20 < len(hold) < 100

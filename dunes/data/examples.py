@@ -7,7 +7,9 @@ passed over teaches something else than its writer meant.
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -87,7 +89,7 @@ def read(path: Path | str) -> Records:
         with _opened(path) as file:
             listed = _first(file) == b"["
             rows = list(_listed(path, file) if listed else _lines(path, file))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     if not rows:
         raise ValueError(f"{path}: no records; expected a JSON list, or one JSON object a line")
@@ -96,12 +98,15 @@ def read(path: Path | str) -> Records:
     return Records(path, kind, "a JSON list" if listed else "JSON lines", made)
 
 
-def _opened(path: Path) -> BinaryIO:
-    file = path.open("rb")
-    zipped = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
-    inner: Any = gzip.GzipFile(fileobj=file) if zipped else file
-    return io.BufferedReader(inner)
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, unzipped if it begins as gzip's do."""
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        inner: Any = gzip.GzipFile(fileobj=file) if zipped else file
+        with io.BufferedReader(inner) as buffered:
+            yield buffered
 
 
 def _first(file: BinaryIO) -> bytes:

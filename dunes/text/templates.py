@@ -201,18 +201,19 @@ class Own:
         pieces: list[Piece] = []
         at = 0
         for start, turn in zip(starts, answers, strict=True):
-            said = text.find(self._guarded(turn.text).strip(), start)
-            end = text.find(self.end, max(said, start) + len(turn.text.strip() if said >= 0 else ""))
+            answer = self._guarded(turn.text).strip()
+            said = text.find(answer, start)
+            end = text.find(self.end, max(said, start) + len(answer))
             if said < 0 or end < 0:
                 raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
-            pieces += self._cut(text[at:start], False)
+            pieces += self._cut(text[at:start], False, at > 0)
             at = end + len(self.end)
-            pieces += self._cut(text[start:at], turn.trained)
-        return [*pieces, *self._cut(text[at:], False)]
+            pieces += self._cut(text[start:at], turn.trained, False)
+        return [*pieces, *self._cut(text[at:], False, at > 0)]
 
-    def _cut(self, text: str, trained: bool) -> Iterator[Piece]:
-        """A part of the text, cut at special tokens, and with what was guarded as it was."""
-        at, after = 0, False
+    def _cut(self, text: str, trained: bool, ended: bool) -> Iterator[Piece]:
+        """A part of the text, cut at special tokens; `ended` says that it stands after the end of an answer."""
+        at, after = 0, ended and self._spelled[self.end][1]
         for found in self._pattern.finditer(text):
             strips = self._spelled[found[0]]
             yield from self._plain(text[at : found.start()], trained, after, strips[0])
@@ -331,7 +332,13 @@ def _plain(talk: Talk) -> Iterator[Piece]:
         yield from _answer(answer, answer.text)
 
 
+def _spoken(talk: Talk, name: str) -> None:
+    if any(turn.role not in ROLES for turn in talk):
+        raise ValueError(f"template {name}: expected messages, found plain text; its template is plain")
+
+
 def _chatml(talk: Talk) -> Iterator[Piece]:
+    _spoken(talk, "chatml")
     yield BEGIN
     for turn in talk:
         yield from _headed(turn, "<|im_start|>", f"{turn.role}\n")
@@ -350,6 +357,7 @@ def _headed(turn: Turn, token: str, head: str) -> Iterator[Piece]:
 
 def _llama3(talk: Talk) -> Iterator[Piece]:
     end = Piece("<|eot_id|>", special=True)
+    _spoken(talk, "llama3")
     yield BEGIN
     for turn in talk:
         yield Piece("<|start_header_id|>", special=True)
