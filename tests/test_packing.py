@@ -10,7 +10,6 @@ from dunes.data import Batches, Example, packing
 from dunes.data.packing import best_fit, collated
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE
-from dunes.parts import decoder
 from dunes.parts.context import Context
 from dunes.train import loss
 from dunes.train.trainer import Trainer
@@ -65,12 +64,12 @@ def packed(examples=EXAMPLES, batch=2, **options):
 
 
 def differs(family, how=loss.next_token, **options):
-    """How far packed or padded batches are from the examples by themselves: loss, and gradients relatively."""
+    """How far packed or padded batches are from the examples by themselves, relatively: loss and gradients."""
     module = model(family)
     want = taught(module, alone(EXAMPLES), how)
     found = taught(module, packed(**options), how)
     assert found[1] == want[1] == sum(int(e.trained[1:].sum()) for e in EXAMPLES)
-    return abs(found[0] - want[0]), float((found[2] - want[2]).norm() / want[2].norm())
+    return abs(found[0] / want[0] - 1), float((found[2] - want[2]).norm() / want[2].norm())
 
 
 def nats(module, batch):
@@ -117,15 +116,15 @@ def test_attention_that_leaks_into_the_next_example_is_seen(family, monkeypatch)
 
     monkeypatch.setattr(Context, "_mask", leaking)
     module = model(family)
-    off = taught(module, packed())[0] - taught(module, alone(EXAMPLES))[0]
-    assert abs(off) > 1e-2
+    off = taught(module, packed())[0] / taught(module, alone(EXAMPLES))[0] - 1
+    assert abs(off) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_positions_that_go_on_are_seen(family, monkeypatch):
     """As if a row were one document."""
     broken_parts(monkeypatch, lambda ids, targets, at, _: (ids, targets, np.arange(len(at))))
-    assert differs(family)[0] > 1e-2
+    assert differs(family)[0] > 1e-3
 
 
 def test_a_target_across_an_edge_is_seen(monkeypatch):
@@ -139,7 +138,7 @@ def test_a_target_across_an_edge_is_seen(monkeypatch):
 
     monkeypatch.setattr(packing, "_row", shifted)
     with pytest.raises(AssertionError):
-        assert differs("llama")[0] < 1e-5
+        differs("llama")
 
 
 def test_padding_told_by_the_end_token_is_seen(monkeypatch):
@@ -261,7 +260,7 @@ def test_a_resumed_run_is_the_run():
             module.load_state_dict(state[0])
             trainer.load_state_dict(state[1])
         stream = Batches(EXAMPLES, CONTEXT, 2).batches(trainer.consumed)
-        losses = [step.loss for step, _ in zip(trainer.run(stream), range(steps), strict=False)]
+        losses = [step.loss for _, step in zip(range(steps), trainer.run(stream), strict=False)]
         return losses, ({k: v.clone() for k, v in module.state_dict().items()}, trainer.state_dict())
 
     whole, _ = run(5)
@@ -292,4 +291,3 @@ def test_real_lengths_fill_their_rows():
     lengths = generator.lognormal(5, 0.6, 3000).astype(int).clip(2, 1025)
     made = Batches([example(int(n), seed=i) for i, n in enumerate(lengths)], 1024, 8)
     assert made.filled > 0.98
-    assert isinstance(decoder.IGNORE, int)
