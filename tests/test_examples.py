@@ -1,5 +1,7 @@
 """From files of instruction data to ids: what is read, how it is written, what is trained on, what is refused."""
 
+# ruff: noqa: E501  (rows of data, and templates as they are spelled)
+
 import gzip
 import json
 from collections import Counter
@@ -8,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tokenizers
-from conftest import data
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from conftest import data
 from dunes.data import coloured, examples, preflight, read, refuse, report, split, tokenized
 from dunes.data.examples import KINDS, LIMIT_ROW, Record
 from dunes.text import END, Tokenizer
@@ -218,7 +220,7 @@ def test_no_file_breaks_the_reader(tmp_path):
         try:
             read(put(tmp_path, bytes(content)))
         except ValueError as error:
-            assert "data.json" in str(error)
+            assert "data.json" in str(error)  # noqa: PT017  (it may be readable still)
 
 
 # Templates
@@ -315,10 +317,10 @@ def oracle(tokenizer, **special):
 
 
 THEIRS = {
-    "llama3": """{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",  # noqa: E501
-    "chatml": """{{ bos_token }}{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",  # noqa: E501
-    "mistral": """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}""",  # noqa: E501
-    "llama2": """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",  # noqa: E501
+    "llama3": """{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",
+    "chatml": """{{ bos_token }}{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+    "mistral": """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}""",
+    "llama2": """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
 }
 """As the models bring them: Meta-Llama-3-8B-Instruct, ChatML with a begin, Mistral-7B-Instruct, Llama-2-7b-chat-hf."""
 
@@ -414,7 +416,7 @@ def test_a_conversation_without_a_form_is_named(which, spaced):
 
 def test_plain_text_has_no_form_as_a_chat(bpe, llama3):
     for name, tokenizer in (("chatml", bpe), ("llama3", llama3)):
-        with pytest.raises(ValueError, match="made, row 1: template.*plain text"):
+        with pytest.raises(ValueError, match=r"made, row 1: template.*plain text"):
             made([Turn("text", "a")], named(name), tokenizer)
 
 
@@ -448,7 +450,7 @@ def test_an_own_template_without_findable_answers_is_refused(source, bpe):
 def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
     source = "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}{{ m.content }}<|im_end|>{% endfor %}"
     many = [chat("user", "assistant")] * 70
-    with pytest.raises(ValueError, match="^made, row 71: the chat template fails: TemplateError: no"):
+    with pytest.raises(ValueError, match=r"^made, row 71: the chat template fails: TemplateError: no"):
         list(tokenized(rows(*many, chat("system", "user", "assistant")), Own(source, bpe), bpe))
     assert len(list(tokenized(rows(*many), Own(source, bpe), bpe))) == 70
 
@@ -514,7 +516,7 @@ def test_good_examples_are_not_refused(bpe, llama3, spaced):
 
 def test_nothing_to_train_on_is_refused(bpe):
     masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
-    with pytest.raises(ValueError, match="none of .* tokens is trained on"):
+    with pytest.raises(ValueError, match=r"none of .* tokens is trained on"):
         refuse(reported(masked, named("plain"), bpe))
     with pytest.raises(ValueError, match="no examples to learn from"):
         refuse(reported([], named("plain"), bpe))
@@ -529,7 +531,7 @@ def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
         return examples.Example(made.ids, made.trained & (made.ids != bpe.end), made.place)
 
     monkeypatch.setattr(examples, "_example", aliased)
-    with pytest.raises(ValueError, match="the token that ends an answer is never trained on"):
+    with pytest.raises(ValueError, match=r"the token that ends an answer is never trained on"):
         refuse(reported(GOOD, named("plain"), bpe))
     monkeypatch.undo()
     # Cut off, at a context that a permissive limit allows.
@@ -537,11 +539,20 @@ def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
         refuse(reported(GOOD[:1], named("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
 
 
-def test_a_beginning_that_stands_twice_is_refused(llama3):
-    """The template writes it, and the tokenizer adds it."""
+def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
+    """The template writes it, and the tokenizer adds it; also where the token is that of the end."""
     source = "<|begin_of_text|>" + named("llama3").jinja(llama3)
     with pytest.raises(ValueError, match="2 examples begin with the token of the beginning twice"):
         refuse(reported(GOOD, Own(source, llama3), llama3))
+
+    def doubled(pieces, tokenizer, everything):
+        ids, trained = encoded(pieces, tokenizer, everything)
+        return [*tokenizer.begin, *ids], [*([False] * len(tokenizer.begin)), *trained]
+
+    monkeypatch.setattr(examples, "encoded", doubled)
+    for tokenizer in (llama3, bpe):
+        with pytest.raises(ValueError, match="2 examples begin with"):
+            refuse(reported(GOOD, named("alpaca"), tokenizer))
 
 
 def test_ids_that_the_model_has_not_are_refused(bpe):
@@ -555,8 +566,17 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
     found = reported(long, named("plain"), bpe, 64)
     assert found.truncated == 3
     assert found.lost > 3
-    with pytest.raises(ValueError, match="100.0% of the examples are longer"):
+    with pytest.raises(ValueError, match=r"100\.0% of the examples are longer"):
         refuse(found)
+    original = examples._example
+
+    def cut(*args):
+        made = original(*args)
+        return examples.Example(made.ids[:64], made.trained[:64], made.place)
+
+    monkeypatch.setattr(examples, "_example", cut)
+    with pytest.raises(ValueError, match="never trained on"):
+        refuse(reported(long, named("plain"), bpe, 64))
 
 
 def test_few_trained_tokens_are_warned_of(bpe):
@@ -614,7 +634,7 @@ def test_what_is_shown_is_the_text_in_parts(bpe):
 def test_the_arithmetic_problems_are_read():
     found = read(data("gsm8k_train.json.gz"))
     assert (found.kind, len(found.rows)) == ("alpaca", 7473)
-    learn, hold = split(found.rows)
+    _, hold = split(found.rows)
     assert 200 < len(hold) < 600
     tokenizer = Tokenizer.train("bytes", [])
     made = list(tokenized(hold, named("alpaca"), tokenizer))
