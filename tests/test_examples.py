@@ -379,7 +379,9 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
         assert example.ids[example.trained].tolist().count(stop) == 2
         everything = made(talk, template, tokenizer, train_on="all")
         assert everything.ids.tolist() == example.ids.tolist()
-        assert everything.trained[len(tokenizer.begin) :].all() or name == "llama2"
+        starts = np.isin(everything.ids, tokenizer.begin) & (everything.ids != tokenizer.end)
+        assert everything.trained[1:].tolist() == (~starts[1:]).tolist()
+        assert not everything.trained[0]
 
 
 def test_plain_text_is_trained_on_as_a_whole(bpe):
@@ -438,6 +440,7 @@ OWN = {
     "{{ raise_exception('never') }}": "the chat template fails: TemplateError: never",
     "{{ messages | length }}<|im_end|>{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "differently",
     "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% endfor %}": "leaves out or changes an answer",
+    "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% endfor %}{{ messages[-1].content }}": "leaves out or changes",
 }
 
 
@@ -499,6 +502,8 @@ def test_a_report_counts(bpe):
     assert f"cut at 30: 20.0% of the examples, {answer} trained tokens lost" in found.lines()[2]
     assert len(found.warnings()) == 3
     assert all(str(n) in " ".join(found.lines()) for n in (5, sum(sizes), 4 * answer))
+    assert reported(talks, named("plain"), bpe, sizes[4] - 1).truncated == 0
+    assert reported(talks, named("plain"), bpe, sizes[4] - 2).truncated == 1
     refuse(found, limit=0.2)
     with pytest.raises(ValueError, match=r"20.0% of the examples are longer than the context of 30"):
         refuse(found)
@@ -551,8 +556,9 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
 
     monkeypatch.setattr(examples, "encoded", doubled)
     for tokenizer in (llama3, bpe):
-        with pytest.raises(ValueError, match="2 examples begin with"):
-            refuse(reported(GOOD, named("alpaca"), tokenizer))
+        for train_on in ("answers", "all"):
+            with pytest.raises(ValueError, match="2 examples begin with"):
+                refuse(reported(GOOD, named("alpaca"), tokenizer, train_on=train_on))
 
 
 def test_ids_that_the_model_has_not_are_refused(bpe):

@@ -238,6 +238,9 @@ def test_every_epoch_holds_each_example_once_in_another_order(in_rows):
     assert {tuple(sorted(row)) for row in epochs[0]} != {tuple(sorted(row)) for row in epochs[1]} or not in_rows
     other = Batches(many, CONTEXT, 4, seed=4, packed=in_rows)
     assert [other.row(i) for i in range(9)] != [made.row(i) for i in range(9)]
+    # The order of the rows too, and not only which of the equally long examples are in them.
+    lengths = [[[len(many[i]) for i in m.row(n)] for n in range(9)] for m in (made, other)]
+    assert lengths[0] != lengths[1]
 
 
 @pytest.mark.parametrize("in_rows", [True, False])

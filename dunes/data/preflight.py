@@ -125,9 +125,9 @@ def _quantiles(lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tupl
 
 
 def _doubled(example: Example, begin: Sequence[int]) -> bool:
-    """Whether the example begins twice. Where the end also begins, a second one that is trained on is the end."""
+    """Whether the example begins twice. Nothing asked and nothing answered is no more than a beginning and an end."""
     n = len(begin)
-    return n > 0 and example.ids[: 2 * n].tolist() == [*begin, *begin] and not example.trained[n : 2 * n].any()
+    return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
 
 def refuse(found: Report, limit: float = 0.05) -> None:

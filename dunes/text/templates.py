@@ -201,10 +201,9 @@ class Own:
         pieces: list[Piece] = []
         at = 0
         for start, turn in zip(starts, answers, strict=True):
-            answer = self._guarded(turn.text).strip()
-            said = text.find(answer, start)
-            end = text.find(self.end, max(said, start) + len(answer))
-            if said < 0 or end < 0:
+            said = text.find(self._guarded(turn.text).strip(), start)
+            end = text.find(self.end, start)
+            if not 0 <= said <= end:
                 raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
             pieces += self._cut(text[at:start], False, at > 0)
             at = end + len(self.end)
@@ -270,7 +269,7 @@ def encoded(
     for piece in pieces:
         made = _ids(piece, tokenizer, follows)
         ids += made
-        trained += [piece.trained or (all_trained and piece != BEGIN)] * len(made)
+        trained += [piece.trained or (all_trained and made != tokenizer.begin)] * len(made)
         follows = not piece.special
     return ids, trained
 
