@@ -125,7 +125,7 @@ def _quantiles(lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tupl
 
 
 def _doubled(example: Example, begin: Sequence[int]) -> bool:
-    """Whether the example begins twice. Nothing asked and nothing answered is no more than a beginning and an end."""
+    """Whether the example begins twice. Nothing asked and nothing answered is a beginning and an end."""
     n = len(begin)
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
