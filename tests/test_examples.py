@@ -440,7 +440,7 @@ OWN = {
     "{{ raise_exception('never') }}": "the chat template fails: TemplateError: never",
     "{{ messages | length }}<|im_end|>{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "differently",
     "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% endfor %}": "leaves out or changes an answer",
-    "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% endfor %}{{ messages[-1].content }}<|im_end|>": "leaves out or changes",
+    "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% if loop.last and m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}": "leaves out or changes",
 }
 
 
