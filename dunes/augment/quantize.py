@@ -1,0 +1,193 @@
+"""Linear maps whose weights are kept in few bits: int8 by row, and NF4 by blocks of 64.
+
+QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.07339
+"""
+
+# Shapes: I inputs, O outputs, N blocks.
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dunes import tree
+
+BLOCK = 64
+OUTER = 256
+"""Blocks whose scales share one scale, with double quantization."""
+
+
+class Quantized(nn.Module):
+    """What the kinds below share: a forward by way of the dense matrix, which is made anew each time."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
+        self.dtype = base.weight.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dense(), self.bias)
+
+    def dense(self) -> Tensor:
+        """The matrix (O, I) in the dtype that it had."""
+        raise NotImplementedError
+
+
+class Int8(Quantized):
+    """127 steps to each side of zero, as wide as the largest number of the row needs."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base)
+        shape, device = base.weight.shape, base.weight.device
+        self.register_buffer("codes", torch.empty(shape, dtype=torch.int8, device=device))
+        self.register_buffer("scale", torch.empty(shape[0], 1, device=device))
+
+    def fill(self, weight: Tensor) -> None:
+        """Keep this matrix (O, I)."""
+        weight = weight.float()
+        self.scale.copy_(weight.abs().amax(1, keepdim=True) / 127)
+        self.codes.copy_((weight / self.scale.clamp(min=1e-30)).round())
+
+    def dense(self) -> Tensor:
+        return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
+
+
+class NF4(Quantized):
+    """Sixteen levels that are equally likely in normal noise, times the largest number of each block.
+
+    With `double` these are kept in a byte each.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    outer: Tensor | None
+    middle: Tensor | None
+
+    def __init__(self, base: nn.Linear, double: bool = False) -> None:
+        super().__init__(base)
+        device, size = base.weight.device, base.weight.numel()
+        blocks = -(-size // BLOCK)
+        self.double = double
+        self.register_buffer("codes", torch.empty(-(-size // 2), dtype=torch.uint8, device=device))
+        self.register_buffer(
+            "scale", torch.empty(blocks, dtype=torch.int8 if double else torch.float32, device=device)
+        )
+        self.register_buffer("outer", torch.empty(-(-blocks // OUTER), 1, device=device) if double else None)
+        self.register_buffer("middle", torch.empty((), device=device) if double else None)
+
+    def fill(self, weight: Tensor) -> None:
+        """Keep this matrix (O, I)."""
+        codes, scale = encode(weight)
+        if len(codes) % 2:
+            codes = F.pad(codes, (0, 1), value=7)  # the level of zero
+        self.codes.copy_(codes[0::2] << 4 | codes[1::2])
+        if self.outer is None or self.middle is None:
+            self.scale.copy_(scale)
+            return
+        self.middle.copy_(scale.mean())
+        rows = _rows(scale - self.middle, OUTER)
+        self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
+        self.scale.copy_((rows / self.outer.clamp(min=1e-30)).round().flatten()[: len(scale)])
+
+    def scales(self) -> Tensor:
+        """The largest number of each block (N,)."""
+        if self.outer is None or self.middle is None:
+            return self.scale
+        rows = _rows(self.scale.float(), OUTER) * self.outer
+        return rows.flatten()[: len(self.scale)] + self.middle
+
+    def dense(self) -> Tensor:
+        codes = torch.stack([self.codes >> 4, self.codes & 15], 1).flatten()[
+            : self.out_features * self.in_features
+        ]
+        levels = codebook().to(codes.device)[codes.int()]
+        whole = _rows(levels, BLOCK) * self.scales()[:, None]
+        return whole.flatten()[: len(codes)].view(self.out_features, self.in_features).to(self.dtype)
+
+
+@cache
+def codebook() -> Tensor:
+    """NF4's levels (16,): quantiles of the normal distribution, seven below zero and eight above it."""
+    edge = 0.9677083
+    below = -_quantiles(torch.linspace(edge, 0.5, 8, dtype=torch.float64))[:-1]
+    above = _quantiles(torch.linspace(edge, 0.5, 9, dtype=torch.float64))[:-1]
+    levels = torch.cat([below, torch.zeros(1, dtype=torch.float64), above.flip(0)])
+    return (levels / levels.max()).float()
+
+
+def _quantiles(share: Tensor) -> Tensor:
+    return torch.special.ndtri(share)
+
+
+def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest level of each number (I * O,), and the largest of each block (N,)."""
+    rows = _rows(weight.float().flatten(), BLOCK)
+    scale = rows.abs().amax(1)
+    levels = codebook().to(weight.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(rows / scale.clamp(min=1e-30)[:, None], between)
+    return codes.flatten()[: weight.numel()].to(torch.uint8), scale
+
+
+def _rows(flat: Tensor, length: int) -> Tensor:
+    return F.pad(flat, (0, -len(flat) % length)).view(-1, length)
+
+
+def quantize(model: nn.Module, **request: Any) -> dict[str, Any]:
+    """Keep weights of linear maps in few bits, below whatever is wrapped around them. Returns the note.
+
+    `request` is what `decide` takes. Raises ValueError, before anything is changed, for what cannot be.
+    """
+    note = decide(model, **request)
+    shape(model, fill=True, **note)
+    return note
+
+
+Kind = Literal["int8", "nf4"]
+
+
+def decide(
+    model: nn.Module, *, where: tree.Where = ("blocks.**", "!**.router"), kind: Kind = "nf4", double: bool = False
+) -> dict[str, Any]:
+    """What `quantize` will do, as JSON: every setting and the places. Raises ValueError for what cannot be."""
+    if kind not in ("int8", "nf4") or (double and kind != "nf4"):
+        raise ValueError(f"kind is {kind!r}, double {double}; 'int8' or 'nf4' is expected, double with 'nf4' only")
+    globs = [where] if isinstance(where, str) else list(where)
+    done = [p.name for p in tree.find(model, globs, tree.linear) if isinstance(_inner(p.module), Quantized)]
+    if done:
+        raise ValueError(f"{done[0]}: quantized already; load the dense model and quantize that")
+    places = [p.name for p in tree.find(model, globs, tree.linear)]
+    return {
+        "name": "quantize",
+        "version": 1,
+        "request": {"where": globs, "kind": kind, "double": double},
+        "places": places,
+        "new": [],
+    }
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    while isinstance(base := getattr(module, "base", None), nn.Module):
+        module = base
+    return module
+
+
+def shape(
+    model: nn.Module, *, request: dict[str, Any], places: list[str], fill: bool = False, **rest: Any
+) -> None:
+    """Exchange the linear maps; without `fill` no number is read."""
+
+    @torch.no_grad()
+    def make(base: nn.Module) -> nn.Module:
+        assert isinstance(base, nn.Linear)
+        made = Int8(base) if request["kind"] == "int8" else NF4(base, request["double"])
+        if fill:
+            made.fill(base.weight)
+        return made.train(base.training)
+
+    tree.replace(model, places, make, lambda m: isinstance(m, nn.Linear), "inner")
