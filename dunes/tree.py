@@ -63,6 +63,11 @@ def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Modul
     return module, parent, key
 
 
+def innermost(module: nn.Module) -> nn.Module:
+    """What stands below all wrappers."""
+    return _innermost(module, module, "")[0]
+
+
 def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[Place]:
     """The places that `where` selects and whose module is of that kind.
 

@@ -154,8 +154,7 @@ class Adapted(nn.Module):
 def dense(module: nn.Module) -> Tensor:
     """The matrix (O, I) of a linear map, or the table of an embedding, whatever it is kept as."""
     make = getattr(module, "dense", None)
-    weight: Tensor = module.weight if make is None else make()
-    return weight
+    return cast(Tensor, module.weight if make is None else make())
 
 
 def sides(module: nn.Module) -> tuple[int, int]:

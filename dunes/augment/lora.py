@@ -22,7 +22,7 @@ from dunes.parts import Decoder
 Note = dict[str, Any]
 Ranks = Mapping[str, int] | Sequence[tuple[str, int]]
 LINEARS = ("blocks.**", "!**.router")
-"""All linear maps in the blocks. A router's choice is no place for small changes, and the head is not in a block."""
+"""All linear maps in the blocks but routers, whose choice of experts is better left alone."""
 NAME = "default"
 
 

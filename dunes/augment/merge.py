@@ -36,9 +36,9 @@ def merge(model: nn.Module, adapter: str | None = None, keep: bool = False) -> M
     if adapter is None and len(names := {n for m in found.values() for n in m.adapters}) > 1:
         raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to be merged")
     errors = {}
-    for place in [p for p in tree.places(model) if p.name in found]:
-        errors[place.name], module = _folded(found[place.name], keep)
-        setattr(place.parent, place.key, module)
+    for spot in [p for p in tree.places(model) if p.name in found]:
+        errors[spot.name], module = _folded(found[spot.name], keep)
+        setattr(spot.parent, spot.key, module)
     return Merged(errors, dict(found) if keep else {})
 
 
@@ -70,5 +70,5 @@ def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:
     learns = any(p.requires_grad for p in base.parameters())
     plain.weight = nn.Parameter(weight, learns)
     if isinstance(plain, nn.Linear):
-        plain.bias = getattr(base, "bias", None)
+        plain.register_parameter("bias", getattr(base, "bias", None))
     return plain

@@ -72,7 +72,7 @@ class NF4(Quantized):
         super().__init__(base)
         device, size = base.weight.device, base.weight.numel()
         blocks = -(-size // BLOCK)
-        self.double = double
+        self.twice = double
         self.register_buffer("codes", torch.empty(-(-size // 2), dtype=torch.uint8, device=device))
         self.register_buffer(
             "scale", torch.empty(blocks, dtype=torch.int8 if double else torch.float32, device=device)
@@ -121,7 +121,8 @@ def codebook() -> Tensor:
 
 
 def _quantiles(share: Tensor) -> Tensor:
-    return torch.special.ndtri(share)
+    quantiles: Tensor = torch.special.ndtri(share)
+    return quantiles
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +159,9 @@ def decide(
     if kind not in ("int8", "nf4") or (double and kind != "nf4"):
         raise ValueError(f"kind is {kind!r}, double {double}; 'int8' or 'nf4' is expected, double with 'nf4' only")
     globs = [where] if isinstance(where, str) else list(where)
-    done = [p.name for p in tree.find(model, globs, tree.linear) if isinstance(_inner(p.module), Quantized)]
+    done = [
+        p.name for p in tree.find(model, globs, tree.linear) if isinstance(tree.innermost(p.module), Quantized)
+    ]
     if done:
         raise ValueError(f"{done[0]}: quantized already; load the dense model and quantize that")
     places = [p.name for p in tree.find(model, globs, tree.linear)]
@@ -169,12 +172,6 @@ def decide(
         "places": places,
         "new": [],
     }
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    while isinstance(base := getattr(module, "base", None), nn.Module):
-        module = base
-    return module
 
 
 def shape(

@@ -1,5 +1,6 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
+from dunes.checkpoint.adapter import load_adapter, save_adapter
 from dunes.checkpoint.folder import Loaded, described, load, save
 from dunes.checkpoint.hub import local
 from dunes.checkpoint.say import said
@@ -13,10 +14,12 @@ __all__ = [
     "json_file",
     "latest",
     "load",
+    "load_adapter",
     "local",
     "restore",
     "said",
     "save",
+    "save_adapter",
     "snapshot",
     "store",
 ]

@@ -188,9 +188,14 @@ def checked(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
     Raises ValueError for the first that is not.
     """
     folder = settled(folder)
+    return replace(opened(folder, renamed), card=verified(folder))
+
+
+def verified(folder: Path) -> dict[str, Any]:
+    """The card of a folder, empty without one. Raises ValueError for the first file that is not as it says."""
     card = cards.read(folder)
     cards.check(folder, card)
-    return replace(opened(folder, renamed), card=card)
+    return card
 
 
 def settled(folder: Path) -> Path:

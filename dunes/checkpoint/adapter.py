@@ -1,0 +1,482 @@
+"""Adapters on disk, in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment import lora
+from dunes.augment.adapted import Adapted, dense, embeds, sides
+from dunes.augment.quantize import Quantized
+from dunes.checkpoint import atomic, json_file, stream
+from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets
+from dunes.checkpoint.folder import READY, settle, verified, write_card
+from dunes.checkpoint.header import shown
+from dunes.checkpoint.say import said
+from dunes.checkpoint.source import ADAPTER, tensors
+from dunes.checkpoint.stored import Stored, held
+from dunes.models import spellings
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+ANY = 2048
+"""A context length: names of weights do not depend on it."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model as far as adapters of it need to know it. `modules` are its linear maps and embeddings by place."""
+
+    family: str
+    modules: Mapping[str, nn.Module]
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        return targets(spellings(self.family), self.modules)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        return {place: sides(module) for place, module in self.modules.items()}
+
+
+def base_of(model: nn.Module) -> Base:
+    """Raises ValueError for a model whose modules have no names in Hugging Face's terms."""
+    plain = lora.bare(model)
+    modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or embeds(p.module)}
+    for p in list(tree.places(plain)):
+        setattr(p.parent, p.key, _plain(tree.innermost(p.module)))
+    words = said(plain, ANY)
+    if isinstance(words, str):
+        raise ValueError(f"the base of these adapters cannot be said in Hugging Face's terms: {words}")
+    return Base(words.family, modules)
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """What the family has in this place: of a quantized map a linear one, without numbers."""
+    if not isinstance(module, Quantized):
+        return module
+    with torch.device("meta"):
+        return nn.Linear(module.in_features, module.out_features, module.bias is not None)
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 of the base: the names, types and numbers of its weights, whatever adapters stand beside them."""
+    state = lora.bare(model).state_dict()
+    words = [f"{k} {t.dtype} {tuple(t.shape)} {atomic.tensor_digest(t)}" for k, t in sorted(state.items())]
+    return sha256("\n".join(words).encode()).hexdigest()
+
+
+def _kind(model: nn.Module) -> str:
+    """What a digest of this base can be compared with: the same kind of numbers."""
+    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, Quantized)}
+    return ", ".join(sorted(kinds | {str(t.dtype) for t in lora.bare(model).parameters()}))
+
+
+def save_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, base: str | None = None) -> None:
+    """Write the adapter of that name; `base` is the name or path of the model that it belongs to.
+
+    PiSSA is written as plain LoRA of twice the rank, for the base as it was. Whole or not at all, like
+    `save`. Raises ValueError for what PEFT has no words for, with the place.
+    """
+    folder, there = Path(folder), lora.wrapped(model, name)
+    about = base_of(model)
+    ours = {place: _factors(outer, name) for place, outer in there.items()}
+    whole = {t.theirs: (t, joined(t, ours, about.sizes)) for t in _written(about, ours)}
+    forms = [outer[name].form for outer in there.values()]
+    config = _config([t for t, _ in whole.values()], about) | _ranks(whole.values(), forms[0].rslora)
+    config |= {"use_rslora": forms[0].rslora, "use_dora": forms[0].dora, "base_model_name_or_path": base}
+    config["lora_dropout"] = 0.0 if config["target_parameters"] else forms[0].dropout  # PEFT has none on experts
+    weights = held({PREFIX + k: w for k, w in _all_keys(list(whole.values()), about)})
+    card = {"adapter": name, "family": about.family, "base": {"kind": _kind(model), "sha256": digest(model)}}
+
+    def fill(staged: Path) -> None:
+        stream.write(staged, weights, WEIGHTS[0], shard=1 << 62)
+        (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
+        write_card(staged, card)
+
+    settle(folder)
+    atomic.write_folder(folder / READY, fill, sum(w.nbytes for w in weights.values()))
+    settle(folder)
+
+
+def _factors(outer: Adapted, name: str) -> Factors:
+    adapter = outer[name]
+    a, b = (t.detach() for t in adapter.factors())
+    return Factors(a, b, adapter.form.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
+
+
+def _written(base: Base, ours: Iterable[str]) -> list[Target]:
+    """The targets in which these places lie, as newer files have them: experts stacked."""
+    of: dict[str, Target] = {}
+    for target in base.targets.values():
+        for place in target.places:
+            if place not in of or target.stacked:
+                of[place] = target
+    for place in ours:
+        if place.endswith(".router"):
+            raise ValueError(
+                f"{place}: an adapter of a router has no name that all of PEFT's versions know; detach it"
+            )
+    return list({of[place].theirs: of[place] for place in ours}.values())
+
+
+def _keys(target: Target, f: Factors, base: Base, inner: bool) -> dict[str, Tensor]:
+    path = target.path
+    if target.stacked:
+        path = path.rpartition(".")[0] + (".base_layer" if inner else "")
+    if embeds(base.modules[target.places[0]]):
+        return {f"{path}.lora_embedding_A": f.A, f"{path}.lora_embedding_B": f.B}
+    keys = {f"{path}.lora_A.weight": f.A, f"{path}.lora_B.weight": f.B}
+    return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
+
+
+def _inner(target: Target, written: Iterable[Target]) -> bool:
+    """Whether PEFT wraps another parameter of the same module around this one: the first is the inmost."""
+    module = target.path.rpartition(".")[0]
+    return target != [t for t in written if t.path.rpartition(".")[0] == module][-1]
+
+
+def _config(written: list[Target], base: Base) -> dict[str, Any]:
+    """What is targeted: by the last part of the name where all modules of that name are."""
+    paths = {t.path for t in written if not t.stacked}
+    usual = _written(base, [place for place in base.modules if not place.endswith(".router")])
+    every = {t.path for t in usual if not t.stacked}
+    left_out = {_leaf(path) for path in every - paths}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths}),
+        "target_parameters": sorted(t.path for t in written if t.stacked) or None,
+        "fan_in_fan_out": any(t.turned for t in written),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _ranks(whole: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
+    """The rank and alpha that most have, and patterns for the others."""
+    said: dict[str, tuple[int, float]] = {}
+    for target, f in whole:
+        rank = f.rank // len(target.rows)
+        # Rounded, so that an alpha that went through a scale is again what it was.
+        said[target.path] = rank, round(f.scale * (rank**0.5 if rslora else rank), 10)
+    usual = Counter(said.values()).most_common(1)[0][0]
+    # Older versions match a pattern only after a dot.
+    odd = {re.escape(path.partition(".")[2] or path): pair for path, pair in said.items() if pair != usual}
+    return {
+        "r": usual[0],
+        "lora_alpha": usual[1],
+        "rank_pattern": {path: rank for path, (rank, _) in odd.items()},
+        "alpha_pattern": {path: alpha for path, (_, alpha) in odd.items()},
+    }
+
+
+def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
+    """Put an adapter from a folder beside the model's weights under this name, make it the active one; its note.
+
+    Raises ValueError, before the model is touched, for a file that is damaged, a method that is not read
+    here, a tensor that has no place, a shape or rank that does not fit, an adapter that changes nothing, and one
+    that was made for other weights, unless `any_base` says that these will do.
+    """
+    folder = Path(folder)
+    card = verified(folder)
+    words = Words.read(folder / ADAPTER)
+    if not any_base:
+        _same_base(model, card, folder)
+    base = base_of(model)
+    found = _found(folder, words, base)
+    _acts(folder, found, base)
+    note = words.note(found, name)
+    lora.shape(model, **note)
+    _copy(model, found, name)
+    lora.select(model, name)
+    return note
+
+
+@dataclass(frozen=True)
+class Words:
+    """The settings in an adapter_config.json at `path`, as far as they matter here."""
+
+    path: Path
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rslora: bool
+    dora: bool
+    dropout: float
+
+    @classmethod
+    def read(cls, path: Path) -> "Words":
+        """Raises ValueError for what is no LoRA, or changes the base in a way that is not read here."""
+        config = json_file.read(path, json_file.CONFIG)
+        _refuse(path, config)
+        return cls(
+            path,
+            _number(path, "r", config.get("r", 8), int),
+            _number(path, "lora_alpha", config.get("lora_alpha", 8), int, float),
+            _patterns(path, "rank_pattern", config, int),
+            _patterns(path, "alpha_pattern", config, int, float),
+            config.get("use_rslora") is True,
+            config.get("use_dora") is True,
+            config.get("lora_dropout") or 0.0,
+        )
+
+    def of(self, target: Target) -> tuple[int, float]:
+        """The rank and the scale of a target."""
+        rank = next((r for key, r in self.ranks.items() if _matches(key, target.path)), self.rank)
+        alpha = next((a for key, a in self.alphas.items() if _matches(key, target.path)), self.alpha)
+        return rank, alpha / (rank**0.5 if self.rslora else rank)
+
+    def note(self, found: Mapping[str, Factors], name: str) -> lora.Note:
+        """What `augment.lora.decide` would have written for these places."""
+        grown = {p: f.rank**0.5 if self.rslora else f.rank for p, f in found.items()}
+        places = {p: {"rank": f.rank, "alpha": f.scale * grown[p]} for p, f in found.items()}
+        request = {"where": list(found), "rank": self.rank, "alpha": self.alpha, "ranks": [], "init": "lora"}
+        request |= {"rslora": self.rslora, "dora": self.dora, "dropout": self.dropout}
+        request |= {"adapter": name, "seed": 0, "dtype": "float32"}
+        new = [f"**.adapters.{name}.*"]
+        return {"name": "lora", "version": 1, "request": request, "places": places, "new": new}
+
+
+HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+}
+"""Settings of training, and those that the tensors' names and shapes repeat."""
+READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout"}
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
+"""Initialisations that leave the base as it is."""
+
+
+def _refuse(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first setting that would make the adapter another function than we compute."""
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{path}: peft_type is {shown(kind)}; only 'LORA' is read, have PEFT merge this one")
+    if (start := config.get("init_lora_weights", True)) not in STARTS:
+        raise ValueError(
+            f"{path}: init_lora_weights is {shown(start)}, which changes the base, too; "
+            "have PEFT write it as plain LoRA (save_pretrained(path_initial_model_for_weight_conversion=...))"
+        )
+    usual = {"bias": "none"}
+    for key, value in config.items():
+        if key not in HARMLESS | READ | {"peft_type", "init_lora_weights"} and value and value != usual.get(key):
+            raise ValueError(f"{path}: {shown(key)} is {shown(value)}; this is not read here, have PEFT merge it")
+
+
+def _number(path: Path, key: str, value: Any, *types: type) -> Any:
+    if type(value) not in types or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{path}: {key} is {shown(value)}; a positive number is expected, fetch the file again")
+    return value
+
+
+def _patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{path}: {key} is {shown(patterns)}; an object is expected")
+    for pattern, value in patterns.items():
+        _number(path, f"{key} of {shown(pattern)}", value, *types)
+        # Someone else's expression must not be one that takes forever.
+        if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
+            raise ValueError(
+                f"{path}: {key} has {shown(pattern)}, which is too intricate; write the names in full"
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{path}: {key} has {shown(pattern)}, no regular expression: {error}") from None
+    return patterns
+
+
+def _matches(pattern: str, path: str) -> bool:
+    """PEFT's rule: a regular expression for the end of the name, from a dot on."""
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+
+
+def _same_base(model: nn.Module, card: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError if the card says that the adapter is of other weights; other kinds cannot be compared."""
+    base = card.get("base")
+    if not isinstance(base, dict) or base.get("kind") != _kind(model) or base.get("sha256") == digest(model):
+        return
+    raise ValueError(
+        f"{folder}: made for other weights: a base with SHA-256 {shown(base.get('sha256'))}, not "
+        f"{digest(model)!r}; load that base, or say any_base if this one will do"
+    )
+
+
+PARTS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+    "base_layer.weight": "base",
+}
+
+
+def _grouped(folder: Path) -> dict[str, dict[str, Stored]]:
+    """The tensors of the file by module and part. Raises ValueError that lists the names that are no adapter's."""
+    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder}: no weights; looked for {' and '.join(WEIGHTS)}")
+    groups: dict[str, dict[str, Stored]] = {}
+    unknown = []
+    for key, stored in tensors(path).items():
+        end = next((e for e in PARTS if key.endswith(f".{e}")), None)
+        if end is None or PARTS[end] in groups.get(key.removesuffix(f".{end}"), {}):
+            unknown.append(key)
+        else:
+            groups.setdefault(key.removesuffix(f".{end}"), {})[PARTS[end]] = stored
+    if unknown:
+        raise ValueError(f"{path}: {len(unknown)} tensors are no adapter's, such as {shown(unknown[0])}")
+    return groups
+
+
+def _found(folder: Path, words: Words, base: Base) -> dict[str, Factors]:
+    """The factors at each of our places. Raises ValueError, with the tensor, for what does not fit."""
+    named, found = base.targets, {}
+    for module, group in _grouped(folder).items():
+        target = _target(folder, module, group, named, base)
+        if "base" in group:
+            _same_table(folder, module, group.pop("base"), base.modules[target.places[0]])
+            if not group:
+                continue
+        if group.keys() != {"A", "B"} | ({"magnitude"} if words.dora else set()):
+            raise ValueError(
+                f"{folder}: {module} has {', '.join(sorted(group))}; A and B are expected, and with "
+                f"use_dora, which is {words.dora}, a magnitude; fetch the files again"
+            )
+        whole = _whole(module, group, target, words, base)
+        for place, factors in parted(target, whole).items():
+            if place in found:
+                raise ValueError(f"{folder}: {place} is adapted twice, the second time by {module}")
+            found[place] = factors
+    if not found:
+        raise ValueError(
+            f"{folder}: this adapter changes nothing: every B is zero, or there is none; was it trained?"
+        )
+    return found
+
+
+def _target(
+    folder: Path, module: str, group: Mapping[str, Stored], named: Mapping[str, Target], base: Base
+) -> Target:
+    """What a module of the file is here. Of stacked experts the shapes tell it: nesting depends on the writer."""
+    path = module.removeprefix(PREFIX)
+    if (plain := named.get(f"{path}.weight")) is not None:
+        return plain
+    path = re.sub(r"(\.base_layer)+$", "", path)
+    stacks = [t for t in named.values() if t.stacked and t.path.rpartition(".")[0] == path]
+    for target in stacks:
+        if {part: w.shape for part, w in group.items()} == _shapes(target, group, base):
+            return target
+    some = ", ".join(list(named)[:3])
+    raise ValueError(
+        f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} has no place in this "
+        f"{base.family}, whose weights are {some}, ...; was it made for another model?"
+    )
+
+
+def _shapes(target: Target, group: Mapping[str, Stored], base: Base) -> dict[str, tuple[int, ...]]:
+    """What the shapes must be, for the rank that A has."""
+    wide = base.sizes[target.places[0]][0]
+    tall = sum(base.sizes[place][1] for place in target.rows[0])
+    ranks = group["A"].shape[0] if "A" in group and group["A"].shape else 0
+    shapes = {"A": (ranks, wide), "B": (tall, ranks), "magnitude": (tall,)}
+    return {part: shapes[part] for part in group if part in shapes}
+
+
+def _whole(module: str, group: Mapping[str, Stored], target: Target, words: Words, base: Base) -> Factors:
+    """The factors of a target, read. Raises ValueError for a shape, rank or number that cannot be."""
+    rank, scale = words.of(target)
+    expected = _shapes(target, group, base)
+    if wrong := [p for p, w in group.items() if tuple(w.shape) != expected[p]]:
+        part = wrong[0]
+        raise ValueError(
+            f"{module}: {part} is {tuple(group[part].shape)}, {expected[part]} is expected; another base?"
+        )
+    if group["A"].shape[0] != rank * len(target.rows):
+        raise ValueError(
+            f"{words.path}: rank {rank} for {target.path}, whose A has {group['A'].shape[0]} rows for "
+            f"{len(target.rows)} matrices; the config is of another file"
+        )
+    read = {part: stored.read().float() for part, stored in group.items()}
+    if odd := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{module}: {odd[0]} has numbers that are not finite; the training had diverged")
+    return Factors(read["A"], read["B"], scale, read.get("magnitude"))
+
+
+def _same_table(folder: Path, module: str, stored: Stored, base: nn.Module) -> None:
+    """PEFT writes embeddings beside their adapters. Raises ValueError if this one was trained, too."""
+    table = dense(base)
+    if tuple(stored.shape) != tuple(table.shape) or not torch.equal(stored.read().to(table), table):
+        raise ValueError(
+            f"{folder}: {module} brings weights of its own, which are not this base's; have PEFT merge it"
+        )
+
+
+@torch.no_grad()
+def _acts(folder: Path, found: Mapping[str, Factors], base: Base) -> None:
+    """Raise ValueError if the model would compute the same with the adapter as without it."""
+    for place, f in found.items():
+        # The square of the norm of B @ A, without making that.
+        if ((f.B.T @ f.B) * (f.A @ f.A.T)).sum() > 0:
+            return
+        if f.magnitude is not None:
+            norms = dense(base.modules[place]).float().norm(dim=1)
+            if not torch.allclose(norms, f.magnitude.to(norms), rtol=1e-4):
+                return
+    raise ValueError(f"{folder}: this adapter changes nothing: every product of B and A is zero; was it trained?")
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, found: Mapping[str, Factors], name: str) -> None:
+    there = lora.wrapped(model, name)
+    for place, f in found.items():
+        adapter = there[place][name]
+        adapter.A.copy_(f.A)
+        adapter.B.copy_(f.B)
+        if adapter.magnitude is not None and f.magnitude is not None:
+            adapter.magnitude.copy_(f.magnitude)
+
+
+def _all_keys(whole: list[tuple[Target, Factors]], base: Base) -> Iterator[tuple[str, Tensor]]:
+    stacked = [t for t in base.targets.values() if t in [w for w, _ in whole if w.stacked]]
+    for target, f in whole:
+        yield from _keys(target, f, base, target.stacked and _inner(target, stacked)).items()

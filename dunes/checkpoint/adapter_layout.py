@@ -1,0 +1,133 @@
+"""How adapters at our places lie in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
+
+One tensor of theirs may be many of ours: GPT-2's c_attn is q, k and v below each other, and newer files hold all
+experts of a layer in one pair of matrices. A *target* is such a tensor of the base with our places in it.
+"""
+
+# Shapes: I inputs, O outputs, R rank, E experts.
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dunes.models.names import Names, fields, filled, numbers
+
+
+@dataclass(frozen=True)
+class Factors:
+    """scale * B @ A, with A (R, I) and B (O, R); `magnitude` (O,) with DoRA."""
+
+    A: Tensor
+    B: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[0]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor `theirs` of the base; `rows` are our places in it, a row for each expert if they are `stacked`."""
+
+    theirs: str
+    rows: tuple[tuple[str, ...], ...]
+    stacked: bool
+    turned: bool
+
+    @property
+    def path(self) -> str:
+        """What PEFT calls it: the module, or of stacked experts the parameter."""
+        return self.theirs.removesuffix(".weight")
+
+    @property
+    def places(self) -> list[str]:
+        return [place for row in self.rows for place in row]
+
+
+def targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
+    """All tensors of theirs, by name, in which these places may lie, in the order of the table."""
+    keys = [f"{place}.weight" for place in places]
+    found: dict[str, Target] = {}
+    for rule in names:
+        (free,) = (fields(rule.ours[0]) - fields(rule.theirs)) or {""}
+        rows: dict[str, dict[int, tuple[str, ...]]] = {}
+        for at in [at for key in keys if (at := numbers(rule.ours[0], key)) is not None]:
+            ours = tuple(filled(o, at).removesuffix(".weight") for o in rule.ours)
+            rows.setdefault(filled(rule.theirs, at), {})[int(at.get(free, 0))] = ours
+        for theirs, row in rows.items():
+            turned = rule.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
+            found[theirs] = Target(theirs, tuple(row[e] for e in sorted(row)), bool(free), turned)
+    return found
+
+
+def joined(target: Target, ours: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
+    """The factors of a target, of those at our places; a place without any gets zeros.
+
+    `sizes` are (I, O) of every place. Raises ValueError for what PEFT has no words for.
+    """
+    there = [ours[p] for p in target.places if p in ours]
+    if len(target.places) == 1:
+        return there[0]
+    _sayable(target, ours)
+    scale = max(f.scale for f in there)
+    none = there[0].A.new_zeros(0)
+    rows = [_row([ours.get(p) or _nothing(none, sizes[p], scale) for p in row], scale) for row in target.rows]
+    rank = max(len(a) for a, _ in rows)
+    a = torch.stack([_wide(a.T, rank).T for a, _ in rows])
+    b = torch.stack([_wide(b, rank) for _, b in rows], 2)
+    lengths = [f.magnitude for f in there if f.magnitude is not None]
+    return Factors(a.flatten(0, 1), b.flatten(1), scale, torch.cat(lengths) if lengths else None)
+
+
+def _sayable(target: Target, ours: Mapping[str, Factors]) -> None:
+    """Raise ValueError for DoRA where PEFT has none: on stacked experts, and on a part of a matrix."""
+    if all(ours[p].magnitude is None for p in target.places if p in ours):
+        return
+    if target.stacked:
+        raise ValueError(f"{target.path}: PEFT has no DoRA on experts; use LoRA there, or merge the adapter")
+    if missing := [p for p in target.places if p not in ours]:
+        raise ValueError(
+            f"{target.path}: DoRA on a part of it only, not on {missing[0]}; adapt all parts, or merge"
+        )
+
+
+def _nothing(like: Tensor, size: tuple[int, int], scale: float) -> Factors:
+    """Factors of rank zero."""
+    return Factors(like.new_zeros(0, size[0]), like.new_zeros(size[1], 0), scale)
+
+
+def _row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
+    """A and B of matrices below each other: one A if it is the same for all, or else blocks."""
+    b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
+    if all(torch.equal(p.A, parts[0].A) for p in parts):
+        return parts[0].A, torch.cat(b)
+    return torch.cat([p.A for p in parts]), torch.block_diag(*b)
+
+
+def _wide(matrix: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1]))
+
+
+def parted(target: Target, whole: Factors) -> dict[str, Factors]:
+    """The factors at each of our places; columns of B that are zero in a part are left out there with their A.
+
+    A place where nothing is left is left out.
+    """
+    if len(target.places) == 1:
+        return {target.places[0]: whole}
+    a = whole.A.unflatten(0, (len(target.rows), -1))
+    b = whole.B.unflatten(1, (-1, len(target.rows)))
+    found = {}
+    for e, row in enumerate(target.rows):
+        parts = b[..., e].tensor_split(len(row))
+        lengths = [None] * len(row) if whole.magnitude is None else whole.magnitude.tensor_split(len(row))
+        for place, part, length in zip(row, parts, lengths, strict=True):
+            used = (part != 0).any(0)
+            if used.any() or length is not None:
+                used[0] |= ~used.any()
+                found[place] = Factors(a[e][used], part[:, used], whole.scale, length)
+    return found
