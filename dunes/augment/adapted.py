@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+TINY = 1e-30
+"""A row of zeros, as in output projections that nobody has trained yet, has no direction to keep."""
+
+
 @dataclass(frozen=True)
 class Form:
     """One adapter at one place: `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
@@ -84,20 +88,23 @@ class Adapter(nn.Module):
 
         Put together from small products: the changed matrix itself is never made.
         """
-        a, b = (f.to(self.A.dtype) for f in self.factors())
-        weight = dense(base).to(a.dtype)
-        crossed, own = weight @ a.T, a @ a.T
+        a, b = self.factors()
         s = self.form.scale
-        squares = weight.square().sum(1) + 2 * s * (crossed * b).sum(1) + s * s * ((b @ own) * b).sum(1)
-        return squares.clamp(min=0).sqrt()
+        with _exact(a):
+            weight = dense(base).to(a.dtype)
+            squares = weight.square().sum(1)
+            squares += 2 * s * ((weight @ a.T) * b).sum(1) + s * s * (b @ (a @ a.T) * b).sum(1)
+        return squares.clamp(min=TINY).sqrt()
 
     def changed(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
         """The base's matrix with the change in it, (O, I) for a linear map."""
         a, b = self.factors()
-        whole = dense(base).to(dtype) + self.form.scale * (b.to(dtype) @ a.to(dtype))
-        if self.magnitude is not None:
-            whole = whole * (self.magnitude.to(dtype) / whole.norm(dim=1))[:, None]
-        return whole
+        with _exact(a):
+            whole = dense(base).to(dtype) + self.form.scale * (b.to(dtype) @ a.to(dtype))
+        if self.magnitude is None:
+            return whole
+        norms = whole.detach().square().sum(1).clamp(min=TINY).sqrt()
+        return whole * (self.magnitude.to(dtype) / norms)[:, None]
 
 
 class EmbeddingAdapter(Adapter):
@@ -109,7 +116,13 @@ class EmbeddingAdapter(Adapter):
 
     def changed(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
         """The table (I, O) with the change in it."""
-        return dense(base).to(dtype) + self.form.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
+        with _exact(self.A):
+            return dense(base).to(dtype) + self.form.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
+
+
+def _exact(like: Tensor) -> torch.autocast:
+    """Matrices themselves, unlike activations, are not to be rounded to autocast's dtype."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 class Adapted(nn.Module):

@@ -21,7 +21,7 @@ from dunes.augment import lora
 from dunes.augment.adapted import Adapted, dense, embeds, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import atomic, json_file, stream
-from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets
+from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
 from dunes.checkpoint.folder import READY, settle, verified, write_card
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.say import said
@@ -386,7 +386,7 @@ def _found(folder: Path, words: Words, base: Base) -> dict[str, Factors]:
         for place, factors in parted(target, whole).items():
             if place in found:
                 raise ValueError(f"{folder}: {place} is adapted twice, the second time by {module}")
-            found[place] = factors
+            found[place] = thin(factors)
     if not found:
         raise ValueError(
             f"{folder}: this adapter changes nothing: every B is zero, or there is none; was it trained?"
@@ -408,8 +408,8 @@ def _target(
             return target
     some = ", ".join(list(named)[:3])
     raise ValueError(
-        f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} has no place in this "
-        f"{base.family}, whose weights are {some}, ...; was it made for another model?"
+        f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} has no place in "
+        f"this {base.family}, whose weights are {some}, ...; was it made for another model?"
     )
 
 

@@ -7,7 +7,7 @@ experts of a layer in one pair of matrices. A *target* is such a tensor of the b
 # Shapes: I inputs, O outputs, R rank, E experts.
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ def _row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
     if all(torch.equal(p.A, parts[0].A) for p in parts):
         return parts[0].A, torch.cat(b)
-    return torch.cat([p.A for p in parts]), torch.block_diag(*b)
+    return torch.cat([p.A for p in parts]), torch.block_diag(*b)  # type: ignore[no-untyped-call]
 
 
 def _wide(matrix: Tensor, columns: int) -> Tensor:
@@ -119,8 +119,8 @@ def parted(target: Target, whole: Factors) -> dict[str, Factors]:
     """
     if len(target.places) == 1:
         return {target.places[0]: whole}
-    a = whole.A.unflatten(0, (len(target.rows), -1))
-    b = whole.B.unflatten(1, (-1, len(target.rows)))
+    a = whole.A.view(len(target.rows), -1, whole.A.shape[1])
+    b = whole.B.view(len(whole.B), -1, len(target.rows))
     found = {}
     for e, row in enumerate(target.rows):
         parts = b[..., e].tensor_split(len(row))
@@ -131,3 +131,13 @@ def parted(target: Target, whole: Factors) -> dict[str, Factors]:
                 used[0] |= ~used.any()
                 found[place] = Factors(a[e][used], part[:, used], whole.scale, length)
     return found
+
+
+def thin(f: Factors) -> Factors:
+    """The same change with a rank that the matrix can have; a router of eight experts may come with rank 16."""
+    tall, wide = len(f.B), f.A.shape[1]
+    if f.rank <= min(tall, wide):
+        return f
+    product = f.B @ f.A
+    one = torch.eye(min(tall, wide), dtype=product.dtype, device=product.device)
+    return replace(f, A=product, B=one) if tall < wide else replace(f, A=one, B=product)

@@ -75,8 +75,11 @@ class Decoder(nn.Module):
         with routing(self) as routed:
             x, y = self.hidden(ids, at).flatten(0, 1), targets.flatten()
         head = self.embed.token if self.head is None else self.head
-        assert isinstance(head, nn.Embedding | nn.Linear), "only a plain head has one matrix"
-        total, count = linear_cross_entropy(x, head.weight, y), (y != IGNORE).sum()
+        if isinstance(head, nn.Embedding | nn.Linear):
+            total = linear_cross_entropy(x, head.weight, y)
+        else:  # a head with something wrapped around it
+            total = F.cross_entropy(self.logits(x).float(), y, ignore_index=IGNORE, reduction="sum")
+        count = (y != IGNORE).sum()
         if routed:
             total = total + count * imbalance(routed, None if at is None else at.flatten() >= 0)
         return total, count

@@ -1,0 +1,436 @@
+"""Low-rank adapters: what they leave alone, what they change, and that it can be undone."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dunes import checkpoint, tree
+from dunes.augment import Adapted, attach, bare, detach, lora, merge, quantize, select, unmerge, using
+from dunes.augment.adapted import Adapter, Form, dense
+from dunes.augment.quantize import NF4, Int8, codebook, encode, shape
+from dunes.models import FAMILIES, llama, mixtral
+from dunes.models.start import initialise
+from dunes.parts import Checkpointed
+from dunes.train import Trainer, adamw, next_token
+
+IDS = torch.arange(40).view(2, 20)
+KINDS = {
+    "lora": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "pissa": {"init": "pissa"},
+    "dora-pissa": {"dora": True, "init": "pissa"},
+}
+
+
+def build(family="llama", **changes):
+    module = FAMILIES[family]
+    model = initialise(module.build(module.Config.sized(50, 32, 2, 32)), seed=3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.05)
+    return model.eval()
+
+
+def learn(model, name="default", seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Adapted) and name in module.adapters:
+                for p in module[name].parameters():
+                    p.add_(torch.randn(p.shape, generator=draw) * 0.1)
+
+
+def difference(a, b):
+    return (a.float() - b.float()).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@torch.no_grad()
+def test_it_begins_as_nothing_and_can_be_folded_in_and_taken_out(family, kind):
+    model = build(family)
+    names, weights = list(model.state_dict()), deepcopy(model.state_dict())
+    before = model(IDS)
+    note = attach(model, rank=4, **KINDS[kind])
+    assert torch.equal(model(IDS), before), "L1: bit for bit"
+    learn(model)
+    changed = model(IDS)
+    assert difference(changed, before) > 0.1
+    merged = merge(model, keep=True)
+    print(f"{family} {kind}: merged {difference(model(IDS), changed):.1e}, {max(merged.errors.values()):.1e}")
+    assert difference(model(IDS), changed) < 1e-5 * max(1, changed.abs().max()), "L3"
+    assert merged.errors.keys() == note["places"].keys()
+    assert max(merged.errors.values()) < 1e-5
+    assert list(model.state_dict()) == names
+    assert checkpoint.said(model, 32).family == family
+    unmerge(model, merged)
+    assert torch.equal(model(IDS), changed), "L4"
+    assert sorted(detach(model)) == sorted(note["places"])
+    assert all(torch.equal(w, model.state_dict()[k]) for k, w in weights.items()), "L4"
+    assert torch.equal(model(IDS), before)
+
+
+def dora_by_the_book(adapter, weight):
+    whole = weight + adapter.form.scale * adapter.B @ adapter.A
+    return adapter.magnitude[:, None] * whole / whole.norm(dim=1, keepdim=True).detach()
+
+
+def test_dora_equals_its_formula_in_values_and_gradients():
+    linear = nn.Linear(12, 7).double()
+    outer = Adapted(linear)
+    outer.adapters["a"] = adapter = Adapter(linear, Form(3, 5.0, dora=True), torch.float64)
+    outer.active = "a"
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in adapter.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw, dtype=p.dtype))
+    x = torch.randn(4, 12, dtype=torch.float64)
+    plain = F.linear(x, dora_by_the_book(adapter, linear.weight), linear.bias)
+    assert difference(outer(x), plain) < 1e-12
+    ours = torch.autograd.grad(outer(x).square().sum(), list(adapter.parameters()))
+    theirs = torch.autograd.grad(plain.square().sum(), list(adapter.parameters()))
+    assert all(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert difference(outer.dense(), dora_by_the_book(adapter, linear.weight)) < 1e-6
+
+
+def test_scales_are_those_of_the_papers():
+    assert Form(16, 32).scale == 2
+    assert Form(16, 32, rslora=True).scale == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_b_learns_first_and_both_afterwards(kind):
+    model = build()
+    attach(model, rank=2, **KINDS[kind])
+    tree.freeze(model, ["**", "!**.adapters.**"])
+    for step in range(2):
+        model.zero_grad()
+        next_token(model, IDS)[0].backward()
+        a, b = (
+            [p.grad.abs().sum() > 0 for n, p in model.named_parameters() if n.endswith(e)] for e in (".A", ".B")
+        )
+        assert all(b), "L2"
+        assert all(a) is (step == 1 or "pissa" in kind), "L2"
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.01 * p.grad
+
+
+def test_training_moves_only_the_adapter_and_keeps_no_copy_of_the_base():
+    model = build("mixtral").train()
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    pointers = {v.data_ptr() for v in model.state_dict().values()}
+    note = attach(model, rank=4, dropout=0.1)
+    tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+    optimizer = adamw(model, 1e-2)
+    losses = [s.loss for s in Trainer(model, optimizer, lambda m, b: m.nats(b[:, :-1], b[:, 1:])).run([IDS] * 20)]
+    assert losses[-1] < losses[0] - 0.3
+    bases = bare(model).state_dict()
+    assert bases.keys() == weights.keys()
+    assert all(torch.equal(bases[k], w) for k, w in weights.items()), "L7"
+    assert {w.data_ptr() for w in bases.values()} == pointers
+    adapters = {id(p) for n, p in model.named_parameters() if ".adapters." in n}
+    assert {id(p) for p in optimizer.state} == adapters, "L7"
+    held = tree.count(model) - sum(w.numel() for w in weights.values())
+    assert held == tree.count(model, trainable=True) == sum(p.numel() for p in optimizer.state)
+
+
+def test_ranks_follow_the_last_glob_and_names_stay():
+    model = build("mixtral")
+    note = attach(
+        model, ranks={"**.attn.*": 8, "**.mlp.**": 2, "blocks.1.attn.out": 3}, where=["blocks.**", "!**.k"]
+    )
+    ranks = {k: one["rank"] for k, one in note["places"].items()}
+    assert (ranks["blocks.0.attn.q"], ranks["blocks.1.attn.out"]) == (8, 3)
+    assert ranks["blocks.0.mlp.experts.3.down"] == 2
+    assert "blocks.0.attn.k" not in ranks
+    assert "blocks.0.mlp.router" in ranks, "asked for"
+    assert "blocks.0.mlp.router" not in lora.decide(build("mixtral"))["places"]
+    state = model.state_dict()
+    assert state["blocks.0.attn.q.adapters.default.A"].shape == (8, 32)
+    assert state["blocks.0.attn.q.adapters.default.B"].shape == (32, 8)
+    assert "blocks.0.attn.q.base.weight" in state
+    assert isinstance(tree.find(model, "blocks.0.attn.q")[0].module, Adapted)
+
+
+def test_several_adapters_share_one_wrapper_and_take_turns():
+    model = build()
+    base = model(IDS)
+    attach(model, where="**.attn.*", rank=2, adapter="one")
+    attach(model, where=["**.attn.q", "**.mlp.*"], rank=3, adapter="two", dora=True)
+    assert isinstance(model.blocks[0].attn.q.base, nn.Linear), "it joined the wrapper"
+    learn(model, "one")
+    learn(model, "two", seed=2)
+    two = model(IDS)
+    with using(model, "one"):
+        one = model(IDS)
+        with using(model, None):
+            assert torch.equal(model(IDS), base)
+    assert torch.equal(model(IDS), two)
+    assert min(difference(one, two), difference(one, base), difference(two, base)) > 0.01
+    alone = bare(model)
+    attach(alone, where="**.attn.*", rank=2, adapter="one")
+    learn(alone, "one")
+    assert torch.equal(alone(IDS), one)
+    with pytest.raises(ValueError, match="no adapter three in this model; there are: one, two"):
+        select(model, "three")
+    with pytest.raises(ValueError, match="detach all but"):
+        merge(model, "one")
+    detach(model, "two")
+    assert torch.equal(model(IDS), base), "what was active is gone"
+    select(model, "one")
+    assert torch.equal(model(IDS), one)
+    assert isinstance(model.blocks[0].mlp.up, nn.Linear)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_note_repeats_the_change_without_numbers(kind):
+    model = build("mixtral")
+    torch.manual_seed(5)
+    drawn = torch.random.get_rng_state()
+    note = json.loads(json.dumps(attach(model, rank=4, ranks=[["**.q", 2]], **KINDS[kind])))
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    learn(model)
+    with torch.device("meta"):
+        other = mixtral.build(mixtral.Config.sized(50, 32, 2, 32)).eval()
+    lora.shape(other, **note)
+    assert all(t.is_meta for t in other.state_dict().values())
+    assert list(other.state_dict()) == list(model.state_dict())
+    other.load_state_dict(model.state_dict(), assign=True)
+    select(other, "default")
+    assert torch.equal(other(IDS), model(IDS))
+    assert torch.equal(deepcopy(model)(IDS), model(IDS))
+
+
+def test_first_numbers_depend_on_seed_name_and_place_alone():
+    some, more = build(), build()
+    attach(some, where="blocks.1.attn.q", rank=4)
+    attach(more, rank=4)
+    assert torch.equal(some.blocks[1].attn.q["default"].A, more.blocks[1].attn.q["default"].A)
+    assert not torch.equal(more.blocks[0].attn.q["default"].A, more.blocks[1].attn.q["default"].A)
+    bound = more.blocks[0].attn.q["default"].A.abs().max() * 32**0.5
+    assert 0.9 < bound <= 1, "kaiming_uniform with a=sqrt(5)"
+    attach(some, where="blocks.1.attn.q", rank=4, adapter="other", seed=1)
+    assert not torch.equal(some.blocks[1].attn.q["default"].A, some.blocks[1].attn.q["other"].A)
+
+
+def test_pissa_begins_with_the_greatest_part_of_the_matrix():
+    model = build()
+    attach(model, where="blocks.0.attn.q", rank=4, init="pissa", alpha=8)
+    adapter, weight = model.blocks[0].attn.q["default"], model.blocks[0].attn.q.base.weight
+    values = torch.linalg.svdvals(weight)
+    left = weight - adapter.form.scale * adapter.B @ adapter.A
+    assert torch.allclose(left.norm(), values[4:].norm(), rtol=1e-4)
+    assert torch.allclose(adapter.A.norm(dim=1), adapter.B.norm(dim=0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_float32_adapter_on_a_bfloat16_base(kind, autocast):
+    model = build().bfloat16()
+
+    def logits():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(IDS)
+
+    before = logits()
+    attach(model, rank=4, **KINDS[kind])
+    assert torch.equal(logits(), before)
+    learn(model)
+    after = logits()
+    assert after.dtype == before.dtype == torch.bfloat16
+    assert difference(after, before) > 0.1
+    after.float().square().sum().backward()
+    grads = [p.grad for n, p in model.named_parameters() if ".adapters." in n]
+    assert all(g is not None and g.dtype == torch.float32 for g in grads)
+    errors = merge(model).errors
+    assert 1e-4 < max(errors.values()) < 0.1, "bfloat16 loses, and says so"
+    assert model.blocks[0].attn.q.weight.dtype == torch.bfloat16
+    assert difference(logits(), after) < 0.1 * after.abs().max()
+
+
+@torch.no_grad()
+def test_norms_of_dora_are_not_rounded_by_autocast_and_rows_of_zeros_do_no_harm():
+    model = build()
+    model.blocks[0].attn.out.weight.zero_()
+    before = model(IDS)
+    attach(model, rank=4, dora=True)
+    assert torch.equal(model(IDS), before)
+    learn(model)
+    outer = model.blocks[1].attn.q
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = outer["default"].norms(outer.base)
+    assert torch.equal(rounded, outer["default"].norms(outer.base))
+    assert model(IDS).isfinite().all()
+
+
+def test_dropout_acts_in_training_only():
+    model = build()
+    attach(model, rank=4, dropout=0.5)
+    learn(model)
+    assert torch.equal(model(IDS), model(IDS))
+    model.train()
+    assert difference(model(IDS), model(IDS)) > 0
+
+
+def test_head_and_embedding_when_asked():
+    config = llama.Config.sized(50, 32, 2, 32)
+    model = llama.build(llama.Config(**{**config.__dict__, "tied": False})).eval()
+    before = model(IDS)
+    note = attach(model, where=["head", "embed.token"], rank=4)
+    assert list(note["places"]) == ["embed.token", "head"]
+    assert torch.equal(model(IDS), before)
+    learn(model)
+    after = model(IDS)
+    total, count = model.nats(IDS[:, :-1], IDS[:, 1:])
+    loss, number = next_token(model, IDS)
+    assert (count, torch.allclose(total, loss)) == (number, True)
+    assert max(merge(model).errors.values()) < 1e-5
+    assert difference(model(IDS), after) < 1e-5
+    assert "embed.token" not in lora.decide(model, where="**")["places"], "not by a star"
+    with pytest.raises(ValueError, match=r"embed.token: the embedding is this model's head, too"):
+        attach(build("gpt2"), where=["embed.token"], rank=2)
+    gpt = build("gpt2")
+    attach(gpt, where="embed.place", rank=2)
+    learn(gpt)
+    changed = gpt(IDS)
+    merge(gpt)
+    assert difference(gpt(IDS), changed) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_both_orders_of_quantizing_and_adapting_are_one(kind):
+    first, second = build("mixtral"), build("mixtral")
+    quantize(first, kind=kind)
+    one = attach(first, rank=4, dora=True)
+    two = attach(second, rank=4, dora=True)
+    quantize(second, kind=kind)
+    assert one == two
+    assert list(first.state_dict()) == list(second.state_dict())
+    kinds = [[type(p.module) for p in tree.places(m)] for m in (first, second)]
+    assert kinds[0] == kinds[1]
+    for model in (first, second):
+        lora.fill(model, **one)
+        tree.freeze(model, ["**", "!**.adapters.**"])
+        learn(model)
+    assert torch.equal(first(IDS), second(IDS))
+    next_token(first, IDS)[0].backward()
+    learnt = {n for n, p in first.named_parameters() if p.grad is not None}
+    assert learnt == {n for n, _ in first.named_parameters() if ".adapters." in n}
+    after = first(IDS)
+    assert max(merge(first).errors.values()) < 1e-5
+    assert difference(first(IDS), after) < 1e-4
+    assert checkpoint.said(first, 32).family == "mixtral", "dense again"
+    with pytest.raises(ValueError, match=r"blocks.0.attn.q: quantized already"):
+        quantize(second, kind="int8")
+
+
+def test_nf4_levels_are_the_published_ones_and_codes_the_nearest():
+    # Table in appendix E of https://arxiv.org/abs/2305.14314
+    published = [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ]  # fmt: skip
+    assert difference(codebook(), torch.tensor(published)) < 1e-6
+    weight = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+    codes, scale = encode(weight)
+    blocks = F.pad(weight.flatten(), (0, 6)).view(4, 64)
+    nearest = (blocks[..., None] / scale[:, None, None] - codebook()).abs().argmin(-1)
+    assert torch.equal(codes.long(), nearest.flatten()[:250])
+    assert torch.equal(scale, blocks.abs().amax(1))
+
+
+@pytest.mark.parametrize("sides", [(5, 51), (8, 64), (300, 64)])
+@pytest.mark.parametrize("make", [Int8, NF4, lambda base: NF4(base, double=True)])
+def test_quantized_maps_are_near_idempotent_and_counted(make, sides):
+    linear = nn.Linear(sides[1], sides[0])
+    nn.init.normal_(linear.weight)
+    small = make(linear)
+    small.fill(linear.weight.detach())
+    x = torch.randn(3, sides[1])
+    assert difference(small(x), F.linear(x, small.dense(), linear.bias)) == 0
+    lost = (small.dense() - linear.weight).norm() / linear.weight.norm()
+    assert lost < (0.01 if isinstance(small, Int8) else 0.12)
+    bits = sum(b.numel() * b.element_size() * 8 for b in small.buffers()) / linear.weight.numel()
+    if sides == (300, 64):
+        assert bits == pytest.approx(
+            8 + 32 / 64 if isinstance(small, Int8) else 4.127 if small.twice else 4.5, abs=0.01
+        )
+    again = make(linear)
+    again.fill(small.dense().detach())
+    if not getattr(small, "twice", False):
+        assert torch.equal(again.codes, small.codes)
+    zero = make(linear)
+    zero.fill(torch.zeros(sides))
+    assert not zero.dense().any()
+
+
+def test_a_quantized_model_is_shaped_without_numbers():
+    model = build()
+    note = json.loads(json.dumps(quantize(model, kind="nf4", double=True)))
+    with torch.device("meta"):
+        other = llama.build(llama.Config.sized(50, 32, 2, 32)).eval()
+    shape(other, **note)
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other(IDS), model(IDS))
+
+
+BAD = {
+    "no place": ({"where": "blocks.*.attention.q"}, "selects nothing here"),
+    "no rank": ({"rank": 0}, r"blocks.0.attn.q: rank 0; expected 1 to 32"),
+    "too great a rank": ({"ranks": {"**.k": 33}}, r"blocks.0.attn.k: rank 33; expected 1 to 32"),
+    "no scale": ({"alpha": float("nan")}, "alpha nan; a positive number"),
+    "a name with a dot": ({"adapter": "a.b"}, "cannot be called 'a.b'"),
+    "a name that is taken": ({"adapter": "keys"}, "cannot be called 'keys'"),
+    "no dropout": ({"dropout": 1.0}, "dropout is 1.0"),
+    "no start": ({"init": "zero"}, "init is 'zero'"),
+    "dora of an embedding": ({"where": ["embed.place"], "dora": True}, "plain LoRA only"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_is_refused_before_anything_is_changed(case):
+    model = build("gpt2")
+    request, said = BAD[case]
+    with pytest.raises(ValueError, match=said):
+        attach(model, **request)
+    assert not any(isinstance(m, Adapted) for m in model.modules())
+
+
+def test_more_refusals():
+    model = build()
+    note = attach(model, where="**.q", rank=2)
+    with pytest.raises(ValueError, match="there is an adapter 'default' already"):
+        attach(model, where="**.q", rank=2)
+    with pytest.raises(ValueError, match=r"blocks.0.attn.q: there is no such place"):
+        lora.shape(nn.Sequential(nn.Linear(2, 2)), **note)
+    with pytest.raises(ValueError, match="kept nothing"):
+        unmerge(model, merge(model))
+    with pytest.raises(ValueError, match="there are: none"):
+        merge(model)
+    attach(model, where="**.q", rank=2, adapter="a")
+    attach(model, where="**.k", rank=2, adapter="b")
+    with pytest.raises(ValueError, match="adapters a, b are at different places"):
+        merge(model)
+    merge(model, "a")
+    with pytest.raises(ValueError, match="kind is 'int4'"):
+        quantize(model, kind="int4")
+
+
+def test_any_module_with_linears_and_blocks_that_are_wrapped():
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert list(attach(net, where="**", rank=2)["places"]) == ["0", "2"]
+    model = build()
+    tree.replace(model, "blocks.*", Checkpointed)
+    before = model(IDS)
+    assert "blocks.0.attn.q" in attach(model, rank=2)["places"]
+    assert torch.equal(model(IDS), before)
+    assert dense(model.blocks[0].base.attn.q).shape == (32, 32)
