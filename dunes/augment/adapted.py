@@ -44,6 +44,7 @@ class Adapter(nn.Module):
 
     A0: Tensor | None
     B0: Tensor | None
+    constant = True  # its buffers, for whoever would keep a copy of what a forward may change
 
     def __init__(self, base: nn.Module, form: Form, dtype: torch.dtype) -> None:
         super().__init__()

@@ -22,6 +22,8 @@ OUTER = 256
 class Quantized(nn.Module):
     """What the kinds below share: a forward by way of the dense matrix, which is made anew each time."""
 
+    constant = True  # its buffers, for whoever would keep a copy of what a forward may change
+
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias

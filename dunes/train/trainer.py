@@ -92,7 +92,7 @@ class Trainer:
                 )
 
     def _step(self, batches: list[Any], start: float) -> Step:
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        buffers = [(b, b.clone()) for b in self.changing]
         # The one place where the host waits for the device.
         loss, counted, size = torch.stack(self.gradients(batches)).tolist()
         rate = self.rate(self.number)
@@ -108,6 +108,12 @@ class Trainer:
         self.number += 1
         self.bad = 0 if good else self.bad + 1
         return Step(self.number, loss, int(counted), size, rate, not good, perf_counter() - start)
+
+    @property
+    def changing(self) -> list[Tensor]:
+        """The buffers that a forward may write to: not those of a quantized base, say, which is `constant`."""
+        modules = [m for m in self.model.modules() if not getattr(m, "constant", False)]
+        return [b for m in modules for b in m.buffers(recurse=False)]
 
     def gradients(self, batches: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Leave a step's gradients, divided by the count and clipped, in the parameters.
