@@ -208,6 +208,9 @@ def test_parts_of_fused_matrices_are_enough(tmp_path):
     trained(ours)
     checkpoint.save_adapter(ours, tmp_path / "a")
     assert difference(ours(IDS), their_logits(theirs, tmp_path / "a")) <= LIMIT
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_fc"]
+    assert config["fan_in_fan_out"]
     said = ours(IDS)
     detach(ours)
     note = checkpoint.load_adapter(ours, tmp_path / "a")

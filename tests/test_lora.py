@@ -184,6 +184,7 @@ def test_several_adapters_share_one_wrapper_and_take_turns():
         merge(model, "one")
     detach(model, "two")
     assert torch.equal(model(IDS), base), "what was active is gone"
+    assert model.blocks[0].attn.q.active is None
     select(model, "one")
     assert torch.equal(model(IDS), one)
     assert isinstance(model.blocks[0].mlp.up, nn.Linear)

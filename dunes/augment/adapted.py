@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 TINY = 1e-30
 """A row of zeros, as in output projections that nobody has trained yet, has no direction to keep."""
 
