@@ -204,7 +204,7 @@ def test_heads_of_gpt2_with_one_a_share_it_on_disk(tmp_path):
 
 def test_parts_of_fused_matrices_are_enough(tmp_path):
     theirs, ours = pair("gpt2")
-    attach(ours, where=["blocks.0.attn.[qv]", "blocks.1.mlp.up"], rank=2)
+    attach(ours, where=["blocks.0.attn.[qv]", "blocks.1.mlp.up"], rank=2, ranks={"**.v": 4})
     trained(ours)
     checkpoint.save_adapter(ours, tmp_path / "a")
     assert difference(ours(IDS), their_logits(theirs, tmp_path / "a")) <= LIMIT
@@ -231,6 +231,21 @@ def test_an_adapter_learnt_on_a_quantized_base_opens_on_the_dense_one(tmp_path):
     checkpoint.save_adapter(trained(ours), tmp_path / "a")
     checkpoint.load_adapter(dense, tmp_path / "a")
     assert difference(dense(IDS), their_logits(theirs, tmp_path / "a")) <= LIMIT * 10
+
+
+def test_dora_may_change_lengths_alone(tmp_path):
+    theirs, ours = pair("gpt2")
+    attach(ours, rank=2, dora=True)
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            if name.endswith("magnitude"):
+                p *= 1.5
+    checkpoint.save_adapter(ours, tmp_path / "a")
+    said = ours(IDS)
+    detach(ours)
+    checkpoint.load_adapter(ours, tmp_path / "a")
+    assert difference(ours(IDS), said) <= LIMIT
+    assert difference(said, their_logits(theirs, tmp_path / "a")) <= LIMIT
 
 
 @pytest.fixture
@@ -282,6 +297,9 @@ REFUSED = {
     "a method unknown": (words(use_something=True), "'use_something' is True"),
     "no scale": (words(lora_alpha=0), "lora_alpha is 0"),
     "infinite": (words(lora_alpha=float("inf")), "lora_alpha is inf"),
+    "a thousand digits": (words(lora_alpha=10**1000), "a positive number is expected"),
+    "no flag": (words(use_dora="yes"), "use_dora is 'yes'"),
+    "no dropout": (words(lora_dropout="a"), "lora_dropout is 'a'"),
     "no rank": (words(r=-1), "r is -1"),
     "another rank": (words(r=8), "rank 8 for .*whose A has 2 rows"),
     "a slow pattern": (words(rank_pattern={"(a*)*b": 2}), "too intricate"),

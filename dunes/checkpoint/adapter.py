@@ -4,7 +4,6 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -234,9 +233,9 @@ class Words:
             _number(path, "lora_alpha", config.get("lora_alpha", 8), int, float),
             _patterns(path, "rank_pattern", config, int),
             _patterns(path, "alpha_pattern", config, int, float),
-            config.get("use_rslora") is True,
-            config.get("use_dora") is True,
-            config.get("lora_dropout") or 0.0,
+            _flag(path, "use_rslora", config),
+            _flag(path, "use_dora", config),
+            _dropout(path, config),
         )
 
     def of(self, target: Target) -> tuple[int, float]:
@@ -279,6 +278,8 @@ HARMLESS = {
     "task_type",
 }
 """Settings of training, and those that the tensors' names and shapes repeat."""
+LARGEST = 1e9
+"""Of a rank or an alpha. Written in JSON they may be infinite, or have a thousand digits."""
 READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout"}
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Initialisations that leave the base as it is."""
@@ -300,9 +301,22 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _number(path: Path, key: str, value: Any, *types: type) -> Any:
-    if type(value) not in types or not math.isfinite(value) or value <= 0:
+    if type(value) not in types or not 0 < value < LARGEST:
         raise ValueError(f"{path}: {key} is {shown(value)}; a positive number is expected, fetch the file again")
     return value
+
+
+def _flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
+    if (value := config.get(key) or False) not in (True, False):
+        raise ValueError(f"{path}: {key} is {shown(value)}; true or false is expected")
+    return bool(value)
+
+
+def _dropout(path: Path, config: Mapping[str, Any]) -> float:
+    rate = config.get("lora_dropout") or 0.0
+    if type(rate) is not float or not 0 <= rate < 1:
+        raise ValueError(f"{path}: lora_dropout is {shown(rate)}; a number from 0 to below 1 is expected")
+    return rate
 
 
 def _patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
