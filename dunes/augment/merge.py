@@ -14,7 +14,7 @@ class Merged(NamedTuple):
     """What a merge did: the `errors` of rounding by place, and what stood there, if it was to be kept.
 
     An error is the norm of what the stored matrix lacks, as a share of the norm of the change. In float32 it is
-    about 1e-6; in bfloat16 it may be 0.1 and more, for a small change of large numbers is mostly rounded off.
+    about 1e-7; in bfloat16 it may be 0.1 and more, for a small change of large numbers is mostly rounded off.
     """
 
     errors: dict[str, float]
