@@ -5,13 +5,11 @@ from dunes.checkpoint.folder import Loaded, described, load, save
 from dunes.checkpoint.hub import local
 from dunes.checkpoint.say import said
 from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
-from dunes.text import json_file
 
 __all__ = [
     "Loaded",
     "Snapshot",
     "described",
-    "json_file",
     "latest",
     "load",
     "load_adapter",

@@ -19,7 +19,7 @@ from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapted, dense, embeds, sides
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint import atomic, json_file, stream
+from dunes.checkpoint import atomic, stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
 from dunes.checkpoint.folder import READY, settle, verified, write_card
 from dunes.checkpoint.header import shown
@@ -27,6 +27,7 @@ from dunes.checkpoint.say import said
 from dunes.checkpoint.source import ADAPTER, tensors
 from dunes.checkpoint.stored import Stored, held
 from dunes.models import spellings
+from dunes.text import json_file
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."

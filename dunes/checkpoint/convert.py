@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from dunes.checkpoint import atomic, folder, json_file, native, stream
+from dunes.checkpoint import atomic, folder, native, stream
 from dunes.checkpoint.source import CONFIG, Source, opened
 from dunes.checkpoint.stored import cast, counted, moved
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
 from dunes.models.names import Names, fields, to_theirs
-from dunes.text import Tokenizer
+from dunes.text import Tokenizer, json_file
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not carried over: they speak of code, or of what we write anew."""

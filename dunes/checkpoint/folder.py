@@ -188,7 +188,8 @@ def checked(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
     Raises ValueError for the first that is not.
     """
     folder = settled(folder)
-    return replace(opened(folder, renamed), card=verified(folder))
+    card = verified(folder)  # first, since it says what was changed where opening would only wonder
+    return replace(opened(folder, renamed), card=card)
 
 
 def verified(folder: Path) -> dict[str, Any]:
