@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from adapters import difference, trained
 from dunes import checkpoint
 from dunes.augment import Adapted, attach, bare, detach, quantize, select
 from dunes.checkpoint.stored import held, moved
@@ -62,21 +63,6 @@ def pair(shape):
     ours = FAMILIES[family].build(FAMILIES[family].from_hf(theirs.config.to_dict())).eval()
     ours.load_state_dict({k: w.read() for k, w in moved(moves, held(state)).items()})
     return theirs, ours
-
-
-def trained(model, name="default", seed=1):
-    """Numbers as after training, in every adapter of that name."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Adapted) and name in module.adapters:
-                for p in module[name].parameters():
-                    p.add_(torch.randn(p.shape, generator=draw) * 0.1)
-    return model
-
-
-def difference(a, b):
-    return (a - b).abs().max().item()
 
 
 @torch.no_grad()

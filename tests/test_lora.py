@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from adapters import difference, trained
 from dunes import checkpoint, tree
 from dunes.augment import Adapted, attach, bare, detach, lora, merge, quantize, select, unmerge, using
 from dunes.augment.adapted import Adapter, Form, dense
@@ -36,19 +37,6 @@ def build(family="llama", **changes):
     return model.eval()
 
 
-def learn(model, name="default", seed=1):
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Adapted) and name in module.adapters:
-                for p in module[name].parameters():
-                    p.add_(torch.randn(p.shape, generator=draw) * 0.1)
-
-
-def difference(a, b):
-    return (a.float() - b.float()).abs().max().item()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 @torch.no_grad()
@@ -58,7 +46,7 @@ def test_it_begins_as_nothing_and_can_be_folded_in_and_taken_out(family, kind):
     before = model(IDS)
     note = attach(model, rank=4, **KINDS[kind])
     assert torch.equal(model(IDS), before), "L1: bit for bit"
-    learn(model)
+    trained(model)
     changed = model(IDS)
     assert difference(changed, before) > 0.1
     merged = merge(model, keep=True)
@@ -165,8 +153,8 @@ def test_several_adapters_share_one_wrapper_and_take_turns():
     attach(model, where="**.attn.*", rank=2, adapter="one")
     attach(model, where=["**.attn.q", "**.mlp.*"], rank=3, adapter="two", dora=True)
     assert isinstance(model.blocks[0].attn.q.base, nn.Linear), "it joined the wrapper"
-    learn(model, "one")
-    learn(model, "two", seed=2)
+    trained(model, "one")
+    trained(model, "two", seed=2)
     two = model(IDS)
     with using(model, "one"):
         one = model(IDS)
@@ -176,7 +164,7 @@ def test_several_adapters_share_one_wrapper_and_take_turns():
     assert min(difference(one, two), difference(one, base), difference(two, base)) > 0.01
     alone = bare(model)
     attach(alone, where="**.attn.*", rank=2, adapter="one")
-    learn(alone, "one")
+    trained(alone, "one")
     assert torch.equal(alone(IDS), one)
     with pytest.raises(ValueError, match="no adapter three in this model; there are: one, two"):
         select(model, "three")
@@ -197,7 +185,7 @@ def test_a_note_repeats_the_change_without_numbers(kind):
     drawn = torch.random.get_rng_state()
     note = json.loads(json.dumps(attach(model, rank=4, ranks=[["**.q", 2]], **KINDS[kind])))
     assert torch.equal(torch.random.get_rng_state(), drawn)
-    learn(model)
+    trained(model)
     with torch.device("meta"):
         other = mixtral.build(mixtral.Config.sized(50, 32, 2, 32)).eval()
     lora.shape(other, **note)
@@ -253,7 +241,7 @@ def test_a_float32_adapter_on_a_bfloat16_base(kind, autocast):
     before = logits()
     attach(model, rank=4, **KINDS[kind])
     assert torch.equal(logits(), before)
-    learn(model)
+    trained(model)
     after = logits()
     assert after.dtype == before.dtype == torch.bfloat16
     assert difference(after, before) > 0.1
@@ -273,7 +261,7 @@ def test_norms_of_dora_are_not_rounded_by_autocast_and_rows_of_zeros_do_no_harm(
     before = model(IDS)
     attach(model, rank=4, dora=True)
     assert torch.equal(model(IDS), before)
-    learn(model)
+    trained(model)
     outer = model.blocks[1].attn.q
     with torch.autocast("cpu", torch.bfloat16):
         rounded = outer["default"].norms(outer.base)
@@ -284,7 +272,7 @@ def test_norms_of_dora_are_not_rounded_by_autocast_and_rows_of_zeros_do_no_harm(
 def test_dropout_acts_in_training_only():
     model = build()
     attach(model, rank=4, dropout=0.5)
-    learn(model)
+    trained(model)
     assert torch.equal(model(IDS), model(IDS))
     model.train()
     assert difference(model(IDS), model(IDS)) > 0
@@ -297,7 +285,7 @@ def test_head_and_embedding_when_asked():
     note = attach(model, where=["head", "embed.token"], rank=4)
     assert list(note["places"]) == ["embed.token", "head"]
     assert torch.equal(model(IDS), before)
-    learn(model)
+    trained(model)
     after = model(IDS)
     total, count = model.nats(IDS[:, :-1], IDS[:, 1:])
     loss, number = next_token(model, IDS)
@@ -309,7 +297,7 @@ def test_head_and_embedding_when_asked():
         attach(build("gpt2"), where=["embed.token"], rank=2)
     gpt = build("gpt2")
     attach(gpt, where="embed.place", rank=2)
-    learn(gpt)
+    trained(gpt)
     changed = gpt(IDS)
     merge(gpt)
     assert difference(gpt(IDS), changed) < 1e-5
@@ -329,7 +317,7 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
     for model in (first, second):
         lora.fill(model, **one)
         tree.freeze(model, ["**", "!**.adapters.**"])
-        learn(model)
+        trained(model)
     assert torch.equal(first(IDS), second(IDS))
     next_token(first, IDS)[0].backward()
     learnt = {n for n, p in first.named_parameters() if p.grad is not None}
