@@ -5,6 +5,7 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 
 # Shapes: I inputs, O outputs, N blocks.
 
+from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ OUTER = 256
 """Blocks whose scales share one scale, with double quantization."""
 
 
-class Quantized(nn.Module):
+class Quantized(nn.Module, ABC):
     """What the kinds below share: a forward by way of the dense matrix, which is made anew each time."""
 
     constant = True  # its buffers, for whoever would keep a copy of what a forward may change
@@ -32,9 +33,9 @@ class Quantized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dense(), self.bias)
 
+    @abstractmethod
     def dense(self) -> Tensor:
         """The matrix (O, I) in the dtype that it had."""
-        raise NotImplementedError
 
 
 class Int8(Quantized):

@@ -31,6 +31,7 @@ KNOWN = (
 """What is read, and one that says nothing of the model. Any other key that is set may change it."""
 USUAL = {"model_type": "transformer", "causal": True, "use_biases": False}
 """Other keys that may stand there with this one value."""
+EXPERTS = ("num_experts", "num_experts_per_tok")
 SMALL = (2048, 3072)
 """Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
 
@@ -41,21 +42,8 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
     `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for
     what is missing or of another type.
     """
-    if lacking := [k for k in NEEDED if k not in params]:
-        raise ValueError(f"{PARAMS}: {lacking[0]!r} is missing")
-    if odd := [k for k, v in params.items() if k not in KNOWN and v and v != USUAL.get(k)]:
-        raise ValueError(f"{PARAMS}: {odd[0]} is {str(params[odd[0]])[:60]}, which is not supported")
-    if params.get("causal") is False:
-        raise ValueError(f"{PARAMS}: causal is False, and only True is supported")
-    if params.get("vocab_size") not in (None, -1, vocab):
-        raise ValueError(f"{PARAMS}: vocab_size is {params['vocab_size']!r}, the files have {vocab} rows")
-    p: dict[str, Any] = {k: _whole(k, v) if k in _WHOLE else v for k, v in params.items() if v is not None}
-    heads, dim = p["n_heads"], p["dim"]
-    mistral = "multiple_of" not in p
-    if mistral and "hidden_dim" not in p:
-        raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is there")
-    if not heads or (dim % heads and "head_dim" not in p):
-        raise ValueError(f"{PARAMS}: dim {dim} is not divided by n_heads {heads}")
+    p, notes = _checked(params, vocab), list[str]()
+    heads, dim, mistral, window = p["n_heads"], p["dim"], "multiple_of" not in p, _window(p)
     said: dict[str, Any] = {
         "model_type": "mixtral" if p.get("moe") else "mistral" if mistral else "llama",
         "vocab_size": vocab,
@@ -68,30 +56,57 @@ def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, 
         "rms_norm_eps": p.get("norm_eps", 1e-5),
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
-    }
-    notes: list[str] = []
-    window = _window(p)
-    if mistral:
-        said["sliding_window"] = window
-    if moe := p.get("moe"):
-        if not isinstance(moe, dict) or {"num_experts", "num_experts_per_tok"} - moe.keys():
-            raise ValueError(f"{PARAMS}: moe is {moe!r}, and must have num_experts and num_experts_per_tok")
-        if odd := [k for k, v in moe.items() if k not in ("num_experts", "num_experts_per_tok") and v]:
-            raise ValueError(f"{PARAMS}: moe.{odd[0]} is {str(moe[odd[0]])[:60]}, which is not supported")
-        said |= {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
-    said |= {
         "rope_theta": _base(p, mistral, window, notes),
         "max_position_embeddings": _context(p, mistral, notes),
     }
-    if p.get("use_scaled_rope"):
-        said["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": _factor(p, notes),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": _real("rope_high_freq_factor", p.get("rope_high_freq_factor", 4.0)),
-            "original_max_position_embeddings": 8192,
-        }
-    return said, notes
+    if mistral:
+        said["sliding_window"] = window
+    return said | _mixture(p.get("moe")) | _scaling(p, notes), notes
+
+
+def _checked(params: Mapping[str, Any], vocab: int) -> dict[str, Any]:
+    """What a params.json sets. Raises ValueError for what is missing, unknown, or contradicts the files."""
+    if lacking := [k for k in NEEDED if k not in params]:
+        raise ValueError(f"{PARAMS}: {lacking[0]!r} is missing")
+    _known(params, KNOWN, "")
+    if params.get("causal") is False:
+        raise ValueError(f"{PARAMS}: causal is False, and only True is supported")
+    if params.get("vocab_size") not in (None, -1, vocab):
+        raise ValueError(f"{PARAMS}: vocab_size is {params['vocab_size']!r}, the files have {vocab} rows")
+    if "multiple_of" not in params and "hidden_dim" not in params:
+        raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is there")
+    p = {k: _whole(k, v) if k in _WHOLE else v for k, v in params.items() if v is not None}
+    if p["dim"] % p["n_heads"] and "head_dim" not in p:
+        raise ValueError(f"{PARAMS}: dim {p['dim']} is not divided by n_heads {p['n_heads']}")
+    return p
+
+
+def _known(params: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+    """Raise ValueError for a key that is set and unknown here."""
+    if odd := [k for k, v in params.items() if k not in known and v and v != USUAL.get(k)]:
+        raise ValueError(f"{PARAMS}: {place}{odd[0]} is {str(params[odd[0]])[:60]}, which is not supported")
+
+
+def _mixture(moe: Any) -> dict[str, Any]:
+    if not moe:
+        return {}
+    if not isinstance(moe, dict) or set(EXPERTS) - moe.keys():
+        raise ValueError(f"{PARAMS}: moe is {str(moe)[:60]}, and must have {' and '.join(EXPERTS)}")
+    _known(moe, EXPERTS, "moe.")
+    return {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
+
+
+def _scaling(p: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    if not p.get("use_scaled_rope"):
+        return {}
+    words = {
+        "rope_type": "llama3",
+        "factor": _factor(p, notes),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": _real("rope_high_freq_factor", p.get("rope_high_freq_factor", 4.0)),
+        "original_max_position_embeddings": 8192,
+    }
+    return {"rope_scaling": words}
 
 
 _WHOLE = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "max_seq_len")
