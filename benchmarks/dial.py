@@ -21,11 +21,11 @@ import torch
 import tyro
 
 from dunes import measure, tree
-from dunes.data import Windows
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.plan import Plan, parse_size
 from dunes.runs.progress import Display
-from dunes.runs.run import Run, prepare
+from dunes.runs.run import Run
+from dunes.runs.train import prepare
 
 OVERHEAD = 20.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
@@ -43,8 +43,7 @@ def seconds_a_step(plan: Plan, tokens: Tokens, steps: int = 8) -> tuple[float, i
 
 
 def stepped(run: Run) -> Any:
-    plan = run.plan
-    return run.trainer.run(Windows(run.tokens.train, plan.context, plan.batch, plan.seed).batches())
+    return run.trainer.run(run.task.batches(0))
 
 
 def learned(plan: Plan) -> dict[str, Any]:

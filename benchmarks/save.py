@@ -26,13 +26,12 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
         steps: Steps in a stretch; a save must be over within it.
     """
     from dunes import measure
-    from dunes.data import Windows
     from dunes.runs.corpus import gather, tokenize
     from dunes.runs.dial import chosen
     from dunes.runs.plan import Plan, parse_size
     from dunes.runs.progress import Display
-    from dunes.runs.run import prepare
     from dunes.runs.saver import Saver
+    from dunes.runs.train import prepare
 
     measure.keep_memory()
     plan = Plan(sources=("stdlib",), size=parse_size(size), steps=10**6)
@@ -42,7 +41,7 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
     try:
         with Display() as show:
             run = prepare(plan, folder, tokenize(plan, corpus, None, show))
-        stream = run.trainer.run(Windows(run.tokens.train, plan.context, plan.batch).batches())
+        stream = run.trainer.run(run.task.batches(0))
         list(islice(stream, 5))
         spent: dict[bool, list[float]] = {True: [], False: []}
         blocked = []

@@ -19,15 +19,15 @@ import torch
 from conftest import display, toy
 from dunes import checkpoint
 from dunes.checkpoint import atomic
-from dunes.data import Windows
 from dunes.models import llama
 from dunes.models.start import initialise
+from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.plan import Plan
-from dunes.runs.run import Run, prepare, records
+from dunes.runs.run import Run, records
 from dunes.runs.saver import Saver
-from dunes.runs.train import train
+from dunes.runs.train import prepare, train
 from dunes.text import Tokenizer
 
 STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
@@ -328,7 +328,7 @@ def test_a_hundred_background_saves_are_each_of_their_own_step(code, tmp_path, m
 
     monkeypatch.setattr(checkpoint, "store", slow)
     with Saver(pytest.fail) as saver:
-        for step in run.trainer.run(Windows(run.tokens.train, 32, 4).batches()):
+        for step in run.trainer.run(run.task.batches(0)):
             weights = {k: v.clone() for k, v in run.model.state_dict().items()}
             expected[step.number] = weights
             if not saver.start(run):
@@ -355,7 +355,7 @@ def full(times):
 
 
 def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(checkpoint, "store", full(2))
     show, out = display()
     assert train(toy(code), tmp_path / "a", show) == 0
@@ -373,7 +373,7 @@ def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path
 
 
 def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(code, tmp_path, monkeypatch):
-    plan, real = toy(code, steps=30), train_module._note
+    plan, real = toy(code, steps=30), loop_module._note
     train(plan, tmp_path / "straight", display()[0])
 
     def cutting(folder, step, bits):
@@ -385,7 +385,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
 
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "_note", cutting)
+        patch.setattr(loop_module, "_note", cutting)
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
             train(plan, tmp_path / "cut", display()[0])
     assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
@@ -414,7 +414,7 @@ import resource, sys
 from pathlib import Path
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
-from dunes.runs.train import train
+from dunes.runs.train import prepare, train
 import torch
 
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -425,7 +425,7 @@ train(Plan(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_
 
 
 def test_a_check_that_fails_at_the_first_step_of_a_session_does_not_end_it(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "_check_due", lambda step: True)
+    monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
     monkeypatch.setattr(Run, "check", greedy)
     assert train(toy(code), tmp_path / "run", display()[0]) == 0
 
@@ -476,15 +476,16 @@ def test_a_folder_that_may_not_be_written_is_named(where, code, monkeypatch):
 TRAIN = """
 import sys
 from pathlib import Path
-from dunes.runs import train as module
+from dunes.runs import loop
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
+from dunes.runs.train import train
 
-module.SAVE_SECONDS = 0.1
+loop.SAVE_SECONDS = 0.1
 plan = Plan(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=4, steps=120,
             dtype="float32", threads=1)
 folder = Path(sys.argv[2])
-sys.exit(module.train(plan, folder, Display(), again=(folder / "state" / "plan.json").exists()))
+sys.exit(train(plan, folder, Display(), again=(folder / "state" / "plan.json").exists()))
 """
 
 

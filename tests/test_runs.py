@@ -19,15 +19,17 @@ from dunes import checkpoint
 from dunes.data import collect
 from dunes.models import FAMILIES
 from dunes.runs import dial
+from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.loop import overfitting
 from dunes.runs.plan import Plan, config_for, parse_size
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
-from dunes.runs.train import overfitting, train
+from dunes.runs.train import train
 from dunes.runs.write import complete_line, text_before
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
@@ -78,14 +80,14 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
 
 def stopping_at(step, monkeypatch):
     """A person who presses Ctrl-C during this step."""
-    real = train_module._note
+    real = loop_module._note
 
     def note(path, done, bits):
         real(path, done, bits)
         if done.number == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(train_module, "_note", note)
+    monkeypatch.setattr(loop_module, "_note", note)
 
 
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
@@ -123,7 +125,7 @@ def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
 def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
     looks = itertools.count()
-    monkeypatch.setattr(train_module, "monotonic", lambda: next(looks) * 0.02)
+    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
     train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
@@ -135,7 +137,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
 def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatch):
     """Two sessions of one run by the clock, which counts looks."""
     looks = itertools.count()
-    monkeypatch.setattr(train_module, "monotonic", lambda: next(looks) * 0.02)
+    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
     plan, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
     with monkeypatch.context() as patch:
         stopping_at(20, patch)
@@ -185,7 +187,7 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     lines = records(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
-    assert run_module.begun(folder).steps == 25
+    assert run_module.begun(folder, Plan).steps == 25
     assert lines[-1]["rate"] < 0.1 < lines[12]["rate"], "the rate went up again, and down to the new end"
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     assert train(Plan(sources=()), folder, display()[0], again=True, override=["corpus"]) == 0
@@ -229,19 +231,19 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
     plan = Plan(sources=(str(code),), steps=2, vocab=300, dtype="float32", threads=1)
     train(plan, tmp_path / "run", display()[0])
-    kept = run_module.begun(tmp_path / "run")
+    kept = run_module.begun(tmp_path / "run", Plan)
     assert all((kept.size, kept.batch, kept.context, kept.matmul))
     monkeypatch.setattr(dial, "measured", lambda plan: pytest.fail("measured again"))
     assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True) == 0
-    assert run_module.begun(tmp_path / "run") == kept
+    assert run_module.begun(tmp_path / "run", Plan) == kept
     another = dial.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
     monkeypatch.setattr(dial, "measured", lambda plan: another)
     assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True, override=["dtype"]) == 0
-    assert run_module.begun(tmp_path / "run").dtype == "bfloat16", "but on request"
+    assert run_module.begun(tmp_path / "run", Plan).dtype == "bfloat16", "but on request"
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
-    real = run_module.nats
+    real = train_module.nats
     trained = {}
 
     def broken(model, batch):
@@ -251,7 +253,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
             total = total * float("nan")
         return total, counted
 
-    monkeypatch.setattr(run_module, "nats", broken)
+    monkeypatch.setattr(train_module, "nats", broken)
     show, out = display()
     assert train(toy(code, steps=60), tmp_path / "run", show) == 4
     assert "not finite for 10 steps in a row, up to step 17" in out.getvalue()
@@ -446,7 +448,7 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
         time.sleep(0.001)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert run_module.begun(folder).steps == 100_000
+    assert run_module.begun(folder, Plan).steps == 100_000
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
     assert run_module.checkpoint.latest(folder, told.append) is None or not told

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from conftest import display, toy
+from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
-from dunes.runs import train as train_module
 from dunes.runs.plan import Plan
 from dunes.runs.run import records
 from dunes.runs.track import written
@@ -58,24 +58,24 @@ def noted(folder):
 
 def stopping_at(step, monkeypatch, error):
     """Something that ends the run in this step, after it was noted."""
-    real = train_module.Mirror.step
+    real = loop_module.Mirror.step
 
     def mirrored(self, done, bits):
         real(self, done, bits)
         if done.number == step:
             raise error
 
-    monkeypatch.setattr(train_module.Mirror, "step", mirrored)
+    monkeypatch.setattr(loop_module.Mirror, "step", mirrored)
 
 
 def test_events_say_what_the_metrics_say(code, tmp_path, monkeypatch):
-    real, live = train_module.Mirror.step, []
+    real, live = loop_module.Mirror.step, []
 
     def step(self, done, bits):
         real(self, done, bits)
         live.append(shown(self.run)[0] == noted(self.run)[0])
 
-    monkeypatch.setattr(train_module.Mirror, "step", step)
+    monkeypatch.setattr(loop_module.Mirror, "step", step)
     assert train(toy(code, steps=55), tmp_path / "run", display()[0], tensorboard=True) == 0
     assert all(live), "after each step"
     points, texts = shown(tmp_path / "run")
@@ -90,9 +90,9 @@ def test_events_say_what_the_metrics_say(code, tmp_path, monkeypatch):
 def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeypatch):
     """Killed at step 53 with no state after step 20, and perhaps again, with or without a mirror."""
     folder, back = tmp_path / "run", []
-    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
-    real, cut = train_module.Saver.start, run_module.cut
-    monkeypatch.setattr(train_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
+    monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
+    real, cut = loop_module.Saver.start, run_module.cut
+    monkeypatch.setattr(loop_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
     monkeypatch.setattr(run_module, "cut", lambda path, step: back.append(step) or cut(path, step))
 
     def killed(step, plan, **how):

@@ -43,7 +43,7 @@ $sections
 
 def page(run: Path) -> str:
     """The page of the run in this folder. Raises ValueError if there is none, or nothing was trained yet."""
-    plan, lines = begun(run), records(run / METRICS)
+    plan, lines = begun(run, Plan), records(run / METRICS)
     if plan is None:
         raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
     points = plot.points(lines)

@@ -1,72 +1,117 @@
-"""What a training run is asked to do, and the model that follows from it."""
+"""What a run is asked to do and, for training from scratch, the model that follows from it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from math import log
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from dunes.models import FAMILIES
 from dunes.text import KINDS
 
 MEASURED = ("dtype", "threads")
-OVERRIDABLE = ("sources", "corpus", "steps", "minutes", *MEASURED)
-"""What a run may be told to change when it goes on. All else is built into its weights or its order of data."""
+
+T = TypeVar("T", bound="Terms")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that decides what a run computes. Stored in the run; a resumed run keeps it.
+class Terms:
+    """What any run is asked: how long, how much at a time, with what. Stored in the run; a resumed run keeps it.
 
-    It ends after `steps` if given, else after `minutes`. `size` counts parameters. What is None or 0
-    is chosen when the run begins, from the minutes, the corpus and the machine (`runs/dial.py`).
+    It ends after `steps` if given, else after `minutes`. What is None or 0 is chosen when the run begins.
     `matmul` is the machine's measured rate of matrix products in FLOP/s.
     """
 
-    sources: tuple[str, ...]
-    family: str = "arcee"
-    tokenizer: str = "bpe"
-    vocab: int = 4096
-    size: int = 0
     context: int = 0
     batch: int = 0
     steps: int | None = None
     minutes: float = 15.0
-    split: str = "files"
     seed: int = 0
     dtype: str | None = None
     threads: int | None = None
     matmul: float | None = None
 
+    LEAST: ClassVar[dict[str, float]] = {
+        "context": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "size": 1, "vocab": 1,
+    }  # fmt: skip
+    CHOSEN: ClassVar[tuple[str, ...]] = ("size", "context", "batch")
+    """Fields in which 0 leaves it open."""
+    KNOWN: ClassVar[dict[str, Collection[str]]] = {}
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
+    """What a run may change when it goes on. All else is built into its weights or its order of data."""
+    VERB: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be done, before anything is."""
-        least = {"vocab": 1, "size": 1, "context": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            left_open = value is None or (value == 0 and name in ("size", "context", "batch"))
+        there = {f.name for f in fields(self)}
+        for name in there & self.LEAST.keys():
+            value, minimum = getattr(self, name), self.LEAST[name]
+            left_open = value is None or (value == 0 and name in self.CHOSEN)
             if not left_open and not value >= minimum:
-                raise ValueError(f"--{name} is {value}; it must be at least {minimum}")
-        for name, known in {"family": FAMILIES, "tokenizer": KINDS, "split": ("files", "tails")}.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"--{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+                raise ValueError(f"--{option(name)} is {value}; it must be at least {minimum}")
+        for name, known in self.KNOWN.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(f"--{option(name)} is {value!r}; it must be one of {', '.join(known)}")
 
     @property
     def seconds(self) -> float:
         """How long it may take, if it does not end by steps."""
         return self.minutes * 60
 
+    @property
+    def lacks(self) -> str:
+        """What a new run cannot do without, in words; empty if it is all there."""
+        return ""
+
     def changed(self) -> set[str]:
         """The fields that are not at their defaults."""
-        default = Plan(sources=())
-        return {f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)}
+        return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
-    def differences(self, earlier: "Plan", asked: Collection[str] | None = None) -> dict[str, str]:
-        """What an earlier plan says differently, in words by field; of the fields `asked` for, if given."""
+    def differences(self, earlier: "Terms", asked: Collection[str] | None = None) -> dict[str, str]:
+        """What earlier terms say differently, in words by field; of the fields `asked` for, if given."""
         found = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {was!r}, now {now!r}"
             for name, (was, now) in found.items()
             if was != now and name != "matmul" and (asked is None or name in asked)
         }
+
+    @classmethod
+    def of(cls: type[T], stored: Mapping[str, Any]) -> T:
+        """From their JSON. Raises ValueError if that is of another kind of run."""
+        if odd := stored.keys() - {f.name for f in fields(cls)}:
+            raise ValueError(f"a run of another kind, or of another version: it has {', '.join(sorted(odd))}")
+        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return cls(**told)
+
+
+def option(field: str) -> str:
+    """How a field is spelled on the command line."""
+    return field.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Terms):
+    """What training from scratch is asked; `size` counts parameters (what is left open: `runs/dial.py`)."""
+
+    sources: tuple[str, ...] = ()
+    family: str = "arcee"
+    tokenizer: str = "bpe"
+    vocab: int = 4096
+    size: int = 0
+    split: str = "files"
+
+    KNOWN: ClassVar[dict[str, Collection[str]]] = {
+        "family": FAMILIES,
+        "tokenizer": KINDS,
+        "split": ("files", "tails"),
+    }
+    MAY_CHANGE = ("sources", "corpus", *Terms.MAY_CHANGE)
+    VERB = "train"
+
+    @property
+    def lacks(self) -> str:
+        return "" if self.sources else "no sources; name files or folders to learn from, or stdlib"
 
 
 def parse_size(text: str) -> int:

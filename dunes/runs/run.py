@@ -1,33 +1,66 @@
 """A run in progress: made from a plan, kept on disk, found again."""
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
+from torch import Tensor, nn
 
-from dunes import checkpoint, measure
+from dunes import checkpoint
 from dunes.checkpoint.atomic import write_file
-from dunes.models import FAMILIES
-from dunes.models.start import initialise
 from dunes.parts import Decoder
-from dunes.runs.corpus import Tokens
-from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.memory import nats
-from dunes.runs.plan import OVERRIDABLE, Plan, config_for
+from dunes.runs.evaluate import Score
+from dunes.runs.plan import MEASURED, T, Terms
 from dunes.runs.spent import Spent
 from dunes.text import Tokenizer
-from dunes.train import Record, Schedule, Trainer, muon
+from dunes.train import Record, Schedule, Trainer
 
 METRICS = "metrics.jsonl"
 FALL = 0.5
 WARMUP = 20
+
+
+class Task(Protocol):
+    """What a run learns. `prints` are fingerprints of what it learns from, `tokens` those in a full score."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def prints(self) -> Mapping[str, str]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    def batches(self, start: int) -> Iterator[Any]:
+        """Endless batches for the trainer, from number `start` on."""
+        ...
+
+    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
+        """The model's score on what is held out, or on about `limit` tokens of it."""
+        ...
+
+    def sample(self, model: Decoder) -> str:
+        """What the model writes by now."""
+        ...
+
+    def needs(self) -> str:
+        """The memory that it takes, and what would make it less, in words."""
+        ...
+
+    def opening(self, run: "Run") -> str:
+        """What the run is, in a line."""
+        ...
+
+    def close(self, run: "Run", score: Score) -> list[str]:
+        """Write what was learned into the run's folder; what there is now and what to do next, in lines."""
+        ...
 
 
 @dataclass
@@ -40,8 +73,8 @@ class Run:
     """
 
     folder: Path
-    plan: Plan
-    tokens: Tokens
+    plan: Terms
+    task: Task
     model: Decoder
     trainer: Trainer
     schedule: Schedule
@@ -66,13 +99,12 @@ class Run:
         return step / self.plan.steps if self.plan.steps else self.elapsed / self.plan.seconds
 
     def score(self, limit: int | None = None) -> Score:
-        """The model's score on the held-out text, or on about `limit` tokens spread over it."""
-        width = widths(self.tokens.tokenizer.pieces())
-        return evaluate(self.model, self.tokens.valid, width, self.plan.context, self.dtype, limit)
+        """The model's score on what is held out, or on about `limit` tokens of it."""
+        return self.task.score(self.model, self.dtype, limit)
 
     def scoring(self, limit: int) -> float:
         """Seconds that a score on so many tokens takes, by the last check."""
-        return self.second_a_token * min(limit, len(self.tokens.valid))
+        return self.second_a_token * min(limit, self.task.tokens)
 
     def check(self, limit: int) -> Score:
         """Score the model; the best weights so far are remembered."""
@@ -81,21 +113,38 @@ class Run:
         self.second_a_token = (perf_counter() - start) / score.tokens
         if self.best is None or score.bits_per_byte < self.best.bits_per_byte:
             self.best, self.best_step = score, self.trainer.number
-            self.best_weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+            self.best_weights = {k: v.detach().cpu().clone() for k, v in learned(self.model).items()}
         return score
 
 
-def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
-    """A run at its first step, for a plan that leaves nothing open."""
-    assert plan.dtype, "chosen before"
-    assert plan.threads, "chosen before"
-    torch.set_num_threads(plan.threads)
-    device, dtype = measure.device(), getattr(torch, plan.dtype)
-    config = config_for(plan, tokens.tokenizer.vocab)
-    model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
-    schedule = Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
-    trainer = Trainer(model, muon(model), nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
-    return Run(folder, plan, tokens, model, trainer, schedule)
+def learned(model: nn.Module) -> dict[str, Tensor]:
+    """The part of a model's state that training changes, and the buffers that stand beside it.
+
+    What is frozen is not in it: a base that a finetune starts from is found again where it came from.
+    """
+    names = set()
+    for place, module in model.named_modules():
+        own = [*module.named_parameters(place, recurse=False)]
+        trains = [name for name, p in own if p.requires_grad]
+        names |= {*trains}
+        if trains or not getattr(module, "constant", False):
+            names |= {name for name, _ in module.named_buffers(place, recurse=False)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+def relearned(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put back what `learned` gave. Raises ValueError if that was of another model."""
+    there = learned(model)
+    if odd := sorted(there.keys() ^ weights.keys()):
+        raise ValueError(f"the state is of another model: {odd[0]} is in only one of them, of {len(odd)}")
+    with torch.no_grad():
+        for name, tensor in there.items():
+            tensor.copy_(weights[name])
+
+
+def scheduled(plan: Terms) -> Schedule:
+    """The schedule of a run: of its steps, or open until a clock ends it."""
+    return Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
 
 
 @contextmanager
@@ -111,28 +160,61 @@ def alone(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def begin(plan: Plan, folder: Path, tokenizer: Tokenizer) -> None:
+def begin(plan: Terms, folder: Path, tokenizer: Tokenizer) -> None:
     """Write down what the run is to do. The plan comes last: with it there is a run."""
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
     write_file(folder / "state" / "plan.json", json.dumps(asdict(plan), indent=1).encode())
 
 
-def begun(folder: Path) -> Plan | None:
-    """The plan of the run in this folder, if there is a run."""
+def begun(folder: Path, kind: type[T]) -> T | None:
+    """The plan of the run in this folder, if there is a run. Raises ValueError if that is of another kind."""
     path = folder / "state" / "plan.json"
-    return Plan(**_tupled(json.loads(path.read_text()))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return kind.of(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{folder}: holds {error}; choose another --out") from None
 
 
-def _tupled(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+def admitted(
+    plan: T, folder: Path, again: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
+) -> T:
+    """The plan to follow: this one in a new folder, the run's own when going on.
+
+    Raises ValueError if there is a run and it is not to go on, if there is none, or if something
+    was asked for that is not as in the run and not in `override`. What is in `override` and measured is
+    left open, to be measured anew.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is not a folder; choose another --out")
+    if wrong := sorted(set(override) - set(plan.MAY_CHANGE)):
+        raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(plan.MAY_CHANGE)} can")
+    earlier = begun(folder, type(plan))
+    if earlier is None:
+        if again:
+            raise ValueError(f"{folder}: there is no run to go on with; leave out --resume to begin one")
+        if plan.lacks:
+            raise ValueError(plan.lacks)
+        return plan
+    if not again:
+        raise ValueError(f"{folder}: holds a run already; go on with --resume, or choose another --out")
+    differences = plan.differences(earlier, plan.changed() if asked is None else asked)
+    if refused := [words for name, words in differences.items() if name not in override]:
+        raise ValueError(
+            f"{folder}: the run cannot be changed: {'; '.join(refused)}; begin anew with another --out, or say "
+            f"--override for what may change: {', '.join(plan.MAY_CHANGE)}"
+        )
+    anew: dict[str, Any] = {name: None for name in override if name in MEASURED}
+    return replace(earlier, **anew | {name: getattr(plan, name) for name in differences})
 
 
 def state_of(run: Run) -> dict[str, Any]:
     """All that a resumed run needs."""
     return {
         "plan": asdict(run.plan),
-        "corpus": run.tokens.prints,
-        "weights": run.model.state_dict(),
+        "corpus": dict(run.task.prints),
+        "weights": learned(run.model),
         "trainer": run.trainer.state_dict(),
         "records": [[r.begin, r.end] for r in run.schedule.records],
         "elapsed": run.elapsed,
@@ -161,15 +243,15 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         cut(run.folder / METRICS, 0)
         return
     state = checkpoint.restore(folder)
-    differences = run.plan.differences(Plan(**_tupled(state["plan"])))
-    if others := [name for name, found in run.tokens.prints.items() if state["corpus"][name] != found]:
+    differences = run.plan.differences(type(run.plan).of(state["plan"]))
+    if others := [name for name, found in run.task.prints.items() if state["corpus"][name] != found]:
         differences["corpus"] = f"{' and '.join(others)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{run.folder}: cannot go on: {'; '.join(refused)}; begin anew with another --out, or say --override "
-            f"{' '.join(d for d in differences if d in OVERRIDABLE) or 'of what may change'}"
+            f"{' '.join(d for d in differences if d in run.plan.MAY_CHANGE) or 'of what may change'}"
         )
-    run.model.load_state_dict(state["weights"])
+    relearned(run.model, state["weights"])
     run.trainer.load_state_dict(state["trainer"])
     if not {"steps", "minutes"} & differences.keys():  # else the rate goes up again, and falls towards the new end
         run.schedule.records[:] = [Record(*r) for r in state["records"]]

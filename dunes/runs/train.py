@@ -1,360 +1,118 @@
 """Training from scratch: from a plan to a model folder, with what a person wants to see on the way."""
 
-import os
 import shlex
-import signal
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic
-from types import FrameType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dunes import checkpoint, measure, tree
 from dunes.data import Windows
-from dunes.runs.corpus import gather, tokenize
-from dunes.runs.dial import chosen, flops, needs
-from dunes.runs.evaluate import Score
-from dunes.runs.picture import loss_picture, smoothed
-from dunes.runs.plan import MEASURED, OVERRIDABLE, Plan
-from dunes.runs.progress import Display, duration, quantity
-from dunes.runs.run import FALL, METRICS, Run, alone, begin, begun, note, prepare, records, resume
-from dunes.runs.saver import Saver
-from dunes.runs.spent import Spent, lines
-from dunes.runs.track import Mirror
+from dunes.models import FAMILIES
+from dunes.models.start import initialise
+from dunes.parts import Decoder
+from dunes.runs.corpus import Tokens, gather, tokenize
+from dunes.runs.dial import chosen, needs
+from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.loop import How, Make, go
+from dunes.runs.memory import nats
+from dunes.runs.plan import Plan, config_for
+from dunes.runs.progress import Display, quantity
+from dunes.runs.run import Run, scheduled
+from dunes.runs.spent import Spent
 from dunes.runs.write import sample_text
-from dunes.train import Clock, Diverged, Step
-
-CHECK_TOKENS = 16_384
-FINAL_TOKENS = 262_144
-SAVE_SECONDS = 60.0
-SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
-CLOSING = 3.0
-"""Seconds that the end of a run takes beside the last score: the model, the picture."""
-
-NOT_SAVED = 3
-DIVERGED = 4
+from dunes.text import Tokenizer
+from dunes.train import Trainer, muon
 
 
-@dataclass
-class Wish:
-    """The signal that asked the run to stop, 0 while none did; and whether one asked for a save."""
+def train(plan: Plan, folder: Path, show: Display, again: bool = False, **how: Any) -> int:
+    """Run the plan into the folder, or go on with the run there (`again`); `how` are fields of `loop.How`.
 
-    signal: int = 0
-    save: bool = False
-
-
-def train(
-    plan: Plan,
-    folder: Path,
-    show: Display,
-    again: bool = False,
-    *,
-    asked: Collection[str] | None = None,
-    override: Collection[str] = (),
-    strict: bool = False,
-    dry: bool = False,
-    profile: bool = False,
-    tensorboard: bool = False,
-) -> int:
-    """Run the plan into the folder, or go on with the run there (`again`); with `dry`, only say what would be.
-
-    A run that goes on keeps its own plan, but for the fields in `override`; `asked` are the fields of
-    `plan` that somebody chose. With `strict`, a failed save ends the run and a damaged state is not
-    passed over. With `tensorboard`, what is noted goes to event files, too; with `profile`, the end
-    says where the time went. Returns an exit status: 0, 128 + the signal that ended the run early, 3 if
-    the last state could not be saved, or 4 if training did not recover from numbers that are not finite.
-    Raises ValueError, before anything is written, for what cannot be done.
+    Returns and raises what `loop.go` does.
     """
-    start = monotonic()
-    mirror = Mirror(folder if tensorboard else None, Aside(show))
-    plan = admitted(plan, folder, again, asked, override)
-    if (folder / "state" / "lock").exists():
-        with alone(folder):  # refused now, not after the text was read
-            pass
-    measure.keep_memory()
-    measure.quick_small_numbers()
-    spent = Spent()
-    with spent("reading the text"):
-        corpus = gather(plan)
-    show.line(corpus.report())
-    with spent("choosing"):
-        plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
-    for line in reasons:
-        show.line(line)
-    if dry:
-        return 0
-    with show:
+    going = How(again=again, **how)
+
+    def prepared(plan: Plan, spent: Spent) -> Make | None:
+        with spent("reading the text"):
+            corpus = gather(plan)
+        show.line(corpus.report())
+        with spent("choosing"):
+            plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
+        for line in reasons:
+            show.line(line)
+        if going.dry:
+            return None
         with spent("tokenizing"):
             tokens = tokenize(plan, corpus, folder / "state" if again else None, show)
-        with alone(folder), Saver(show.line, strict) as saver:
-            with spent("building the model"):
-                run = prepare(plan, folder, tokens)
-                if again:
-                    resume(run, show.line, override, strict)
-                else:
-                    begin(plan, folder, tokens.tokenizer)
-            run.spent.seconds.update(spent.seconds)
-            # Time spent on preparing counts: a person waits for that, too.
-            run.elapsed += monotonic() - start
-            show.line(_opening(run))
-            with mirror:
-                status = _run(run, saver, show, mirror)
-            for line in ("where the time went:", *lines(run.spent.seconds)) if profile else ():
-                show.line(line)
-            return status
+        return lambda: prepare(plan, folder, tokens)
+
+    return go(plan, folder, show, going, prepared)
 
 
-def _run(run: Run, saver: Saver, show: Display, mirror: Mirror) -> int:
-    with _signals() as wish:
-        try:
-            loop(run, wish, saver, show, mirror)
-        except Diverged as error:
-            saver.last(run)
-            show.line(f"{error} (the state is in {run.folder}/state)")
-            return DIVERGED
-        except OSError as error:
-            show.line(f"stopped: {error}; the last good state is in {run.folder}/state")
-            return NOT_SAVED
-        except ValueError:  # the data went wrong, the weights did not
-            saver.last(run)
-            raise
-        except (RuntimeError, MemoryError) as error:
-            if not measure.out_of_memory(error):
-                raise
-            raise ValueError(f"out of memory in step {run.trainer.number + 1}; {needs(run.plan)}") from None
-        return _finish(run, wish, saver, show)
+def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
+    """A run at its first step, for a plan that leaves nothing open."""
+    assert plan.dtype, "chosen before"
+    assert plan.threads, "chosen before"
+    torch.set_num_threads(plan.threads)
+    device, dtype = measure.device(), getattr(torch, plan.dtype)
+    config = config_for(plan, tokens.tokenizer.vocab)
+    model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
+    schedule = scheduled(plan)
+    trainer = Trainer(model, muon(model), nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    return Run(folder, plan, Text(plan, tokens), model, trainer, schedule)
 
 
-def admitted(
-    plan: Plan, folder: Path, again: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
-) -> Plan:
-    """The plan to follow: this one in a new folder, the run's own when going on.
+@dataclass(frozen=True)
+class Text:
+    """To learn to go on with a text."""
 
-    Raises ValueError if there is a run and it is not to go on, if there is none, or if something
-    was asked for that is not as in the run and not in `override`. What is in `override` and measured is
-    left open, to be measured anew.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is not a folder; choose another --out")
-    if wrong := sorted(set(override) - set(OVERRIDABLE)):
-        raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(OVERRIDABLE)} can")
-    earlier = begun(folder)
-    if earlier is None:
-        if again:
-            raise ValueError(f"{folder}: there is no run to go on with; leave out --resume to begin one")
-        if not plan.sources:
-            raise ValueError("no sources; name files or folders to learn from, or stdlib")
-        return plan
-    if not again:
-        raise ValueError(f"{folder}: holds a run already; go on with --resume, or choose another --out")
-    differences = plan.differences(earlier, plan.changed() if asked is None else asked)
-    if refused := [words for name, words in differences.items() if name not in override]:
-        raise ValueError(
-            f"{folder}: the run cannot be changed: {'; '.join(refused)}; begin anew with another --out, or say "
-            f"--override for what may change: {', '.join(OVERRIDABLE)}"
+    plan: Plan
+    text: Tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
+
+    @property
+    def prints(self) -> Mapping[str, str]:
+        return self.text.prints
+
+    @property
+    def tokens(self) -> int:
+        return len(self.text.valid)
+
+    def batches(self, start: int) -> Iterator[Tensor]:
+        return Windows(self.text.train, self.plan.context, self.plan.batch, self.plan.seed).batches(start)
+
+    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
+        return evaluate(model, self.text.valid, widths(self.tokenizer.pieces()), self.plan.context, dtype, limit)
+
+    def sample(self, model: Decoder) -> str:
+        return sample_text(model, self.tokenizer, self.plan.context, seed=self.plan.seed)
+
+    def needs(self) -> str:
+        return needs(self.plan)
+
+    def opening(self, run: Run) -> str:
+        ends = f"{self.plan.steps} steps" if self.plan.steps else f"{self.plan.minutes:g} minutes"
+        return (
+            f"{self.plan.family}, {quantity(tree.count(run.model))} parameters; {quantity(len(self.text.train))} "
+            f"tokens of {self.tokenizer.vocab} kinds; {self.plan.batch} x {self.plan.context} a step; "
+            f"{self.plan.dtype} on {run.trainer.device.type}, {self.plan.threads} threads; for {ends}"
         )
-    anew: dict[str, Any] = {name: None for name in override if name in MEASURED}
-    return replace(earlier, **anew | {name: getattr(plan, name) for name in differences})
+
+    def close(self, run: Run, score: Score) -> list[str]:
+        checkpoint.save(run.model, run.folder, self.tokenizer, self.plan.context, facts(run, score))
+        folder = shlex.quote(str(run.folder))
+        return [f"model {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
 
 
-@contextmanager
-def _signals() -> Iterator[Wish]:
-    """The first Ctrl-C or SIGTERM asks the run to stop at the next step; the second ends the process at once.
-
-    SIGUSR1 asks for a save.
-    """
-    wish = Wish()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if wish.signal:
-            os._exit(128 + number)
-        wish.signal = number
-
-    def save(number: int, frame: FrameType | None) -> None:
-        wish.save = True
-
-    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield wish
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> None:
-    """Step, and between steps measure, check, sample and save, until the schedule or the wish says stop.
-
-    Raises Diverged if training does not recover, ValueError if the tokens were changed meanwhile, and
-    OSError if a strict saver cannot save.
-    """
-    plan = run.plan
-    windows = Windows(run.tokens.train, plan.context, plan.batch, plan.seed)
-    clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
-    run.began, saved = monotonic() - run.elapsed, monotonic()
-    told, aside = _teller(run, show), Aside(show)
-    over = run.schedule.over(run.trainer.number)
-    batches = run.spent.each("data", windows.batches(run.trainer.consumed))
-    steps = run.trainer.run(batches) if not over else iter(())
-    for step in steps:
-        run.elapsed = monotonic() - run.began
-        _split(run, step)
-        if clock is not None:
-            # What the end takes is known better after each check, and never more than a tenth.
-            clock.seconds = plan.seconds - min(plan.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
-            clock.tell(step.number, run.elapsed)
-        over, checked = run.schedule.over(step.number), None
-        with run.spent("checks"), aside("measured"):
-            checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-        with aside("noted"):
-            _note(run.folder, step, checked.bits_per_byte if checked else None)
-        mirror.step(step, checked.bits_per_byte if checked else None)
-        with run.spent("samples"), aside("sampled"):
-            if over or step.number in SAMPLES:
-                mirror.sample(step.number, _sample(run, show))
-        told(step)
-        if over or wish.signal:
-            return
-        with run.spent("saves"):
-            saver.look()
-            if (wish.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
-                saved, wish.save = monotonic(), False
-
-
-def _split(run: Run, step: Step) -> None:
-    """Count the step's time: the first one of a process also loads kernels, or compiles."""
-    data, run.data = run.spent.seconds["data"] - run.data, run.spent.seconds["data"]
-    run.spent.add("steps" if run.warm else "first step", step.seconds - data)
-    run.warm = True
-
-
-@dataclass
-class Aside:
-    """`with aside("sampled"):` what is done beside training and must not end it.
-
-    A full disk or too little memory is told once for each kind of work.
-    """
-
-    show: Display
-    failed: set[str] = field(default_factory=set)
-
-    @contextmanager
-    def __call__(self, done: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, OSError) and not measure.out_of_memory(error):
-                raise
-            if done not in self.failed:
-                self.show.line(f"could not be {done}: {' '.join(str(error).split())[:200]}; training goes on")
-            self.failed.add(done)
-
-
-def _check_due(step: int) -> bool:
-    return step % 50 == 0 or step in (10, 25)
-
-
-def _note(folder: Path, step: Step, bits_per_byte: float | None) -> None:
-    """Note a step. The loss stands there twice: to read, and exactly."""
-    record: dict[str, Any] = asdict(step)
-    record = {"step": record.pop("number")} | record | {"exact": step.loss.hex()}
-    note(folder, record if bits_per_byte is None else record | {"bits_per_byte": bits_per_byte})
-
-
-def _teller(run: Run, show: Display) -> Callable[[Step], None]:
-    """What the display is told after each step."""
-    losses: list[float] = []
-    work = flops(run.model, run.plan.context)
-
-    def told(step: Step) -> None:
-        if step.skipped:
-            show.line(f"step {step.number}: loss {step.loss}, gradient norm {step.norm}; this step was skipped")
-        else:
-            losses[:] = [*losses[-100:], step.loss]
-        left = run.elapsed * (1 / max(run.done(step.number), 1e-9) - 1)
-        parts = [
-            f"step {step.number}",
-            f"loss {smoothed(losses)[-1]:.3f}" if losses else "",
-            f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
-            f"lr {run.trainer.base[0] * step.rate:.4f}",
-            f"{quantity(step.count / step.seconds)} tok/s",
-            f"{work * step.count / step.seconds / run.plan.matmul:.0%} of matmul" if run.plan.matmul else "",
-            f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
-            f"{duration(left)} left",
-        ]
-        show.state("  ".join(filter(None, parts)), run.done(step.number))
-
-    return told
-
-
-def _sample(run: Run, show: Display) -> str:
-    """What the model writes by now, on the screen and into samples.md."""
-    step = run.trainer.number
-    text = sample_text(run.model, run.tokens.tokenizer, run.plan.context, seed=run.plan.seed)
-    with (run.folder / "samples.md").open("a") as file:
-        file.write(f"## After {step} steps\n\n```\n{text}\n```\n\n")
-    show.line(f"\n--- after {step} steps, it writes ---\n{text}\n---")
-    return text
-
-
-def _opening(run: Run) -> str:
-    ends = f"{run.plan.steps} steps" if run.plan.steps else f"{run.plan.minutes:g} minutes"
-    tokens = len(run.tokens.train)
-    return (
-        f"{run.plan.family}, {quantity(tree.count(run.model))} parameters; {quantity(tokens)} tokens of "
-        f"{run.tokens.tokenizer.vocab} kinds; {run.plan.batch} x {run.plan.context} a step; "
-        f"{run.plan.dtype} on {run.trainer.device.type}, {run.plan.threads} threads; for {ends}"
-    )
-
-
-def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
-    """Save the state and the best model, draw the picture, and say what there is and what to do next."""
-    step = run.trainer.number
-    status = 128 + wish.signal if wish.signal else 0
-    try:
-        with run.spent("saves"):
-            saved = saver.last(run)
-        if not saved:
-            status = NOT_SAVED
-        with run.spent("last score"):
-            score = _last_score(run, hurried=bool(wish.signal))
-        run.elapsed = monotonic() - run.began
-        with run.spent("saves"):
-            _model(run, score)
-    except OSError as error:
-        show.line(f"not saved: {error}")
-        return NOT_SAVED
-    with run.spent("picture"):
-        loss_picture(records(run.folder / METRICS), run.folder / "loss.png")
-    show.line(
-        f"\n{'stopped' if wish.signal else 'done'} after {step} steps, {duration(run.elapsed)}: on held-out text "
-        f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
-    )
-    if words := overfitting(run):
-        show.line(words)
-    folder = shlex.quote(str(run.folder))
-    show.line(f"model {folder}   picture {folder}/loss.png   samples {folder}/samples.md")
-    if wish.signal:
-        show.line(f"go on with: dunes train --out {folder} --resume")
-    else:
-        show.line(f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN")
-    return status
-
-
-def _last_score(run: Run, hurried: bool) -> Score:
-    """The score of the best weights, which the model has from here on; somebody who stops a run waits less."""
-    if run.best_weights:
-        run.model.load_state_dict(run.best_weights)
-    if hurried and run.best:
-        return run.best
-    return run.score(FINAL_TOKENS)
-
-
-def _model(run: Run, score: Score) -> None:
-    """Write the model folder, with what is known of its making."""
-    facts = {
+def facts(run: Run, score: Score) -> dict[str, Any]:
+    """What the card says of how the model was made."""
+    return {
         "trained": {
             **asdict(run.plan),
             "steps": run.trainer.number,
@@ -370,15 +128,3 @@ def _model(run: Run, score: Score) -> None:
         },
         "spent": {what: round(seconds, 3) for what, seconds in run.spent.seconds.items()},
     }
-    checkpoint.save(run.model, run.folder, run.tokens.tokenizer, run.plan.context, facts)
-
-
-def overfitting(run: Run) -> str:
-    """In words, if the held-out loss has risen since its best; else empty."""
-    if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
-        return ""
-    return (
-        f"the model began to learn its text by heart: held-out text was best after {run.best_step} steps "
-        f"({run.best.bits_per_byte:.3f} bits a byte) and is at {run.last.bits_per_byte:.3f} now. "
-        "The best was kept; more text, a smaller model or fewer steps would help"
-    )
