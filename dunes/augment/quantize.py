@@ -92,7 +92,8 @@ class NF4(Quantized):
         if self.outer is None or self.middle is None:
             self.scale.copy_(scale)
             return
-        self.middle.copy_(scale.mean())
+        # In double, or the number of threads would show, and a base quantized again would be another one.
+        self.middle.copy_(scale.double().mean())
         rows = _rows(scale - self.middle, OUTER)
         self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
         self.scale.copy_((rows / self.outer.clamp(min=1e-30)).round().flatten()[: len(scale)])

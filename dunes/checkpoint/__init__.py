@@ -1,8 +1,9 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
-from dunes.checkpoint.adapter import load_adapter, save_adapter
-from dunes.checkpoint.folder import Loaded, described, load, save
+from dunes.checkpoint.adapter import identity, load_adapter, save_adapter
+from dunes.checkpoint.folder import Loaded, save
 from dunes.checkpoint.hub import local
+from dunes.checkpoint.opening import described, load
 from dunes.checkpoint.say import said
 from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
 
@@ -10,6 +11,7 @@ __all__ = [
     "Loaded",
     "Snapshot",
     "described",
+    "identity",
     "latest",
     "load",
     "load_adapter",

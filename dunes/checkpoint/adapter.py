@@ -4,10 +4,11 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from dunes.augment.adapted import Adapted, dense, embeds, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import atomic, stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
-from dunes.checkpoint.folder import READY, settle, verified, write_card
+from dunes.checkpoint.folder import READY, beside, settle, verified, write_card
 from dunes.checkpoint.header import shown
-from dunes.checkpoint.say import said
+from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
 from dunes.checkpoint.stored import Stored, held
 from dunes.models import spellings
-from dunes.text import json_file
+from dunes.text import Tokenizer, json_file
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
@@ -37,10 +38,14 @@ ANY = 2048
 
 @dataclass(frozen=True)
 class Base:
-    """A model as far as adapters of it need to know it. `modules` are its linear maps and embeddings by place."""
+    """A model as far as adapters of it need to know it. `modules` are its linear maps and embeddings by place.
+
+    `plain` is the tree without adapters, with dense maps, which have no numbers where these are quantized.
+    """
 
     family: str
     modules: Mapping[str, nn.Module]
+    plain: nn.Module
 
     @property
     def targets(self) -> dict[str, Target]:
@@ -60,7 +65,7 @@ def base_of(model: nn.Module) -> Base:
     words = said(plain, ANY)
     if isinstance(words, str):
         raise ValueError(f"the base of these adapters cannot be said in Hugging Face's terms: {words}")
-    return Base(words.family, modules)
+    return Base(words.family, modules, plain)
 
 
 def _plain(module: nn.Module) -> nn.Module:
@@ -71,24 +76,50 @@ def _plain(module: nn.Module) -> nn.Module:
         return nn.Linear(module.in_features, module.out_features, module.bias is not None)
 
 
-def digest(model: nn.Module) -> str:
-    """SHA-256 of the base: the names, types and numbers of its weights, whatever adapters stand beside them."""
-    state = lora.bare(model).state_dict()
-    words = [f"{k} {t.dtype} {tuple(t.shape)} {atomic.tensor_digest(t)}" for k, t in sorted(state.items())]
+def identity(model: nn.Module) -> dict[str, str]:
+    """Which weights the base has, whatever adapters stand beside them: their `kind` and a `sha256` of all.
+
+    Only digests of one kind of numbers can be compared.
+    """
+    base = lora.bare(model)
+    kinds = {type(m).__name__ for m in base.modules() if isinstance(m, Quantized)}
+    kinds |= {str(t.dtype) for t in base.parameters()}
+    state = sorted(base.state_dict().items())
+    words = [f"{k} {t.dtype} {tuple(t.shape)} {atomic.tensor_digest(t)}" for k, t in state]
+    return {"kind": ", ".join(sorted(kinds)), "sha256": sha256("\n".join(words).encode()).hexdigest()}
+
+
+def structure(base: "Base", note: lora.Note) -> str:
+    """SHA-256 of all but the numbers, of the dense base with the adapter of this note alone.
+
+    Rows as in `say`: two adapters with the same shapes may differ in alpha, two bases in their rotary angles.
+    The base's dtypes are in its identity, and may be others while the adapter is trained.
+    """
+    model = lora.bare(base.plain)
+    lora.shape(model, **(note | {"request": note["request"] | {"adapter": lora.NAME}}))
+    # Functions are spelled with their address.
+    words = [re.sub(r" at 0x[0-9a-f]+", "", repr(tuple(row))) for row in rows(model)]
     return sha256("\n".join(words).encode()).hexdigest()
 
 
-def _kind(model: nn.Module) -> str:
-    """What a digest of this base can be compared with: the same kind of numbers."""
-    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, Quantized)}
-    return ", ".join(sorted(kinds | {str(t.dtype) for t in lora.bare(model).parameters()}))
+def save_adapter(
+    model: nn.Module,
+    folder: Path | str,
+    name: str = lora.NAME,
+    base: Path | str | None = None,
+    *,
+    made_for: Mapping[str, str] | None = None,
+    tokenizer: Tokenizer | None = None,
+    context: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the adapter of that name; `base` is the folder, or the name on the Hub, of the model it belongs to.
 
-
-def save_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, base: str | None = None) -> None:
-    """Write the adapter of that name; `base` is the name or path of the model that it belongs to.
-
-    PiSSA is written as plain LoRA of twice the rank, for the base as it was. Whole or not at all, like
-    `save`. Raises ValueError for what PEFT has no words for, with the place.
+    `made_for` is what `identity` said of that model, where its numbers have been rounded since. The tokenizer's
+    files and the context are those to be used with the adapter. `facts` go into the card; its "changes" are notes
+    of what was done to the base before, which opening the folder repeats. PiSSA is written as plain LoRA of twice
+    the rank, for the base as it was. Whole or not at all, like `save`.
+    Raises ValueError for what PEFT has no words for, with the place.
     """
     folder, there = Path(folder), lora.wrapped(model, name)
     about = base_of(model)
@@ -96,19 +127,51 @@ def save_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, ba
     whole = {t.theirs: (t, joined(t, ours, about.sizes)) for t in _written(about, ours)}
     forms = [outer[name].form for outer in there.values()]
     config = _config([t for t, _ in whole.values()], about) | _ranks(whole.values(), forms[0].rslora)
-    config |= {"use_rslora": forms[0].rslora, "use_dora": forms[0].dora, "base_model_name_or_path": base}
+    config |= {"use_rslora": forms[0].rslora, "use_dora": forms[0].dora, "base_model_name_or_path": _named(base)}
     config["lora_dropout"] = 0.0 if config["target_parameters"] else forms[0].dropout  # PEFT has none on experts
     weights = held({PREFIX + k: w for k, w in _all_keys(list(whole.values()), about)})
-    card = {"adapter": name, "family": about.family, "base": {"kind": _kind(model), "sha256": digest(model)}}
+    note = _loadable(whole.values(), Words.told(folder / ADAPTER, config), name)
+    card: dict[str, Any] = {
+        "adapter": name,
+        "family": about.family,
+        "base": {**(made_for or identity(model)), **_beside(base, folder)},
+    }
+    card |= {"structure": structure(about, note), "changes": []}
+    card |= {} if context is None else {"context": context}
 
     def fill(staged: Path) -> None:
         stream.write(staged, weights, WEIGHTS[0], shard=1 << 62)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
-        write_card(staged, card)
+        if tokenizer is not None:
+            tokenizer.save(staged)
+            for file, content in beside(tokenizer, context).items():
+                (staged / file).write_text(json.dumps(content, indent=2) + "\n")
+        write_card(staged, {**card, **(facts or {})})
 
     settle(folder)
     atomic.write_folder(folder / READY, fill, sum(w.nbytes for w in weights.values()))
     settle(folder)
+
+
+def _named(base: Path | str | None) -> str | None:
+    """What PEFT is told of the base: the whole path of a folder, or the name on the Hub."""
+    if base is None or not Path(base).is_dir():
+        return None if base is None else str(base)
+    return str(Path(base).resolve())
+
+
+def _beside(base: Path | str | None, folder: Path) -> dict[str, str]:
+    """Where the base lies as seen from the adapter, so that both can be moved together."""
+    if base is None or not Path(base).is_dir():
+        return {}
+    return {"folder": os.path.relpath(Path(base).resolve(), folder.resolve())}
+
+
+def _loadable(whole: Iterable[tuple[Target, Factors]], words: "Words", name: str) -> lora.Note:
+    """The note under which what is written will be loaded."""
+    parts = {t: replace(f, scale=words.of(t)[1]) for t, f in whole}
+    found = {place: thin(f) for t, whole in parts.items() for place, f in parted(t, whole).items()}
+    return words.note(found, name)
 
 
 def _factors(outer: Adapted, name: str) -> Factors:
@@ -204,6 +267,8 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     found = _found(folder, words, base)
     _acts(folder, found, base)
     note = words.note(found, name)
+    if not any_base:
+        _same_structure(base, note, card, folder)
     lora.shape(model, **note)
     _copy(model, found, name)
     lora.select(model, name)
@@ -222,11 +287,16 @@ class Words:
     rslora: bool
     dora: bool
     dropout: float
+    modules: tuple[str, ...]
 
     @classmethod
     def read(cls, path: Path) -> "Words":
         """Raises ValueError for what is no LoRA, or changes the base in a way that is not read here."""
-        config = json_file.read(path, json_file.CONFIG)
+        return cls.told(path, json_file.read(path, json_file.CONFIG))
+
+    @classmethod
+    def told(cls, path: Path, config: Mapping[str, Any]) -> "Words":
+        """The same from what is, or will be, in the file at `path`."""
         _refuse(path, config)
         return cls(
             path,
@@ -237,6 +307,7 @@ class Words:
             _flag(path, "use_rslora", config),
             _flag(path, "use_dora", config),
             _dropout(path, config),
+            _modules(config),
         )
 
     def of(self, target: Target) -> tuple[int, float]:
@@ -338,6 +409,16 @@ def _patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> 
     return patterns
 
 
+def _modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The ends of names of all modules that are adapted; none where other settings narrow them down."""
+    said = config.get("target_modules")
+    narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
+    listed = isinstance(said, list) and all(isinstance(name, str) for name in said)
+    return (
+        tuple(said) if isinstance(said, list) and listed and not any(x not in (None, []) for x in narrowed) else ()
+    )
+
+
 def _matches(pattern: str, path: str) -> bool:
     """PEFT's rule: a regular expression for the end of the name, from a dot on."""
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
@@ -346,12 +427,25 @@ def _matches(pattern: str, path: str) -> bool:
 def _same_base(model: nn.Module, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card says that the adapter is of other weights; other kinds cannot be compared."""
     base = card.get("base")
-    if not isinstance(base, dict) or base.get("kind") != _kind(model) or base.get("sha256") == digest(model):
+    if not isinstance(base, dict):
         return
-    raise ValueError(
-        f"{folder}: made for other weights: a base with SHA-256 {shown(base.get('sha256'))}, not "
-        f"{digest(model)!r}; load that base, or say any_base if this one will do"
-    )
+    here = identity(model)
+    if base.get("kind") == here["kind"] and base.get("sha256") != here["sha256"]:
+        raise ValueError(
+            f"{folder}: made for other weights: a base with SHA-256 {shown(base.get('sha256'))}, not "
+            f"{here['sha256']!r}; load that base, or say any_base if this one will do"
+        )
+
+
+def _same_structure(base: Base, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError if the card was written for another model with weights of these shapes."""
+    said = card.get("structure")
+    if said is not None and said != (here := structure(base, note)):
+        raise ValueError(
+            f"{folder}: base and adapter make another model here, with the structure {here[:12]}, not "
+            f"{shown(said)[:14]}: a setting of the base, rank or alpha differ, or the versions of dunes or torch; "
+            "load its own base, or say any_base if this one will do"
+        )
 
 
 PARTS = {
@@ -385,7 +479,7 @@ def _grouped(folder: Path) -> dict[str, dict[str, Stored]]:
 
 def _found(folder: Path, words: Words, base: Base) -> dict[str, Factors]:
     """The factors at each of our places. Raises ValueError, with the tensor, for what does not fit."""
-    named, found = base.targets, {}
+    named, found, seen = base.targets, {}, set[str]()
     for module, group in _grouped(folder).items():
         target = _target(folder, module, group, named, base)
         if "base" in group:
@@ -397,16 +491,29 @@ def _found(folder: Path, words: Words, base: Base) -> dict[str, Factors]:
                 f"{folder}: {module} has {', '.join(sorted(group))}; A and B are expected, and with "
                 f"use_dora, which is {words.dora}, a magnitude; fetch the files again"
             )
+        seen.update(target.places)
         whole = _whole(module, group, target, words, base)
         for place, factors in parted(target, whole).items():
             if place in found:
                 raise ValueError(f"{folder}: {place} is adapted twice, the second time by {module}")
             found[place] = thin(factors)
+    _complete(folder, words, seen, named)
     if not found:
         raise ValueError(
             f"{folder}: this adapter changes nothing: every B is zero, or there is none; was it trained?"
         )
     return found
+
+
+def _complete(folder: Path, words: Words, seen: set[str], named: Mapping[str, Target]) -> None:
+    """Raise ValueError if the config names modules of this model of which the file has nothing."""
+    experts = {place for t in named.values() if t.stacked for place in t.places}  # kept in one of several ways
+    asked = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in words.modules)]
+    if lost := [t for t in asked if not seen.issuperset(t.places) and experts.isdisjoint(t.places)]:
+        raise ValueError(
+            f"{folder}: {ADAPTER} names {len(asked)} modules, and the file has nothing for {len(lost)} of them, "
+            f"such as {lost[0].path}; fetch the files again"
+        )
 
 
 def _target(

@@ -3,12 +3,12 @@
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from dunes.text import Tokenizer
 
 READY = ".ready"
 IDS = ("bos", "eos", "pad")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _make_way(folder: Path, ready: Path) -> None:
         (folder / stream.SINGLE).unlink(missing_ok=True)
 
 
-def beside(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
+def beside(tokenizer: Tokenizer, context: int | None) -> dict[str, Any]:
     """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
     names = tokenizer.named
     ids = special_ids(tokenizer)
@@ -137,19 +138,23 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
-    """The model, its tokenizer and its card, from any form of folder that is read here.
+    """The model, its tokenizer and its card, from any form of model folder that is read here.
 
     Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
     the dtype they are stored in. Beside a process that saves into the folder a load begins again, once.
     """
-    folder = Path(folder)
+    return steady(Path(folder), lambda there: _loaded(there, device))
+
+
+def steady(folder: Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of the folder; once more if it fails while another process saves there."""
     before = _saved(folder)
     try:
-        return _loaded(folder, device)
+        return read(folder)
     except (ValueError, FileNotFoundError):
         if _saved(folder) == before:
             raise
-    return _loaded(folder, device)
+    return read(folder)
 
 
 def _saved(folder: Path) -> list[tuple[int, int] | None]:

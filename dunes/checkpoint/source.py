@@ -139,7 +139,7 @@ def opened(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
 
 def _adapter(folder: Path) -> str:
     base = header.shown(json_file.read(folder / ADAPTER, json_file.CONFIG).get("base_model_name_or_path"))
-    return f"{folder}: an adapter of {base}, not a whole model; load that, and put it on with load_adapter"
+    return f"{folder}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {folder} OUT"
 
 
 def _hugging_face(folder: Path, files: dict[str, Stored]) -> Source:

@@ -210,9 +210,15 @@ def inspect(model: Model, values: bool = False) -> int:
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
     from dunes.checkpoint.folder import settled
+    from dunes.checkpoint.opening import about, adapts
     from dunes.checkpoint.source import opened
 
-    source = opened(settled(checkpoint.local(model).folder))
+    folder = checkpoint.local(model).folder
+    if adapts(folder):
+        lines, reason = about(folder)
+        print("\n".join(lines))
+        return 0 if reason is None else 1
+    source = opened(settled(folder))
     verdict = look.judged(source, deep=values)
     for line in look.inspect(source, verdict):
         print(line)

@@ -56,7 +56,7 @@ class Harness(TemplateLM):
         self.inner.no_padding()
         self._end, self.ends = loaded.tokenizer.end, loaded.tokenizer.stops
         # The `hf` backend scores after the beginning of a text even where the tokenizer does not put it there.
-        first = token(settings(folder / "tokenizer_config.json"), "bos_token")
+        first = token(settings(loaded.tokenizer.place), "bos_token")
         self._first = self._end if first is None else loaded.tokenizer.special(first)
 
     @property

@@ -14,8 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dunes.text import json_file
 from dunes.text.marks import settings
 
+JINJA = "chat_template.jinja"
 LIMIT_TEMPLATE, LIMIT_OUTPUT = 1 << 18, 1 << 20
 """The largest template, and the most that it may write, in characters."""
 
@@ -41,16 +43,28 @@ def template(folder: Path | str) -> str | None:
 
     None if it has none. Raises ValueError that names the file for what is not a template, or too large.
     """
-    path = Path(folder) / "chat_template.jinja"
+    path = Path(folder) / JINJA
     if path.is_file():
         if path.stat().st_size > 4 * LIMIT_TEMPLATE:
             raise ValueError(f"{path}: {path.stat().st_size} bytes; a chat template has at most {LIMIT_TEMPLATE}")
-        try:
-            return _sized(path.read_text(encoding="utf-8"), str(path))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8: {error}") from None
+        return template_of({JINJA: path.read_bytes()}, path.parent)
     path = Path(folder) / "tokenizer_config.json"
-    found = settings(path).get("chat_template")
+    return _said(settings(path), path)
+
+
+def template_of(files: Mapping[str, bytes], folder: Path) -> str | None:
+    """The same from the contents of these files, of which messages say that they lie in `folder`."""
+    if (content := files.get(JINJA)) is not None:
+        try:
+            return _sized(content.decode("utf-8"), str(folder / JINJA))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{folder / JINJA}: not UTF-8: {error}") from None
+    path = folder / "tokenizer_config.json"
+    return _said(json_file.parsed(files[path.name], path), path) if path.name in files else None
+
+
+def _said(words: Mapping[str, Any], path: Path) -> str | None:
+    found = words.get("chat_template")
     return None if found is None else _sized(_default(found, path), str(path))
 
 

@@ -23,7 +23,11 @@ def read(path: Path, largest: int = LARGEST) -> dict[str, Any]:
         raise ValueError(
             f"{path}: {size / 1e6:.0f} MB are too much for a JSON file; {largest / 1e6:.0f} MB is the limit"
         )
-    text = path.read_bytes()
+    return parsed(path.read_bytes(), path)
+
+
+def parsed(text: bytes, path: Path) -> dict[str, Any]:
+    """The object in the text of a JSON file that messages call `path`. Raises ValueError like `read`."""
     if (parts := sum(map(text.count, (b",", b"[", b"{")))) > PARTS:
         raise ValueError(
             f"{path}: {parts:,} commas and brackets are too many for a JSON file; {PARTS:,} is the limit"

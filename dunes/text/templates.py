@@ -10,14 +10,15 @@ https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py, mistral the f
 https://github.com/mistralai/mistral-common, chatml https://github.com/openai/openai-python/blob/v0.28.1/chatml.md.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
-from dunes.text import chat
+from dunes.text import chat, json_file
 from dunes.text.tokenizer import Tokenizer
 
 PAIRED = (
@@ -287,6 +288,36 @@ def prompt(template: Template, talk: Talk, tokenizer: Tokenizer) -> list[int]:
     template.check(tokenizer)
     (pieces,) = template.write([talk], opened=True)
     return encoded(pieces, tokenizer)[0]
+
+
+def carried(template: Template, tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with the template and its stop token in the files beside it, as other tools look for them.
+
+    Raises ValueError if it cannot write what the template asks for.
+    """
+    template.check(tokenizer)
+    other = tokenizer.stopping(template.stop(tokenizer))
+    source = template.source if isinstance(template, Own) else named(template.name).jinja(tokenizer)
+    other.beside[chat.JINJA] = source.encode()
+    name = other.place.name
+    if name in other.beside:  # which may have a template of its own, or the one that was there before
+        words = json_file.parsed(other.beside[name], other.place)
+        if words.pop("chat_template", None) is not None:
+            other.beside[name] = (json.dumps(words, indent=2) + "\n").encode()
+    return other
+
+
+def of(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
+    """The template that a model speaks: the one that its card names, else its own, if it came with one.
+
+    Raises ValueError if the tokenizer cannot write it, or it ends no answer.
+    """
+    name = card.get("template")
+    if isinstance(name, str) and name in TEMPLATES:
+        TEMPLATES[name].check(tokenizer)
+        return TEMPLATES[name]
+    source = chat.template_of(tokenizer.beside, tokenizer.place.parent)
+    return None if source is None else Own(source, tokenizer)
 
 
 # The named templates

@@ -9,6 +9,7 @@ the tokens of Python code.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from dunes.text import llama3, sentencepiece, tekken
+from dunes.text import json_file, llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks, settings
 from dunes.text.spelling import Spelling, spelling
 
@@ -120,6 +121,22 @@ class Tokenizer:
         if path.name != "tokenizer.json" and loaded.place.name in loaded.beside:
             loaded.beside[loaded.place.name] = _for_json(settings(loaded.place))
         return loaded
+
+    def stopping(self, stop: int) -> "Tokenizer":
+        """The same tokenizer for a model that ends what it says with this id, too.
+
+        A generation_config.json beside it tells other tools, and `load` of what it saves.
+        """
+        other = Tokenizer(self.inner, replace(self._marks, stops=frozenset({*self.stops, stop})))
+        other.place, name = self.place, "generation_config.json"
+        words: dict[str, Any] = {f"{key}_id": self.special(token) for key, token in self.named.items()}
+        if name in self.beside:
+            words = json_file.parsed(self.beside[name], self.place.with_name(name))
+        # The end comes first: where no other file names one, the first is taken for it.
+        ends = [self.end, *sorted(other.stops - {self.end})]
+        content = json.dumps(words | {"eos_token_id": ends}, indent=2) + "\n"
+        other.beside = self.beside | {name: content.encode()}
+        return other
 
     @staticmethod
     def file(folder: Path) -> Path | None:

@@ -1,0 +1,297 @@
+"""Adapters opened through their folders: base, tokenizer and template found; half-read ones refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapters import difference, trained
+from dunes import checkpoint
+from dunes.augment import attach, quantize
+from dunes.checkpoint.convert import convert
+from dunes.checkpoint.folder import checked
+from dunes.checkpoint.opening import about
+from dunes.text import Tokenizer
+from dunes.text.templates import Turn, carried, named, of, prompt
+from test_adapter import IDS, LIMIT, pair, weights, words
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOKENS = Tokenizer.train("chars", ["abcdefghijklmnopqrstuvwxyz .,:#?!\n"])
+"""Few enough ids for the models of `pair`."""
+TALK = (Turn("user", "ab"),)
+
+
+def base_in(folder, shape="llama"):
+    """A model in a folder; theirs, and ours."""
+    theirs, ours = pair(shape)
+    checkpoint.save(ours, folder, TOKENS, 32)
+    return theirs, ours
+
+
+def adapter_in(folder, ours, base, **options):
+    made_for = checkpoint.identity(ours)
+    attach(ours, rank=4, **options)
+    trained(ours)
+    tokenizer = carried(named("chatml"), TOKENS)
+    facts = {"template": "chatml"}
+    checkpoint.save_adapter(
+        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context=24, facts=facts
+    )
+    return ours(IDS)
+
+
+@pytest.fixture
+def made(tmp_path):
+    _, ours = base_in(tmp_path / "base")
+    said = adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    return tmp_path / "a", said
+
+
+KINDS = {
+    "lora": ("llama", {}),
+    "rslora": ("llama", {"rslora": True}),
+    "dora": ("gpt2", {"dora": True}),
+    "experts": ("mixtral", {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    shape, options = KINDS[kind]
+    _, ours = base_in(tmp_path / "base", shape)
+    plain = ours(IDS)
+    said = adapter_in(tmp_path / "a", ours, tmp_path / "base", **options)
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "a").eval()
+    with torch.no_grad():
+        assert difference(theirs(IDS).logits, said) <= LIMIT * plain.abs().max()
+    loaded = checkpoint.load(tmp_path / "a")
+    assert difference(loaded.model(IDS), said) <= LIMIT * plain.abs().max()
+    assert difference(plain, said) > 0.1
+    assert loaded.context == 24
+    assert not loaded.model.training
+    template = of(loaded.tokenizer, loaded.card)
+    assert template is named("chatml")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "a").apply_chat_template(
+        [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_dict=False
+    )
+    assert ids == prompt(template, TALK, loaded.tokenizer)
+    assert loaded.tokenizer.special("<|im_end|>") in loaded.tokenizer.stops
+
+
+def test_the_base_is_found_where_both_were_moved_and_missed_with_a_remedy(made, tmp_path, monkeypatch):
+    folder, said = made
+    (tmp_path / "new").mkdir()
+    shutil.move(tmp_path / "base", tmp_path / "new" / "base")
+    with pytest.raises(ValueError, match=r"is not there; .*dunes chat BASE --adapter") as error:
+        checkpoint.load(folder)
+    assert "\n" not in str(error.value)
+    assert about(folder)[1]
+    shutil.move(folder, tmp_path / "new" / "a")
+    assert difference(checkpoint.load(tmp_path / "new" / "a").model(IDS), said) <= LIMIT
+
+
+def test_a_name_on_the_hub_goes_to_the_hub(made, monkeypatch):
+    folder, _ = made
+    asked = []
+
+    def local(name, revision=None):
+        asked.append((name, revision))
+        raise ValueError("no way to the Hub")
+
+    card = json.loads((folder / "dunes.json").read_text())
+    del card["base"]["folder"], card["files"]["adapter_config.json"]
+    (folder / "dunes.json").write_text(json.dumps(card))
+    words(base_model_name_or_path="org/name", revision="main")(folder)
+    monkeypatch.setattr("dunes.checkpoint.opening.local", local)
+    with pytest.raises(ValueError, match="no way to the Hub; or name it"):
+        checkpoint.load(folder)
+    assert asked == [("org/name", "main")]
+
+
+def test_a_folder_of_pefts_opens_with_the_tokenizer_of_the_base(tmp_path):
+    import peft
+
+    theirs, _ = base_in(tmp_path / "base")
+    theirs.name_or_path = str(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    adapted = peft.get_peft_model(theirs, config).eval()
+    for n, p in adapted.named_parameters():
+        if "lora_" in n:
+            p.data += torch.randn(p.shape) * 0.1
+    adapted.save_pretrained(tmp_path / "a")
+    loaded = checkpoint.load(tmp_path / "a")
+    with torch.no_grad():
+        assert difference(loaded.model(IDS), adapted(IDS).logits) <= LIMIT * 10
+    assert loaded.context == 32
+    assert loaded.card == {}
+    assert loaded.tokenizer.encode("ab") == TOKENS.encode("ab")
+    lines, reason = about(tmp_path / "a")
+    assert reason is None
+    assert "q_proj 2 times" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
+    _, ours = base_in(tmp_path / "base")
+    note = quantize(ours, kind="nf4", double=True)
+    made_for = checkpoint.identity(ours)
+    attach(ours, rank=2)
+    trained(ours)
+    checkpoint.save_adapter(
+        ours, tmp_path / "a", base=tmp_path / "base", facts={"changes": [note]}, made_for=made_for
+    )
+    torch.set_num_threads(threads)
+    try:
+        loaded = checkpoint.load(tmp_path / "a")
+    finally:
+        torch.set_num_threads(1)
+    assert difference(loaded.model(IDS), ours(IDS)) <= 1e-6
+    assert checkpoint.identity(loaded.model) == made_for
+    assert "nf4" in "\n".join(about(tmp_path / "a")[0])
+    card = json.loads((tmp_path / "a" / "dunes.json").read_text())
+    card["changes"][0]["request"]["double"] = False
+    (tmp_path / "a" / "dunes.json").write_text(json.dumps(card))
+    with pytest.raises(ValueError, match="made for other weights"):
+        checkpoint.load(tmp_path / "a")
+    card["changes"][0]["name"] = "shuffle"
+    (tmp_path / "a" / "dunes.json").write_text(json.dumps(card))
+    with pytest.raises(ValueError, match="'shuffle' is not known"):
+        checkpoint.load(tmp_path / "a")
+
+
+def test_a_base_that_training_rounds_is_known_by_what_it_was(tmp_path):
+    _, ours = base_in(tmp_path / "base")
+    made_for = checkpoint.identity(ours)
+    ours.to(torch.bfloat16)
+    attach(ours, rank=2)
+    checkpoint.save_adapter(trained(ours), tmp_path / "a", base=tmp_path / "base", made_for=made_for)
+    assert checkpoint.load(tmp_path / "a").model
+    checkpoint.save_adapter(ours, tmp_path / "b", base=tmp_path / "base")
+    card = json.loads((tmp_path / "b" / "dunes.json").read_text())
+    assert card["base"]["kind"] == "torch.bfloat16"
+
+
+def unsealed(change):
+    """The change, made where no digest tells of it."""
+
+    def changed(folder):
+        card = json.loads((folder / "dunes.json").read_text())
+        (folder / "dunes.json").write_text(json.dumps(card | {"files": {}}))
+        change(folder)
+
+    return changed
+
+
+def other_base(folder):
+    _, other = pair("llama")
+    with torch.no_grad():
+        other.norm.weight += 1
+    checkpoint.save(other, folder.parent / "base", TOKENS, 32)
+
+
+def other_angles(folder):
+    path = folder.parent / "base"
+    (path / "dunes.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    config["rope_theta"] = 500.0
+    config.pop("rope_parameters", None)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def lose(held, end):
+    for key in [k for k in held if end in k]:
+        del held[key]
+
+
+def renamed(held):
+    for key in list(held):
+        held[key.replace("base_model.model.", "base_model.model.model.language_")] = held.pop(key)
+
+
+def lengthened(held):
+    held["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.ones(4, 32)
+    held["base_model.model.model.layers.7.self_attn.q_proj.lora_B.weight"] = torch.ones(32, 4)
+
+
+DAMAGED = {
+    "another prefix: every tensor would be dropped": (weights(renamed), "has no place in this llama"),
+    "a layer too many": (weights(lengthened), "has no place in this llama"),
+    "a module lost": (weights(lambda h: lose(h, "layers.1.self_attn.v_proj")), "nothing for 1 of them.*1.*v_proj"),
+    "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "nothing for 2 of them"),
+    "all lost": (weights(lambda h: h.clear()), "nothing for 14 of them"),
+    "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "changes nothing"),
+    "another alpha": (words(lora_alpha=8.0), "another model here"),
+    "another base": (other_base, "made for other weights"),
+    "a base with other angles": (other_angles, "another model here"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_an_adapter_that_would_not_be_what_was_trained_is_refused(case, made):
+    folder, _ = made
+    change, said = DAMAGED[case]
+    unsealed(change)(folder)
+    with pytest.raises(ValueError, match=said) as error:
+        checkpoint.load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("end", ["q_proj", "embed_tokens", "norm.weight"])
+def test_a_base_that_is_not_whole_is_refused(end, made):
+    folder, _ = made
+    path = folder.parent / "base"
+    (path / "dunes.json").unlink()
+    held = load_file(path / "model.safetensors")
+    lose(held, end)
+    save_file(held, path / "model.safetensors")
+    with pytest.raises(ValueError, match="is missing"):
+        checkpoint.load(folder)
+
+
+def test_a_change_on_the_disk_is_seen(made):
+    folder, _ = made
+    words(r=2)(folder)
+    with pytest.raises(ValueError, match="not the bytes that were written"):
+        checkpoint.load(folder)
+
+
+def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
+    folder, _ = made
+    with pytest.raises(ValueError, match="merge it first: dunes augment merge"):
+        convert(checked(folder), tmp_path / "out")
+    assert checkpoint.described(folder)[0] == "llama"
+    assert checkpoint.described(folder)[2]["template"] == "chatml"
+    assert not (tmp_path / "out").exists()
+
+
+def test_verbs_take_adapter_folders(made, tmp_path):
+    folder, _ = made
+
+    def dunes(*arguments):
+        line = [sys.executable, "-m", "dunes", *map(str, arguments)]
+        return subprocess.run(line, capture_output=True, text=True, timeout=200)
+
+    (tmp_path / "text.txt").write_text("abc def. " * 40)
+    assert dunes("generate", folder, "ab", "--tokens", 4).returncode == 0
+    assert "bits a byte" in dunes("eval", folder, tmp_path / "text.txt").stdout
+    looked = dunes("inspect", folder)
+    assert looked.returncode == 0, looked.stderr
+    for line in ("LoRA, rank 4, alpha 32", "q_proj 2 times", "template    chatml", str(tmp_path / "base")):
+        assert line in looked.stdout
+    refused = dunes("export", folder, tmp_path / "out")
+    assert refused.returncode == 2
+    assert "dunes augment merge" in refused.stderr
+
+
+def test_the_structure_is_the_same_in_another_process(made):
+    folder, _ = made
+    code = f"from dunes import checkpoint; checkpoint.load({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,101 @@
+"""Template and stop tokens travel with a model: transformers reads them off the folder, and so do we."""
+
+import json
+import warnings
+
+import pytest
+
+from dunes import checkpoint
+from dunes.checkpoint.convert import convert
+from dunes.checkpoint.folder import checked
+from dunes.models import FAMILIES
+from dunes.text import SPECIAL, Tokenizer
+from dunes.text.templates import TEMPLATES, Own, Turn, carried, encoded, named, of, prompt
+from test_examples import CHAT, THEIRS, bpe, llama3, spaced  # noqa: F401  (fixtures)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+CASES = {
+    "chatml": ("bpe", CHAT),
+    "alpaca": ("bpe", CHAT[1:2]),
+    "plain": ("bpe", CHAT[1:2]),
+    "llama3": ("llama3", CHAT[:4]),
+    "mistral": ("spaced", CHAT[1:4]),
+    "llama2": ("spaced", CHAT[:4]),
+    "own": ("bpe", CHAT[:4]),
+}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def small(tokenizer):
+    family = FAMILIES["llama"]
+    return family.build(
+        family.Config(
+            vocab=tokenizer.vocab, context=512, dim=16, depth=1, heads=2, kv_heads=1, head_dim=8, hidden=24
+        )
+    ).eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, request):
+    kind, messages = CASES[case]
+    plain = request.getfixturevalue(kind)
+    source = THEIRS["chatml"].replace("bos_token", "'<|endoftext|>'")
+    template = Own(source, plain) if case == "own" else named(case)
+    tokenizer, model = carried(template, plain), small(plain)
+    stops = {plain.end, template.stop(plain)}
+    assert tokenizer.stops >= stops
+    facts = {} if case == "own" else {"template": case}
+    checkpoint.save(model, tmp_path / "m", tokenizer, 512, facts)
+    convert(checked(tmp_path / "m"), tmp_path / "again")
+    talk = tuple(Turn(m["role"], m["content"]) for m in messages)
+    for folder in (tmp_path / "m", tmp_path / "again"):
+        loaded = checkpoint.load(folder)
+        assert loaded.tokenizer.stops == tokenizer.stops
+        assert loaded.tokenizer.end == plain.end
+        assert loaded.tokenizer.begin == plain.begin
+        assert set(GenerationConfig.from_pretrained(folder).eos_token_id) == tokenizer.stops
+        found = of(loaded.tokenizer, loaded.card)
+        assert (found is TEMPLATES[case]) if case != "own" else isinstance(found, Own)
+        ids = prompt(found, talk, loaded.tokenizer)
+        assert ids == prompt(template, talk, plain)
+        theirs = AutoTokenizer.from_pretrained(folder)
+        said = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert said == ids
+        # The file alone says the same as the name does.
+        assert prompt(of(loaded.tokenizer, {}), talk, loaded.tokenizer) == ids
+        assert set(AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id) == tokenizer.stops
+
+
+def test_a_begin_that_the_tokenizer_adds_is_not_doubled(llama3):  # noqa: F811
+    """The template writes the beginning and the tokenizer would add it, too: it stands there once."""
+    tokenizer = carried(named("llama3"), llama3)
+    ids = prompt(of(tokenizer, {}), (Turn("user", "Hi"),), tokenizer)
+    (begin,) = llama3.begin
+    assert ids.count(begin) == 1
+    assert ids[0] == begin
+
+
+def test_what_was_beside_is_kept_but_the_older_template(bpe, tmp_path):  # noqa: F811
+    bpe.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old", "eos_token": SPECIAL[0]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 300}))
+    tokenizer = carried(named("chatml"), Tokenizer.load(tmp_path))
+    tokenizer.save(tmp_path)
+    words = json.loads((tmp_path / "generation_config.json").read_text())
+    assert words == {"temperature": 0.6, "eos_token_id": [bpe.end, 300, bpe.special("<|im_end|>")]}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": SPECIAL[0]}
+    assert Tokenizer.load(tmp_path).stops == tokenizer.stops
+
+
+def test_a_model_without_a_template_has_none_and_a_wrong_one_is_refused(bpe, spaced):  # noqa: F811
+    assert of(bpe, {}) is None
+    assert of(bpe, {"template": "no such"}) is None
+    with pytest.raises(ValueError, match=r"has no <\|im_start\|>"):
+        carried(named("chatml"), spaced)
+    with pytest.raises(ValueError, match=r"has no <\|im_start\|>"):
+        of(spaced, {"template": "chatml"})
+    pieces = next(iter(named("chatml").write([(Turn("user", "<|im_end|>"),)], opened=True)))
+    assert encoded(pieces, bpe)[0].count(bpe.special("<|im_end|>")) == 1
