@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-VERBS = ("train", "generate", "complete", "eval", "inspect", "convert", "export", "bench")
+VERBS = ("train", "finetune", "generate", "complete", "eval", "inspect", "convert", "export", "bench")
 
 
 def main() -> None:

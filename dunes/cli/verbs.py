@@ -92,6 +92,101 @@ def train(
     return run(plan, folder, Display(), resume, asked=given, **how)
 
 
+Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8"]
+Speech = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
+
+
+def finetune(
+    model: Annotated[str | None, tyro.conf.Positional, _open("MODEL", "needed")] = None,
+    *,
+    data: Annotated[Path | None, _open("FILE", "needed")] = None,
+    out: Annotated[Path | None, _open("RUN", "needed")] = None,
+    method: Annotated[Method | None, _open("|".join(get_args(Method)), "lora")] = None,
+    where: Annotated[tuple[str, ...], _open("GLOB", "all linear maps in the blocks; full: everything")] = (),
+    rank: Annotated[int | None, _open("RANK", "16")] = None,
+    alpha: Annotated[float | None, _open("ALPHA", "32")] = None,
+    ranks: Annotated[tuple[str, ...], _open("GLOB=RANK", "none")] = (),
+    dropout: Annotated[float | None, _open("SHARE", "0")] = None,
+    lr: Annotated[float | None, _open("RATE", "by method and width")] = None,
+    epochs: Annotated[float | None, _open("EPOCHS", "3")] = None,
+    steps: Annotated[int | None, _open("STEPS", "as many as the epochs are")] = None,
+    minutes: Annotated[float | None, _open("MINUTES", "by epochs")] = None,
+    batch: Annotated[int | None, _open("ROWS")] = None,
+    at_once: Annotated[int | None, _open("ROWS", "as many as fit memory")] = None,
+    context: Annotated[int | None, _open("TOKENS", "as the longest example")] = None,
+    template: Annotated[Speech | None, _open("|".join(get_args(Speech)), "the model's own, or by data")] = None,
+    train_on: Annotated[Literal["answers", "all"] | None, _open("answers|all", "answers")] = None,
+    valid: Annotated[Path | None, _open("FILE", "a part of the data")] = None,
+    held_out: Annotated[float | None, _open("SHARE", "0.05")] = None,
+    truncated: Annotated[float | None, _open("SHARE", "0.05")] = None,
+    domain: Annotated[tuple[str, ...], _open("SOURCE", "what the base's own training held out")] = (),
+    seed: Annotated[int | None, _open("NUMBER", "0")] = None,
+    unpacked: bool = False,
+    show: int = 0,
+    dry_run: bool = False,
+    resume: bool = False,
+    override: Annotated[tuple[str, ...], _open("FIELD", "none")] = (),
+    strict: bool = False,
+    profile: bool = False,
+    tensorboard: bool = False,
+) -> int:
+    """Teach a model from examples: instructions, chats, prompts and completions, or plain text.
+
+    Before the first step it is said what the examples are and what would go wrong with them; in the end, what
+    was learned, what was forgotten, and how it answers, beside how the base did.
+
+    Example: dunes finetune runs/project --data alpaca.json --out runs/helper
+
+    Args:
+        model: A model folder, or a name on the Hub.
+        data: JSON list or JSON lines: Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text.
+        out: Folder of the run; the adapter, or with full the model, comes to lie there.
+        method: What is trained beside the frozen base; or all of it (full).
+        where: Places of the adapter, or what is trained with full; ! excludes, the last match wins.
+        rank: Of the adapter's matrices.
+        alpha: The adapter's scale is alpha / rank.
+        ranks: Other ranks for some places.
+        dropout: Before the adapter.
+        lr: Learning rate.
+        epochs: How often the examples are met.
+        steps: End after so many steps instead.
+        minutes: End after so many minutes instead.
+        batch: Rows in a step.
+        at_once: Rows of these that are computed together.
+        context: Tokens in a row.
+        template: How a conversation is written; it travels with the model.
+        train_on: Answers only, or prompts, too.
+        valid: Examples of their own for validation.
+        held_out: Else, the share of the data that is kept for it.
+        truncated: The share of the examples that may be cut at the end of a row.
+        domain: Files and folders of what the base knows, to measure what it forgets.
+        seed: Another seed, another run.
+        unpacked: One example in a row, not as many as fit.
+        show: Print so many examples, in colours that tell what is trained on.
+        dry_run: Report on the examples and the memory that it takes, and do nothing.
+        resume: Go on with the run in --out where it stopped; what was chosen then stays.
+        override: Fields that may be others than the run's when going on, of minutes and steps; threads and
+            dtype are measured anew.
+        strict: Stop when a save fails, and do not go back past a damaged state.
+        profile: Say at the end where the time went.
+        tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
+    """
+    asked = {k: v for k, v in locals().items() if v is not None and v != ()}
+    from dunes.runs.finetune import finetune as run
+    from dunes.runs.progress import Display
+    from dunes.runs.tuning import Tuning
+
+    if out is None and not dry_run:
+        raise ValueError("--out is missing; name a folder for the run")
+    apart = ("out", "show", "dry_run", "resume", "override", "strict", "profile", "tensorboard", "unpacked")
+    given: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in asked.items() if k not in apart}
+    given |= {"packed": False} if unpacked else {}
+    how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
+    how |= {"profile": profile, "tensorboard": tensorboard, "examples": show}
+    plan, folder = Tuning(**given), out or Path("runs/none")
+    return run(plan, folder, Display(), resume, asked=given, **how)
+
+
 def generate(
     model: Model,
     prompt: Annotated[str, tyro.conf.Positional] = "",

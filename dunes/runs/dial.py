@@ -17,7 +17,7 @@ from torch import nn
 from dunes import measure, tree
 from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
-from dunes.runs.memory import Shape, training
+from dunes.runs.memory import Shape, largest, process, training
 from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
 from dunes.text.tokenizer import SPECIAL
@@ -42,12 +42,6 @@ AGAIN = 5.0
 
 ARITHMETIC, PASSES = 0.79, 24.1
 """How often the counted arithmetic and the activations' bytes are gone through: fitted to 16 timed shapes."""
-
-STARTED = measure.resident() + 190e6
-"""Bytes of Python and torch: what there is now, and the code and workspaces that come with the first steps."""
-
-HOLES = 0.45
-"""Of what the steps of training take, as much again lies unused between it: glibc's heap after some steps."""
 
 WHY = "; a larger model would see too few, a smaller one holds less"
 
@@ -204,27 +198,14 @@ def traffic(model: nn.Module, context: int) -> float:
 
 def needs(plan: Plan) -> str:
     """The memory that a run takes, its largest parts, and what makes it less, in words."""
-    parts = memory(plan)
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    return (
-        f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, of which "
-        + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
-        + "; a smaller --batch, --context or --size needs less"
-    )
+    return f"{largest(memory(plan))}; a smaller --batch, --context or --size needs less"
 
 
 def memory(plan: Plan) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
     assert plan.dtype, "chosen before"
     log = training(partial(build, plan), Shape(plan.batch, plan.context, getattr(torch, plan.dtype)))
-    parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
-    if measure.device().type == "cuda":
-        return parts
-    weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
-    parts["Python, torch and its kernels"] = STARTED
-    parts["holes between them"] = HOLES * (log.peak - weights)
-    parts["the best weights and the state that is being saved"] = 3 * weights + averages
-    return parts
+    return process(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
 def explained(plan: Plan, machine: Machine, guess: Guess, why: str) -> list[str]:

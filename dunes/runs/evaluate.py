@@ -3,6 +3,7 @@
 # Shapes: B batch, T tokens.
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +65,28 @@ def evaluate(
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
+    return scored(
+        model,
+        (_rectangle(tokens, starts[i : i + BATCH], context) for i in range(0, len(starts), BATCH)),
+        width,
+        dtype,
+    )
+
+
+def scored(
+    model: Decoder,
+    batches: Iterable[tuple[torch.Tensor, ...]],
+    width: NDArray[np.int64],
+    dtype: torch.dtype = torch.float32,
+) -> Score:
+    """The score on batches: ids, targets (B, T), and what else the model's `nats` takes."""
     nats, count, size = 0.0, 0, 0
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
-        for i in range(0, len(starts), BATCH):
-            ids, targets = _rectangle(tokens, starts[i : i + BATCH], context)
-            total, counted = model.nats(ids.to(device), targets.to(device))
+        for batch in batches:
+            total, counted = model.nats(*(part.to(device) for part in batch))
             nats, count = nats + float(total), count + int(counted)
-            kept = targets.numpy()
+            kept = batch[1].numpy()
             size += int(width[kept[kept != IGNORE]].sum())
     return Score(nats, count, size)
 

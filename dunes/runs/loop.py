@@ -241,7 +241,7 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
             f"step {step.number}",
             f"loss {smoothed(losses)[-1]:.3f}" if losses else "",
             f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
-            f"lr {run.trainer.base[0] * step.rate:.4f}",
+            f"lr {run.trainer.base[0] * step.rate:.2g}",
             f"{quantity(step.count / step.seconds)} tok/s",
             f"{work * step.count / step.seconds / run.plan.matmul:.0%} of matmul" if run.plan.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",

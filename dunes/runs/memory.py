@@ -1,19 +1,28 @@
 """What a piece of work holds in memory: seen while it is done, or foreseen on tensors that have no data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 
 from dunes import measure, tree
 from dunes.measure import Allocations
 from dunes.parts import Checkpointed, Decoder, cache_for
 from dunes.train import Trainer, muon
+from dunes.train.loss import Loss
 
 Build = Callable[[], Decoder]
+
+STARTED = measure.resident() + 190e6
+"""Bytes of Python and torch: what there is now, and the code and workspaces that come with the first steps."""
+
+HOLES = 0.45
+"""Of what the steps of training take, as much again lies unused between it: glibc's heap after some steps."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +35,32 @@ class Shape:
     checkpointing: bool = False
 
 
-def training(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
-    """The allocations of a training step with Muon, the second one: the optimizer has its averages then.
+def nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss that runs train with: windows of ids (B, T + 1)."""
+    assert isinstance(model, Decoder), "runs build nothing else"
+    return model.nats(batch[:, :-1], batch[:, 1:])
+
+
+def windows(shape: Shape) -> Tensor:
+    """A batch of that shape, for `nats`."""
+    return torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
+
+
+class Learning(NamedTuple):
+    """What a step is made of beside the model."""
+
+    optimizer: Callable[[nn.Module], Optimizer] = muon
+    loss: Loss = nats
+    batch: Callable[[Shape], Any] = windows
+
+
+def training(
+    build: Build,
+    shape: Shape,
+    foreseen: bool = True,
+    learning: Learning = Learning(),  # noqa: B008  (frozen)
+) -> Allocations:
+    """The allocations of a training step, the second one: the optimizer has its averages then.
 
     `foreseen`: on tensors without data, in a fraction of a second and no memory, with the same result.
     """
@@ -35,8 +68,8 @@ def training(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
         model = build()
         if shape.checkpointing:
             tree.replace(model, "blocks.*", Checkpointed)
-        trainer = Trainer(model, muon(model), nats, dtype=shape.dtype)
-        batch = torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
+        trainer = Trainer(model, learning.optimizer(model), learning.loss, dtype=shape.dtype)
+        batch = learning.batch(shape)
         _step(trainer, batch)
         with measure.allocations(model) as log:
             _step(trainer, batch)
@@ -66,13 +99,26 @@ def _in(dtype: torch.dtype, build: Build) -> Decoder:
         torch.set_default_dtype(before)
 
 
-def nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss that runs train with: windows of ids (B, T + 1)."""
-    assert isinstance(model, Decoder), "runs build nothing else"
-    return model.nats(batch[:, :-1], batch[:, 1:])
+def process(log: Allocations, learned: int) -> dict[str, float]:
+    """Bytes of a process that trains, by what holds them; `learned` are those of the weights that it changes."""
+    parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
+    if measure.device().type == "cuda":
+        return parts
+    weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
+    parts["Python, torch and its kernels"] = STARTED
+    parts["holes between them"] = HOLES * (log.peak - weights)
+    parts["the best weights and the state that is being saved"] = 3 * learned + averages
+    return parts
 
 
-def _step(trainer: Trainer, batch: Tensor) -> None:
+def largest(parts: Mapping[str, float]) -> str:
+    """How much it is in all, and its largest parts, in words."""
+    first = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in first)
+    return f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, of which {words}"
+
+
+def _step(trainer: Trainer, batch: Any) -> None:
     """A step as the trainer does it, but for the look at its result, which has no data here."""
     trainer.gradients([batch])
     trainer.optimizer.step()

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a bar on a terminal, a plain line now and then elsewhere."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
@@ -7,6 +8,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 EVERY = 10.0
 """Seconds between plain lines."""
@@ -43,6 +45,14 @@ class Display:
     def line(self, text: str = "") -> None:
         """A line that stays."""
         self.console.print(text, markup=False, soft_wrap=True)
+
+    def coloured(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
+        """Text of which some parts are marked: by their colour, or in brackets where there is none."""
+        plain = self.console.color_system is None
+        text = Text(f"{title}\n")
+        for words, marked in parts:
+            text.append(f"⟦{words}⟧" if marked and plain else words, style="bold green" if marked else "dim")
+        self.console.print(text, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from dunes import checkpoint
+from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.evaluate import Score
@@ -264,6 +264,26 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
     if differences:
         note(run.folder, {"step": run.trainer.number, "changed": differences})
         write_file(run.folder / "state" / "plan.json", json.dumps(asdict(run.plan), indent=1).encode())
+
+
+def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
+    """What the card says of how the model was made, under that verb."""
+    return {
+        verb: {
+            **asdict(run.plan),
+            "steps": run.trainer.number,
+            "best_step": run.best_step,
+            "seconds": round(run.elapsed, 1),
+        },
+        "measured": {
+            "loss": score.loss,
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "tokens": score.tokens,
+            "peak_bytes": measure.peak_memory(run.trainer.device),
+        },
+        "spent": {what: round(seconds, 3) for what, seconds in run.spent.seconds.items()},
+    }
 
 
 def note(folder: Path, record: dict[str, Any]) -> None:

@@ -1,13 +1,15 @@
 """Scoring a model folder on text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dunes import checkpoint, measure
-from dunes.data import collect
+from dunes.data import Ids, collect
 from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.text import Tokenizer
 
 
 def score_folder(folder: Path, sources: Sequence[str] = ()) -> tuple[Score, int]:
@@ -17,14 +19,24 @@ def score_folder(folder: Path, sources: Sequence[str] = ()) -> tuple[Score, int]
     model's card does not say which these are, or if there is no text.
     """
     loaded = checkpoint.load(folder, measure.device())
-    trained = loaded.card.get("trained", {})
+    try:
+        ids, files = held_out(loaded.tokenizer, loaded.card, sources)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return evaluate(loaded.model, ids, widths(loaded.tokenizer.pieces()), loaded.context), files
+
+
+def held_out(tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = ()) -> tuple[Ids, int]:
+    """The ids of all text in the sources, and how many files that is; without sources, of the files that the
+    training in the card held out. Raises ValueError if the card does not say which these are."""
+    trained = card.get("trained", {})
     if not sources and trained.get("split") != "files":
-        raise ValueError(f"{folder}: does not say which files were held out; name the sources to score")
+        raise ValueError("does not say which files were held out; name the sources to score")
     corpus = collect(sources or trained["sources"])
     documents = corpus.valid + corpus.train if sources else corpus.valid
-    tokenizer, ids = loaded.tokenizer, list[int]()
+    ids = list[int]()
     # Where a document begins after the end of the one before, that end is there already.
     begin = [i for i in tokenizer.begin if i != tokenizer.end]
     for document in documents:
         ids += [*begin, *(i for part in tokenizer.encode_document(document.text()) for i in part), tokenizer.end]
-    return evaluate(loaded.model, np.array(ids), widths(tokenizer.pieces()), loaded.context), len(documents)
+    return np.array(ids), len(documents)

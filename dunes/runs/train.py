@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from dunes.runs.loop import How, Make, go
 from dunes.runs.memory import nats
 from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import Display, quantity
-from dunes.runs.run import Run, scheduled
+from dunes.runs.run import Run, facts, scheduled
 from dunes.runs.spent import Spent
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
@@ -105,26 +105,6 @@ class Text:
         )
 
     def close(self, run: Run, score: Score) -> list[str]:
-        checkpoint.save(run.model, run.folder, self.tokenizer, self.plan.context, facts(run, score))
+        checkpoint.save(run.model, run.folder, self.tokenizer, self.plan.context, facts(run, score, "trained"))
         folder = shlex.quote(str(run.folder))
         return [f"model {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
-
-
-def facts(run: Run, score: Score) -> dict[str, Any]:
-    """What the card says of how the model was made."""
-    return {
-        "trained": {
-            **asdict(run.plan),
-            "steps": run.trainer.number,
-            "best_step": run.best_step,
-            "seconds": round(run.elapsed, 1),
-        },
-        "measured": {
-            "loss": score.loss,
-            "perplexity": score.perplexity,
-            "bits_per_byte": score.bits_per_byte,
-            "tokens": score.tokens,
-            "peak_bytes": measure.peak_memory(run.trainer.device),
-        },
-        "spent": {what: round(seconds, 3) for what, seconds in run.spent.seconds.items()},
-    }

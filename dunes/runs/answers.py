@@ -1,0 +1,237 @@
+"""Learning to answer: the batches and scores of a finetune, and what it changed, beside what the base could do."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dunes import checkpoint, tree
+from dunes.checkpoint.atomic import write_file
+from dunes.data import Ids
+from dunes.data.examples import Example
+from dunes.data.packing import Batch, Batches
+from dunes.generate import below, generate, sampler
+from dunes.parts import Decoder
+from dunes.runs.evaluate import Score, evaluate, scored, widths
+from dunes.runs.lesson import Lesson, memory
+from dunes.runs.memory import largest
+from dunes.runs.progress import quantity
+from dunes.runs.run import Run, facts
+from dunes.runs.tuning import (
+    ADAPTER,
+    METHODS,
+    Tuning,
+)
+from dunes.text import Tokenizer, templates
+from dunes.text.templates import Talk
+
+SHOWN = 3
+"""Held-out examples that are answered before and after."""
+
+ANSWER = 160
+"""Tokens of such an answer at most."""
+
+DOMAIN = 65_536
+"""Tokens of the base's own domain that are scored before and after."""
+
+LINES, LINE = 5, 200
+"""Of an answer on the screen, and characters of each."""
+
+SCORED = 16
+"""Rows that are scored at a time."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the base could do: its score on the held-out answers and on its own domain, and what it answered."""
+
+    score: Score
+    domain: Score | None
+    said: list[str]
+
+    @classmethod
+    def read(cls, path: Path) -> "Before":
+        """Raises ValueError for a file that is none."""
+        found = json.loads(path.read_text())
+        domain = found["domain"] and Score(*found["domain"])
+        return cls(Score(*found["score"]), domain, found["said"])
+
+    def write(self, path: Path) -> None:
+        domain = self.domain and astuple(self.domain)
+        told = {"score": astuple(self.score), "domain": domain, "said": self.said}
+        write_file(path, json.dumps(told, indent=1).encode())
+
+
+@dataclass(frozen=True)
+class Answers:
+    """To learn to answer as examples do. `domain` is text of the base's own kind, `stored` the base's dtype."""
+
+    lesson: Lesson
+    domain: Ids | None
+    stored: torch.dtype
+    before: Before | None = None
+    notes: Sequence[Mapping[str, Any]] = ()
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Tuning:
+        return self.lesson.plan
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.lesson.tokenizer
+
+    @property
+    def prints(self) -> Mapping[str, str]:
+        every = sha256()
+        for side in (self.lesson.train, self.lesson.valid):
+            every.update(str(len(side)).encode())
+            for e in side:
+                every.update(e.ids.tobytes() + e.trained.tobytes())
+        return {"examples": every.hexdigest(), "base": str(self.base["sha256"])}
+
+    @property
+    def tokens(self) -> int:
+        return sum(_asked(e, self.plan.context) for e in self.lesson.valid)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        plan = self.plan
+        rows = Batches(self.lesson.train, plan.context, plan.at_once, plan.seed, plan.packed)
+        return rows.batches(start)
+
+    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
+        kept = self.lesson.valid if limit is None else _first(self.lesson.valid, self.plan.context, limit)
+        batches = Batches(kept, self.plan.context, SCORED)
+        return scored(model, batches.once(), widths(self.tokenizer.pieces()), dtype)
+
+    def sample(self, model: Decoder) -> str:
+        return "\n".join(f"{_question(r.talk)}\n>>> {self._said(model, r.talk)}" for r in self.lesson.held[:1])
+
+    def able(self, model: Decoder, dtype: torch.dtype) -> Before:
+        """What the model can do by now."""
+        said = [self._said(model, record.talk) for record in self.lesson.held[:SHOWN]]
+        return Before(self.score(model, dtype), self._known(model, dtype), said)
+
+    def _known(self, model: Decoder, dtype: torch.dtype) -> Score | None:
+        if self.domain is None:
+            return None
+        width = widths(self.tokenizer.pieces())
+        return evaluate(model, self.domain, width, self.lesson.base.context, dtype, DOMAIN)
+
+    def _said(self, model: Decoder, talk: Talk) -> str:
+        """What the model answers: the likeliest tokens, up to one that ends an answer."""
+        ids = templates.prompt(
+            self.lesson.template, talk[:-1] if talk[-1].role == "assistant" else (), self.tokenizer
+        )
+        context = self.lesson.context
+        likeliest, stop = below(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
+        room = ids[-max(1, context - ANSWER) :]
+        device, dtype = next(model.parameters()).device.type, getattr(torch, self.plan.dtype or "float32")
+        with torch.autocast(device, dtype, dtype != torch.float32):
+            tokens = generate(model, room, limit=ANSWER, context=context, sample=likeliest, stop=stop)
+            return self.tokenizer.decode([token.id for token in tokens])
+
+    def needs(self) -> str:
+        return f"{largest(memory(self.lesson))}; a smaller --context or --at-once, or --method qlora, needs less"
+
+    def opening(self, run: Run) -> str:
+        plan, trained = self.plan, tree.count(run.model, trainable=True)
+        ends = f"{plan.minutes:g} minutes" if plan.by_time else f"{plan.steps} steps"
+        whole = tree.count(self.lesson.base.model)
+        return (
+            f"{plan.method} at {plan.lr:.2g}: {quantity(trained)} of {quantity(whole)} parameters; "
+            f"{plan.batch} rows of {plan.context} a step, {plan.at_once} at once; "
+            f"{plan.dtype} on {run.trainer.device.type}, {plan.threads} threads; for {ends}"
+        )
+
+    def close(self, run: Run, score: Score) -> list[str]:
+        assert self.before is not None, "asked at the beginning"
+        after = self.able(run.model, run.dtype)
+        about = self._facts(run, score, after)
+        if METHODS[self.plan.method].adapter is None:
+            run.model.to(self.stored)
+            checkpoint.save(run.model, run.folder, self.tokenizer, self.lesson.context, about)
+        else:
+            checkpoint.save_adapter(
+                run.model, run.folder, ADAPTER, str(self.lesson.folder.resolve()),
+                made_for=self.base, tokenizer=self.tokenizer, context=self.lesson.context, facts=about,
+            )  # fmt: skip
+        (run.folder / "samples.md").open("a").write(self._page(after))
+        return [*self._lines(run, after), *self._next(run.folder)]
+
+    def _facts(self, run: Run, score: Score, after: Before) -> dict[str, Any]:
+        assert self.before is not None, "asked at the beginning"
+        about = facts(run, score, "finetuned")
+        about["measured"] |= {"before": self.before.score.loss}
+        if self.before.domain and after.domain:
+            about["measured"] |= {"domain": {"before": self.before.domain.loss, "after": after.domain.loss}}
+        if isinstance(self.lesson.template, templates.Named):
+            about["template"] = self.lesson.template.name
+        return about | {"changes": [*self.notes]}
+
+    def _lines(self, run: Run, after: Before) -> list[str]:
+        """What a person wants to know: what was learned, what was forgotten, and how it answers."""
+        assert self.before is not None, "asked at the beginning"
+        lines = [
+            f"held-out answers: {self.before.score.loss:.3f} nats a token before, {after.score.loss:.3f} after"
+        ]
+        if self.before.domain and after.domain:
+            was, now = self.before.domain.loss, after.domain.loss
+            lines.append(f"the base's own domain: {was:.3f} before, {now:.3f} after ({now - was:+.3f})")
+        for record, *said in zip(self.lesson.held, self.before.said, after.said, strict=False):
+            lines += ["", *(f"{who:>8}  {_short(words)}" for who, words in _beside(record.talk, *said))]
+        return [*lines, ""]
+
+    def _next(self, folder: Path) -> list[str]:
+        run = shlex.quote(str(folder))
+        if METHODS[self.plan.method].adapter is None:
+            return [f"model {run}", f"try: dunes chat {run}"]
+        return [f"adapter {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
+
+    def _page(self, after: Before) -> str:
+        """The answers side by side, as a table in Markdown."""
+        assert self.before is not None, "asked at the beginning"
+        rows = [
+            "## Held-out examples, before and after",
+            "",
+            "| asked | expected | before | after |",
+            "|---|---|---|---|",
+        ]
+        for record, *said in zip(self.lesson.held, self.before.said, after.said, strict=False):
+            cells = [words for _, words in _beside(record.talk, *said)]
+            rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
+        return "\n".join([*rows, "", ""])
+
+
+def _beside(talk: Talk, was: str, now: str) -> list[tuple[str, str]]:
+    expected = talk[-1].text if talk[-1].role == "assistant" else ""
+    return [("asked", _question(talk)), ("expected", expected), ("before", was), ("after", now)]
+
+
+def _question(talk: Talk) -> str:
+    return next((turn.whole for turn in reversed(talk) if turn.role == "user"), "")
+
+
+def _asked(example: Example, context: int) -> int:
+    """How many targets a row of this context has of the example."""
+    return int(example.trained[1 : context + 1].sum())
+
+
+def _first(examples: Sequence[Example], context: int, limit: int) -> Sequence[Example]:
+    """As many of the examples as have about so many targets."""
+    counts = np.cumsum([_asked(e, context) for e in examples])
+    return examples[: int(np.searchsorted(counts, limit)) + 1]
+
+
+def _short(words: str) -> str:
+    """For the screen: a few lines, which stand below each other. The whole is in samples.md."""
+    lines = [line[:LINE] for line in words.split("\n") if line.strip()]
+    return "\n          ".join(
+        [*lines[:LINES], *(["..."] if len(lines) > LINES or len(words) > LINE * LINES else [])]
+    )

@@ -1,0 +1,79 @@
+"""Finetuning: from a base model and examples to a model that does what they show, and what that changed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dunes import checkpoint, measure
+from dunes.data import Ids
+from dunes.data.examples import coloured
+from dunes.runs.answers import Answers, Before
+from dunes.runs.lesson import Lesson, altered, answered, optimizer
+from dunes.runs.loop import How, Make, go
+from dunes.runs.progress import Display
+from dunes.runs.run import Run, scheduled
+from dunes.runs.score import held_out
+from dunes.runs.spent import Spent
+from dunes.runs.tuning import Tuning
+from dunes.train import Trainer
+
+BEFORE = Path("state") / "before.json"
+
+
+def finetune(
+    plan: Tuning, folder: Path, show: Display, again: bool = False, *, examples: int = 0, **how: Any
+) -> int:
+    """Finetune into the folder, or go on with the run there; `how` are fields of `loop.How`.
+
+    So many `examples` are shown first, in colours that tell what is trained on. Returns and raises what
+    `loop.go` does.
+    """
+    going = How(again=again, **how)
+
+    def prepared(plan: Tuning, spent: Spent) -> Make | None:
+        with spent("reading the examples"):
+            lesson = Lesson.read(plan, show)
+        for example in lesson.train[:examples]:
+            show.coloured(f"--- {example.place}", coloured(example, lesson.tokenizer))
+        with spent("choosing"):
+            ready = lesson.chosen(show)
+        return None if going.dry else lambda: prepare(ready, folder, show, again)
+
+    return go(plan, folder, show, going, prepared)
+
+
+def prepare(lesson: Lesson, folder: Path, show: Display, again: bool) -> Run:
+    """A run at its first step."""
+    plan, device = lesson.plan, measure.device()
+    assert plan.dtype, "chosen before"
+    dtype = getattr(torch, plan.dtype)
+    model = lesson.base.model.to(device)
+    stored = next(model.parameters()).dtype
+    task = Answers(lesson, domain(lesson, show), stored)
+    if again and (folder / BEFORE).is_file():
+        before = Before.read(folder / BEFORE)
+    else:
+        show.line("asking the base first")
+        before = task.able(model, dtype)
+        before.write(folder / BEFORE)
+    model, notes = altered(model, plan)
+    task = replace(task, before=before, notes=notes, base=checkpoint.identity(model))
+    schedule = scheduled(plan)
+    how: dict[str, Any] = {"rate": schedule.rate, "dtype": dtype, "seed": plan.seed}
+    trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.at_once, **how)
+    return Run(folder, plan, task, model, trainer, schedule)
+
+
+def domain(lesson: Lesson, show: Display) -> Ids | None:
+    """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
+    try:
+        ids, files = held_out(lesson.base.tokenizer, lesson.base.card, lesson.plan.domain)
+    except (ValueError, OSError):
+        if lesson.plan.domain:
+            raise
+        show.line("what is forgotten is not measured: name text of the base's own domain with --domain")
+        return None
+    show.line(f"what is forgotten is measured on {files} files of the base's own domain")
+    return ids

@@ -1,0 +1,181 @@
+"""What a finetune learns from, and on: the base, its examples as ids, and what that takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dunes import augment, checkpoint, measure
+from dunes.data.examples import Example, Record, read, split, tokenized
+from dunes.data.packing import Batch, Batches, collated
+from dunes.data.preflight import refuse, report
+from dunes.models import FAMILIES
+from dunes.parts import Decoder
+from dunes.runs.memory import Learning, Shape, largest, process, training
+from dunes.runs.progress import Display
+from dunes.runs.run import learned
+from dunes.runs.tuning import (
+    METHODS,
+    Tuning,
+    changed,
+    learning_rate,
+    rows_a_step,
+    speaks,
+    steps_of,
+    wide_enough,
+)
+from dunes.text import Tokenizer, templates
+from dunes.text.templates import Template
+from dunes.train import adamw
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The base, and the examples as ids; `held` are the conversations of those for validation.
+
+    `tokenizer` and `template` are what the finetuned model will speak with; `rows` are in an epoch.
+    """
+
+    plan: Tuning
+    base: checkpoint.Loaded
+    folder: Path
+    tokenizer: Tokenizer
+    template: Template
+    train: Sequence[Example]
+    valid: Sequence[Example]
+    held: Sequence[Record]
+
+    @classmethod
+    def read(cls, plan: Tuning, show: Display) -> "Lesson":
+        """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
+        records = read(plan.data)
+        show.line(records.detected)
+        if plan.valid:
+            other = read(plan.valid)
+            show.line(other.detected)
+            rows, held = records.rows, other.rows
+        else:
+            rows, held = split(records.rows, plan.held_out)
+        if not held:
+            raise ValueError(f"{plan.data}: no example is left for validation; give more, or others with --valid")
+        folder = checkpoint.local(plan.model).folder
+        base = checkpoint.load(folder)
+        if any(isinstance(m, augment.Adapted) for m in base.model.modules()):
+            raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
+        template = speaks(plan, records, base.tokenizer, base.card)
+        show.line(f"template: {template.name}")
+        tokenizer = templates.carried(template, base.tokenizer)
+        learn, valid = ([*tokenized(r, template, tokenizer, plan.train_on)] for r in (rows, held))
+        return cls(plan, base, folder, tokenizer, template, learn, valid, held)
+
+    def chosen(self, show: Display) -> "Lesson":
+        """The same with nothing left open in the plan, after the report on the examples.
+
+        Raises ValueError for examples from which a model would not learn what they show.
+        """
+        longest = max((len(e) for e in [*self.train, *self.valid]), default=0)
+        context = wide_enough(self.plan, longest, self.base.model, self.base.context)
+        if context > self.base.context:
+            show.line(f"look: the base knows {self.base.context} tokens; what lies beyond is learned here alone")
+        found = report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
+        for line in found.lines():
+            show.line(line)
+        refuse(found, self.plan.truncated)
+        for line in found.warnings():
+            show.line(f"look: {line}")
+        device = measure.device()
+        threads = self.plan.threads or measure.threads()
+        torch.set_num_threads(threads)
+        dtype = self.plan.dtype or str(measure.dtype(device)).removeprefix("torch.")
+        rows = Batches(self.train, context, 1, packed=self.plan.packed).epoch
+        batch = rows_a_step(self.plan, context, rows)
+        steps, lr = steps_of(self.plan, rows, batch), learning_rate(self.plan, self._width)
+        plan = replace(self.plan, context=context, threads=threads, dtype=dtype, batch=batch, steps=steps, lr=lr)
+        return replace(self, plan=_fitting(replace(self, plan=plan), show))
+
+    @property
+    def context(self) -> int:
+        """What the finetuned model looks at."""
+        return max(self.plan.context, self.base.context)
+
+    @property
+    def _vocab(self) -> int:
+        return self.base.model.embed.token.num_embeddings
+
+    @property
+    def _width(self) -> int:
+        return self.base.model.embed.token.embedding_dim
+
+
+def _fitting(lesson: Lesson, show: Display) -> Tuning:
+    """The plan with as many rows at once as free memory holds; says what is needed and what there is."""
+    plan, free = lesson.plan, measure.free_memory(measure.device())
+    at_once = plan.at_once or plan.batch
+    if plan.batch % at_once:
+        raise ValueError(f"--at-once is {at_once}, which does not divide the {plan.batch} rows of a step")
+    parts = memory(replace(lesson, plan=replace(plan, at_once=at_once)))
+    while not plan.at_once and sum(parts.values()) > free and at_once > 1:
+        at_once = max(n for n in range(1, at_once) if plan.batch % n == 0)
+        parts = memory(replace(lesson, plan=replace(plan, at_once=at_once)))
+    show.line(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
+    if sum(parts.values()) > free:
+        show.line("look: that may not fit; --method qlora, a smaller --context or --at-once needs less")
+    return replace(plan, at_once=at_once)
+
+
+def memory(lesson: Lesson) -> dict[str, float]:
+    """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
+    plan = lesson.plan
+    assert plan.dtype, "chosen before"
+    build, real = partial(_shaped, lesson), _rows(plan)
+
+    def batch(shape: Shape) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in real)
+
+    with torch.device("meta"):
+        size = sum(t.nbytes for t in learned(build()).values())
+    shape = Shape(plan.at_once, plan.context, getattr(torch, plan.dtype))
+    return process(training(build, shape, True, Learning(partial(optimizer, plan), answered, batch)), size)
+
+
+def _rows(plan: Tuning) -> Batch:
+    """A batch as full as can be: two examples in each row, all trained on."""
+    half = np.zeros(plan.context // 2 + 1, np.int32)
+    example = Example(half, np.ones(len(half), bool))
+    return collated([[example] * (2 if plan.packed else 1)] * plan.at_once, plan.context, full=True)
+
+
+def _shaped(lesson: Lesson) -> Decoder:
+    """The model that trains, without its numbers."""
+    words = checkpoint.said(lesson.base.model, lesson.base.context)
+    assert not isinstance(words, str), "it came from a folder that says so"
+    model: Decoder = FAMILIES[words.family].build(words.config)
+    for p in model.parameters():
+        p.data = p.data.to(next(lesson.base.model.parameters()).dtype)
+    return altered(model, lesson.plan, fill=False)[0]
+
+
+def altered(model: Decoder, plan: Tuning, fill: bool = True) -> tuple[Decoder, list[dict[str, Any]]]:
+    """The model as it trains, and the notes of what was changed.
+
+    Who trains all of it does so in float32: steps are smaller than what bfloat16 can tell apart.
+    """
+    model = model.float() if METHODS[plan.method].adapter is None else model
+    return model, changed(model, plan, fill)
+
+
+def optimizer(plan: Tuning, model: nn.Module) -> Optimizer:
+    assert plan.lr is not None, "chosen before"
+    return adamw(model, plan.lr, (0.9, 0.999), decay=0.0)
+
+
+def answered(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of answers: what `Batches` make."""
+    assert isinstance(model, Decoder), "runs build nothing else"
+    return model.nats(*batch)

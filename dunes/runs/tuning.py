@@ -1,0 +1,207 @@
+"""What a finetune is asked to do, and what follows from it for the model: changes, who learns, how fast.
+
+LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from dunes import tree
+from dunes.augment import lora
+from dunes.augment.quantize import decide as decide_quantized
+from dunes.augment.quantize import shape as shape_quantized
+from dunes.data.examples import Records
+from dunes.parts import Decoder
+from dunes.runs.plan import Terms
+from dunes.text import Tokenizer, templates
+
+ADAPTER = lora.NAME
+EPOCHS = 3.0
+"""Times that the examples are met where neither steps nor minutes are said; as Alpaca's own training."""
+
+TOKENS, STEPS = 4096, 32
+"""Tokens in a step, and steps in an epoch at least: LoRA learns less well from large batches
+(https://thinkingmachines.ai/blog/lora/)."""
+
+WIDEST, NARROWEST = 2048, 128
+"""Of a context that is chosen."""
+
+SPEECH = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
+"""The template of each kind of records; of conversations it is one that the tokenizer has the tokens for."""
+
+BY_THEMSELVES = ("completion", "text")
+"""Kinds whose rows are written as they should be read: a model's own template has nothing to add."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is done to the base: how its weights are kept, and which adapter stands beside them, if one does."""
+
+    adapter: Mapping[str, Any] | None = None
+    quantize: Mapping[str, Any] | None = None
+
+
+_NF4 = {"kind": "nf4", "double": True}
+METHODS = {
+    "full": Method(),
+    "lora": Method({}),
+    "rslora": Method({"rslora": True}),
+    "dora": Method({"dora": True}),
+    "pissa": Method({"init": "pissa"}),
+    "qlora": Method({}, _NF4),
+    "qdora": Method({"dora": True}, _NF4),
+    "qlora-int8": Method({}, {"kind": "int8"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning(Terms):
+    """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`.
+
+    `where` are globs: the places of the adapter or, for `full`, what is trained. `batch` rows make a step,
+    `at_once` of them at a time. `valid` is a file of its own for validation, else a share `held_out` of the data
+    is kept for it. `truncated` is the share of the examples that may be cut, and `domain` is text of the kind
+    that the base knows.
+    """
+
+    model: str = ""
+    data: str = ""
+    method: str = "lora"
+    where: tuple[str, ...] = ()
+    rank: int = 16
+    alpha: float = 32.0
+    ranks: tuple[str, ...] = ()
+    dropout: float = 0.0
+    lr: float | None = None
+    minutes: float = 0.0
+    epochs: float = EPOCHS
+    at_once: int = 0
+    template: str | None = None
+    train_on: str = "answers"
+    packed: bool = True
+    valid: str = ""
+    held_out: float = 0.05
+    truncated: float = 0.05
+    domain: tuple[str, ...] = ()
+
+    LEAST: ClassVar[dict[str, float]] = {
+        **Terms.LEAST, "rank": 1, "epochs": 1e-3, "lr": 1e-12, "at_once": 1, "held_out": 0, "truncated": 0,
+    }  # fmt: skip
+    CHOSEN = (*Terms.CHOSEN, "minutes", "at_once")
+    KNOWN: ClassVar[dict[str, Collection[str]]] = {
+        "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
+    }  # fmt: skip
+    VERB = "finetune"
+
+    @property
+    def lacks(self) -> str:
+        missing = [name for name in ("model", "data") if not getattr(self, name)]
+        return f"the {missing[0]} is missing; dunes finetune MODEL --data FILE --out RUN" if missing else ""
+
+    @property
+    def by_time(self) -> bool:
+        return self.steps is None and self.minutes > 0
+
+    @property
+    def pairs(self) -> list[tuple[str, int]]:
+        """`ranks` as globs and numbers. Raises ValueError for what is written otherwise."""
+        found = []
+        for each in self.ranks:
+            glob, _, rank = each.rpartition("=")
+            if not (glob and rank.isdigit()):
+                raise ValueError(f"--ranks {each}: expected GLOB=RANK, such as blocks.*.mlp.**=8")
+            found.append((glob, int(rank)))
+        return found
+
+
+def speaks(plan: Tuning, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]) -> templates.Template:
+    """The template: the one asked for, the model's own, or the usual one for such records."""
+    if plan.template:
+        return templates.named(plan.template)
+    own = None if records.kind in BY_THEMSELVES else templates.of(tokenizer, card)
+    if own is not None:
+        return own
+    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.named("chatml").needs)
+    return templates.named(SPEECH.get(records.kind, "chatml" if known else "mistral"))
+
+
+def changed(model: nn.Module, plan: Tuning, fill: bool = True) -> list[dict[str, Any]]:
+    """Change the model as the method says, freeze what is not to learn, and return the notes.
+
+    Without `fill` no number is read or drawn, for a model that has none.
+    """
+    method, notes = METHODS[plan.method], []
+    if method.quantize is not None:
+        note = decide_quantized(model, **method.quantize)
+        shape_quantized(model, fill=fill, **note)
+        notes.append(note)
+    if method.adapter is None:
+        only(model, plan.where or ("**",))
+        return notes
+    note = lora.decide(model, **_request(plan), **method.adapter)
+    lora.shape(model, **note)
+    if fill:
+        lora.fill(model, **note)
+    lora.select(model, ADAPTER)
+    only(model, note["new"])
+    return [*notes, note]
+
+
+def _request(plan: Tuning) -> dict[str, Any]:
+    asked: dict[str, Any] = {"where": plan.where} if plan.where else {}
+    asked |= {"rank": plan.rank, "alpha": plan.alpha, "ranks": plan.pairs, "dropout": plan.dropout}
+    return asked | {"adapter": ADAPTER, "seed": plan.seed}
+
+
+def only(model: nn.Module, where: Sequence[str]) -> None:
+    """Let those parameters learn that the globs select, by their own names or by their modules' places.
+
+    Raises ValueError, with what there is, if these are none.
+    """
+    for name, parameter in model.named_parameters():
+        chosen = False
+        for glob in where:
+            if any(tree.matches(glob.removeprefix("!"), n) for n in (name, name.rpartition(".")[0])):
+                chosen = not glob.startswith("!")
+        parameter.requires_grad_(chosen)
+    if not any(p.requires_grad for p in model.parameters()):
+        some = ", ".join(name for name, _ in model.named_parameters())
+        raise ValueError(f"--where {' '.join(where)} selects nothing to train here; there are {some[:300]}")
+
+
+def learning_rate(plan: Tuning, width: int) -> float:
+    """The rate that was asked for, or the usual one for a model of this width.
+
+    Narrower models take larger steps, and adapters ten times those of full finetuning: both are what
+    https://thinkingmachines.ai/blog/lora/ and its code found; LOG.md has our own runs ("LoRA against full").
+    """
+    if plan.lr is not None:
+        return plan.lr
+    full: float = 5e-5 * (2000 / width) ** 0.781
+    return full if METHODS[plan.method].adapter is None else 10 * full
+
+
+def wide_enough(plan: Tuning, longest: int, model: Decoder, known: int) -> int:
+    """The context asked for, or one that the longest example fits into.
+
+    Where the model learned a vector for each position it can look no further than it `known`; angles go on.
+    """
+    most = known if model.embed.place is not None else max(known, WIDEST)
+    if plan.context > most:
+        raise ValueError(f"--context is {plan.context}; this model looks at {most} tokens")
+    return plan.context or min(most, WIDEST, max(NARROWEST, 1 << (max(1, longest - 2)).bit_length()))
+
+
+def rows_a_step(plan: Tuning, context: int, epoch: int) -> int:
+    """The rows asked for, or so many that a step has TOKENS and an epoch STEPS."""
+    return plan.batch or max(1, min(TOKENS // context, epoch // STEPS))
+
+
+def steps_of(plan: Tuning, epoch: int, batch: int) -> int | None:
+    """How many steps, if not the clock ends the run."""
+    if plan.by_time:
+        return None
+    return plan.steps or max(1, round(plan.epochs * epoch / batch))
