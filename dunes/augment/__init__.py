@@ -3,7 +3,7 @@
 from dunes.augment.adapted import Adapted, Adapter
 from dunes.augment.lora import attach, bare, detach, select, using
 from dunes.augment.merge import Merged, merge, unmerge
-from dunes.augment.quantize import quantize
+from dunes.augment.quantize import dequantize, quantize
 
 __all__ = [
     "Adapted",
@@ -11,6 +11,7 @@ __all__ = [
     "Merged",
     "attach",
     "bare",
+    "dequantize",
     "detach",
     "merge",
     "quantize",

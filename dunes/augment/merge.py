@@ -22,11 +22,14 @@ class Merged(NamedTuple):
 
 
 @torch.no_grad()
-def merge(model: nn.Module, adapter: str | None = None, keep: bool = False) -> Merged:
+def merge(
+    model: nn.Module, adapter: str | None = None, keep: bool = False, dtype: torch.dtype | None = None
+) -> Merged:
     """Fold the adapter (the only one, if none is named) into the base, and leave a plain tree.
 
     A quantized base becomes a dense one. With `keep` the wrappers are kept as they are, for `unmerge`, which
-    takes the memory of the changed matrices once more. Raises ValueError where other adapters stand
+    takes the memory of the changed matrices once more. With `dtype` the changed matrices are rounded to that
+    instead of to the base's. Raises ValueError where other adapters stand
     beside it: they were made for the base as it was.
     """
     found = wrapped(model, adapter)
@@ -37,7 +40,7 @@ def merge(model: nn.Module, adapter: str | None = None, keep: bool = False) -> M
         raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to be merged")
     errors = {}
     for spot in [p for p in tree.places(model) if p.name in found]:
-        errors[spot.name], module = _folded(found[spot.name], keep)
+        errors[spot.name], module = _folded(found[spot.name], keep, dtype)
         setattr(spot.parent, spot.key, module)
     return Merged(errors, dict(found) if keep else {})
 
@@ -50,19 +53,19 @@ def unmerge(model: nn.Module, merged: Merged) -> None:
         setattr(place.parent, place.key, merged.kept[place.name])
 
 
-def _folded(outer: Adapted, keep: bool) -> tuple[float, nn.Module]:
+def _folded(outer: Adapted, keep: bool, dtype: torch.dtype | None) -> tuple[float, nn.Module]:
     """The error of rounding, and the plain module."""
     (name,) = outer.adapters
     before = dense(outer.base)
     exact = outer[name].changed(outer.base)
-    weight = exact.to(before.dtype)
+    weight = exact.to(dtype or before.dtype)
     lost, change = (weight.double() - exact).norm(), (exact - before.double()).norm()
     error = (lost / change).item() if change else 0.0
     return error, _plain(outer.base, weight, keep).train(outer.training)
 
 
 def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:
-    if isinstance(base, nn.Linear | nn.Embedding) and not keep:
+    if isinstance(base, nn.Linear | nn.Embedding) and not keep and base.weight.dtype == weight.dtype:
         base.weight.copy_(weight)
         return base
     with torch.device("meta"):

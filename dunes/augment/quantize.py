@@ -153,6 +153,22 @@ def quantize(model: nn.Module, **request: Any) -> dict[str, Any]:
     return note
 
 
+@torch.no_grad()
+def dequantize(model: nn.Module) -> list[str]:
+    """Put linear maps with the rounded numbers back, below whatever is wrapped around them. Returns the places."""
+    places = [p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), Quantized)]
+
+    def make(base: nn.Module) -> nn.Module:
+        assert isinstance(base, Quantized)
+        with torch.device("meta"):
+            plain = nn.Linear(base.in_features, base.out_features, False)
+        plain.weight = nn.Parameter(base.dense(), False)
+        plain.register_parameter("bias", base.bias)
+        return plain.train(base.training)
+
+    return tree.replace(model, places, make, lambda m: isinstance(m, Quantized), "inner") if places else []
+
+
 Kind = Literal["int8", "nf4"]
 
 

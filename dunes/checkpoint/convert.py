@@ -43,7 +43,7 @@ def convert(
     is going on and which share is done. Raises ValueError before anything is written for a source that is
     not whole, an `out` that is there, or an unknown form, and after it if the result is another model.
     """
-    _new(source.folder, out)
+    new(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = _tokenizer(source)
     names, said = _form(form, source, dtype, tokenizer)
@@ -66,14 +66,14 @@ def convert(
         verified.append(verify(source, opened(staged), rounded, partial(tick, "comparing")))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
-    with _alone(out):
+    with alone(out):
         atomic.write_folder(out / folder.READY, fill, size)
         folder.settle(out)
     return verified[0]
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """The folder exists, and no other process writes into it; one that was made for nothing is removed.
 
     Raises ValueError if another one does.
@@ -106,7 +106,7 @@ def _ticking(total: int, show: Show) -> Callable[[str, int], None]:
     return tick
 
 
-def _new(source: Path, out: Path) -> None:
+def new(source: Path, out: Path) -> None:
     """Raise ValueError unless `out` is a new or empty folder, apart from the source."""
     a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:

@@ -47,9 +47,11 @@ def save(
     tokenizer: Tokenizer,
     context: int,
     facts: Mapping[str, Any] | None = None,
+    check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
+    `check` is given the folder before it is in its place; it raises if that must not be, and adds to the card.
     Whole or not at all: the files are made in a folder beside, which is named `.ready` when they all
     are on the disk, and then moved to their places; a move that was cut short is finished by the next
     save or load. Raises ValueError for a model that no family describes.
@@ -72,7 +74,8 @@ def save(
         config = family.to_hf(words.config) | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
         for name, content in {CONFIG: config, **beside(tokenizer, context)}.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
-        write_card(staged, {"family": words.family, "context": context, "changes": [], **(facts or {})})
+        known = {"family": words.family, "context": context, "changes": [], **(facts or {})}
+        write_card(staged, {**known, **check(staged)})
 
     atomic.write_folder(folder / READY, fill, sum(w.nbytes for w in weights.values()))
     settle(folder)

@@ -1,19 +1,25 @@
 """Whether two folders hold one model: logits on fixed prompts, a part of one matrix in memory at a time."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dunes import tree
+from dunes.augment.adapted import Adapted, dense, embeds, sides
+from dunes.augment.quantize import Quantized
 from dunes.checkpoint import native
 from dunes.checkpoint.differences import compare
 from dunes.checkpoint.source import Source
-from dunes.checkpoint.stored import Weights, cast, counted
+from dunes.checkpoint.stored import Stored, Weights, cast, counted, held
 from dunes.models.outline import outline
-from dunes.parts import Attention
+from dunes.parts import Attention, Decoder
 
 Tick = Callable[[int], None]
 
@@ -71,13 +77,87 @@ def verify(
     size = float(plain.square().mean().sqrt())
     rounding = None if dtype is None else float((after - plain).abs().max())
     found = Verified(float((after - before).abs().max()), size, agree, rounding)
-    if not plain.isfinite().all():
-        raise ValueError(f"{source.folder}: its logits are not finite; look with: dunes inspect --values")
-    if before.isfinite().all() and not found.relative <= EXACT:  # also where it is not a number
-        raise ValueError(f"{source.folder}: the result is another model: {found}; nothing was written")
-    if dtype is not None and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * size:
-        raise ValueError(f"{source.folder}: {dtype} cannot hold these weights: {found}; nothing was written")
+    _pass(found, source.folder, plain, dtype, bool(before.isfinite().all()))
     return found
+
+
+def _pass(found: Verified, folder: Path, plain: Tensor, dtype: torch.dtype | None, finite: bool) -> None:
+    """Raise ValueError, which says why, for a result that must not be; `finite` are its numbers in that dtype."""
+    if not plain.isfinite().all():
+        raise ValueError(f"{folder}: its logits are not finite; look with: dunes inspect --values")
+    if finite and not found.relative <= EXACT:  # also where it is not a number
+        raise ValueError(f"{folder}: the result is another model: {found}; nothing was written")
+    if dtype is not None and not (found.rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * found.size:
+        raise ValueError(f"{folder}: {dtype} cannot hold these weights: {found}; nothing was written")
+
+
+@dataclass(frozen=True, eq=False)
+class Unmerged:
+    """Logits of a model with an adapter: as it is, folded in float32, and folded and rounded to `dtype`."""
+
+    folder: Path
+    dtype: torch.dtype
+    plain: Tensor
+    exact: Tensor
+    rounded: Tensor
+
+    @classmethod
+    def of(cls, model: Decoder, folder: Path, context: int, dtype: torch.dtype) -> "Unmerged":
+        exact = held_logits(model, context, torch.float32)
+        rounded = exact if dtype == torch.float32 else held_logits(model, context, dtype)
+        return cls(folder, dtype, held_logits(model, context), exact, rounded)
+
+    def verify(self, result: Source) -> Verified:
+        """Compare with the merged model as it lies in a folder.
+
+        Raises ValueError if folding, or what was written, differs by more than other orders of operations do,
+        or rounding moved the logits by more than it can.
+        """
+        after = logits(result)
+        apart = max(float((a - b).abs().max()) for a, b in ((self.exact, self.plain), (after, self.rounded)))
+        rounding = None if self.dtype == torch.float32 else float((after - self.plain).abs().max())
+        agree = float((after.argmax(-1) == self.plain.argmax(-1)).float().mean())
+        found = Verified(apart, float(self.plain.square().mean().sqrt()), agree, rounding)
+        dtype = None if rounding is None else self.dtype
+        _pass(found, self.folder, self.plain, dtype, bool(self.rounded.isfinite().all()))
+        return found
+
+
+def held_logits(model: nn.Module, context: int, folded: torch.dtype | None = None) -> Tensor:
+    """Logits of a model in memory on the fixed prompts, in float32 whatever its numbers are kept as.
+
+    With `folded`, the adapter that acts is made part of its matrix, and all weights are rounded to that dtype.
+    """
+    twin = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
+    assert isinstance(twin, Decoder)
+    kind, vocab = folded or torch.float32, sides(twin.embed.token)[0]
+    if twin.head is None:
+        twin.head = _Linear(_own(twin.embed.token, kind))
+    for place in list(tree.places(twin)):
+        inner = tree.innermost(place.module)
+        if folded is not None and isinstance(place.module, Adapted):
+            setattr(place.parent, place.key, (_Rows if embeds(inner) else _Linear)(_own(place.module, kind)))
+        elif isinstance(inner, Quantized):
+            tree.replace(twin, [place.name], lambda m: _Linear(_own(m, kind)), reach="inner")
+    _read_when_used(twin, cast(held(twin.state_dict()), kind))
+    with torch.no_grad():
+        result: Tensor = twin(_prompts(vocab, context))
+    return result
+
+
+def _own(module: nn.Module, dtype: torch.dtype) -> Weights:
+    """Matrix and bias of a map or an embedding, of an adapted one with the change in it."""
+    acting = module.acting if isinstance(module, Adapted) else None
+    changed = None if acting is None else partial(acting.changed, tree.innermost(module))
+
+    def read() -> Tensor:
+        with torch.no_grad():
+            return (dense(module) if changed is None else changed()).to(dtype)
+
+    size = sides(module)
+    weight = Stored(size if embeds(module) else size[::-1], dtype, "memory", read)
+    bias = getattr(module, "bias", None)
+    return {"weight": weight} | ({} if bias is None else cast(held({"bias": bias}), dtype))
 
 
 def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
@@ -97,14 +177,15 @@ def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
         model.head = nn.Linear(1, 1, bias=False, device="meta")
         weights["head.weight"] = weights["embed.token.weight"]
     _read_when_used(model, weights)
-    ids = torch.randint(
-        source.config.vocab,
-        (PROMPTS, min(TOKENS, source.config.context)),
-        generator=torch.Generator().manual_seed(0),
-    )
     with torch.no_grad():
-        result: Tensor = model(ids)
+        result: Tensor = model(_prompts(source.config.vocab, source.config.context))
     return result
+
+
+def _prompts(vocab: int, context: int) -> Tensor:
+    """The same for every model of these sizes."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(vocab, (PROMPTS, min(TOKENS, context)), generator=draw)
 
 
 def _read_when_used(model: nn.Module, weights: Weights) -> None:
@@ -128,12 +209,18 @@ class _Linear(nn.Module):
         super().__init__()
         self.own = own
 
+    @property
+    def bias(self) -> Tensor | None:
+        return self.own["bias"].read().float() if "bias" in self.own else None
+
+    def dense(self) -> Tensor:
+        return self.own["weight"].read().float()
+
     def forward(self, x: Tensor) -> Tensor:
         weight = self.own["weight"].read()
         rows = max(1, BLOCK // weight.shape[1])
         y = torch.cat([F.linear(x, part.float()) for part in torch.split(weight, rows)], -1)
-        if "bias" in self.own:
-            y = y + self.own["bias"].read().float()
+        y = y if self.bias is None else y + self.bias
         self.own["weight"].forget()
         return y
 

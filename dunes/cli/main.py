@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-VERBS = ("train", "finetune", "generate", "complete", "eval", "inspect", "convert", "export", "bench")
+VERBS = ("train", "finetune", "generate", "complete", "eval", "inspect", "convert", "export", "augment", "bench")
 
 
 def main() -> None:
@@ -16,6 +16,10 @@ def main() -> None:
             from dunes.cli import bench
 
             sys.exit(bench.run(sys.argv[2:]))
+        if sys.argv[1:2] == ["augment"]:
+            from dunes.cli import augment
+
+            sys.exit(augment.run(sys.argv[2:]))
         status = run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):

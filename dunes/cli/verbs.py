@@ -389,5 +389,9 @@ def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | 
     print(f'next: dunes generate {out} "..."')
 
 
+def augment() -> None:
+    """Change models from folder to folder (`dunes augment -h` has its commands)."""
+
+
 def bench() -> None:
     """Measure: time, memory, where they go; compare and draw (`dunes bench -h` has its commands)."""

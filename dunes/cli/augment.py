@@ -1,0 +1,55 @@
+"""`dunes augment ...`: one command for each change from folder to folder."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from dunes.cli.verbs import Dtype, Model, Out, _open
+
+Into = Literal["dequantized", "original"]
+
+
+def merge(
+    model: Model,
+    out: Out,
+    *,
+    into: Annotated[Into | None, _open("|".join(get_args(Into)), "what it was trained on")] = None,
+    dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as the base is stored")] = None,
+) -> None:
+    """Fold an adapter into its base: a plain model, verified, with template and tokenizer.
+
+    Example: dunes augment merge runs/chat ~/models/chat
+
+    Args:
+        model: The adapter's folder.
+        out: The new folder.
+        into: Where the adapter was trained on a quantized base: that one made dense again, or the base as it was.
+        dtype: Round the weights.
+    """
+    import torch
+
+    from dunes import checkpoint
+    from dunes.runs.merge import merge as run
+    from dunes.text import templates
+
+    report = run(checkpoint.local(model).folder, out, into, None if dtype is None else getattr(torch, dtype))
+    for line in report.lines():
+        print(line)
+    loaded = checkpoint.load(out)
+    verb = "generate" if templates.of(loaded.tokenizer, loaded.card) is None else "chat"
+    print(f'next: dunes {verb} {out} "..."')
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge}
+
+
+def run(arguments: list[str]) -> int:
+    """Parse what follows `dunes augment` and do it."""
+    about = (
+        "Change models from folder to folder, measured.\n\nExample: dunes augment merge runs/chat ~/models/chat"
+    )
+    chosen = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, args=arguments, prog="dunes augment", description=about, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    return int(chosen or 0)

@@ -1,0 +1,142 @@
+"""An adapter's folder and that of its base to one plain model, measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dunes import augment, checkpoint
+from dunes.augment import dequantize
+from dunes.augment.quantize import Quantized
+from dunes.checkpoint.convert import alone, new
+from dunes.checkpoint.folder import Loaded, checked, filled, settled
+from dunes.checkpoint.opening import adapts, base_of
+from dunes.checkpoint.source import opened
+from dunes.checkpoint.verify import Unmerged, Verified, held_logits
+from dunes.parts import Decoder
+
+Into = Literal["dequantized", "original"]
+TWICE = 2.0
+"""How far the original base may be from the quantized one with the adapter on both, as a multiple of how far apart
+the two are without it. An adapter changes little, so that about the same is expected (tests/test_merge.py); one
+that depends on the errors of quantizing, so that it only works there, is found out."""
+KEPT_APART = ("files", "format", "dunes", "adapter", "base", "structure", "changes")
+"""Of an adapter's card, what does not become part of the merged model's."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a merge did. `errors` are by place: what rounding lost, as a share of the change.
+
+    `moved` is, for the original of a base that was quantized, how far its logits are from those of the model
+    that was trained, as a share of their size, and `allowed` how far they may be.
+    """
+
+    errors: Mapping[str, float]
+    verified: Verified
+    moved: float | None = None
+    allowed: float | None = None
+
+    def lines(self) -> list[str]:
+        place, worst = max(self.errors.items(), key=lambda pair: pair[1])
+        usual = mean(self.errors.values())
+        lines = [
+            f"folded into {len(self.errors)} matrices; of the change rounding loses {usual:.1e} on average, "
+            f"{worst:.1e} at most ({place})",
+            str(self.verified),
+        ]
+        if self.moved is not None:
+            lines.append(
+                f"it was trained on the quantized base; on this one the logits are {self.moved:.1e} of their size "
+                f"apart from those (allowed: {self.allowed:.1e}, twice what quantizing the base alone makes)"
+            )
+        return lines
+
+    def card(self) -> dict[str, Any]:
+        moved = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
+        return {"errors": {"largest": max(self.errors.values()), "mean": mean(self.errors.values())}} | moved
+
+
+def merge(folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None) -> Report:
+    """Fold the adapter in `folder` into its base and write `out`, with template, tokenizer and card.
+
+    Of a base that was quantized the dequantized numbers are taken, on which the adapter was trained, or with
+    "original" those that it had before. `dtype` is the base's if none is given. Whole or not at all.
+    Raises ValueError before the work for an `out` that is there and what is no adapter, and after it, with nothing
+    written, if the result is another model.
+    """
+    if not adapts(folder):
+        raise ValueError(f"{folder}: not an adapter's folder, so there is nothing to merge")
+    folder = settled(folder)
+    new(folder, out)
+    base = base_of(folder)
+    new(base, out)
+    loaded = checkpoint.load(folder)
+    model, apart = loaded.model, None
+    if into == "original" and any(isinstance(m, Quantized) for m in model.modules()):
+        model = filled(checked(base)).eval()
+        checkpoint.load_adapter(model, folder)
+        apart = _apart(model, loaded)
+    kind = dtype or next(augment.bare(model).parameters()).dtype
+    with alone(out):
+        return _written(model, loaded, (folder, out), kind, apart)
+
+
+def _written(
+    model: Decoder, loaded: Loaded, way: tuple[Path, Path], dtype: torch.dtype, apart: tuple[float, float] | None
+) -> Report:
+    folder, out = way
+    before = Unmerged.of(model, folder, loaded.context, dtype)
+    quantized = dequantize(model)
+    errors = augment.merge(model, dtype=dtype).errors
+    reports: list[Report] = []
+
+    def check(staged: Path) -> dict[str, Any]:
+        reports.append(Report(errors, before.verify(opened(staged)), *(apart or ())))
+        return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
+
+    facts = {k: v for k, v in loaded.card.items() if k not in KEPT_APART}
+    facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
+    checkpoint.save(model.to(dtype), out, loaded.tokenizer, loaded.context, facts, check)
+    return reports[0]
+
+
+def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
+    """What was done to the base, in its own folder and before the adapter."""
+    return [*checkpoint.described(base_of(folder))[2].get("changes", []), *card.get("changes", [])]
+
+
+def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    request = {"adapter": folder.name, "dtype": str(dtype).removeprefix("torch.")}
+    return {
+        "name": "merge",
+        "version": 1,
+        "request": request,
+        "places": places,
+        "dequantized": quantized,
+        "new": [],
+    }
+
+
+def _apart(original: Decoder, trained: Loaded) -> tuple[float, float]:
+    """How far the original with the adapter is from what was trained, and how far it may be.
+
+    Raises ValueError if it is further.
+    """
+    there, here = (held_logits(m, trained.context) for m in (trained.model, original))
+    bases = [held_logits(augment.bare(m), trained.context) for m in (trained.model, original)]
+    moved, allowed = _distance(there, here), TWICE * _distance(*bases)
+    if not moved <= allowed:
+        raise ValueError(
+            f"the original base with this adapter is {moved:.1e} of the logits' size apart from what was trained, "
+            f"{allowed:.1e} is allowed; merge --into dequantized; nothing was written"
+        )
+    return moved, allowed
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / a.norm())

@@ -1,0 +1,183 @@
+"""An adapter's folder becomes a plain model: the same logits, written whole or not at all."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from adapters import difference, trained
+from dunes import checkpoint
+from dunes.augment import Adapted, attach, dequantize, quantize
+from dunes.augment.adapted import Adapter
+from dunes.augment.quantize import Quantized
+from dunes.checkpoint.verify import EXACT, held_logits
+from dunes.runs.merge import merge
+from dunes.text.templates import named, of, prompt
+from test_adapter import IDS, pair
+from test_adapter_folders import TALK, TOKENS, adapter_in, base_in
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+KINDS = {
+    "lora": ("llama", {}),
+    "dora": ("gpt2", {"dora": True}),
+    "rslora": ("llama", {"rslora": True}),
+    "pissa": ("llama", {"init": "pissa"}),
+    "experts": ("mixtral", {}),
+    "embedding": ("llama", {"where": ["embed.token", "blocks.**"]}),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    shape, options = KINDS[kind]
+    _, ours = base_in(tmp_path / "base", shape)
+    said = adapter_in(tmp_path / "a", ours, tmp_path / "base", **options)
+    report = merge(tmp_path / "a", tmp_path / "out", dtype=dtype)
+    assert report.verified.relative <= EXACT
+    loaded = checkpoint.load(tmp_path / "out")
+    assert not any(isinstance(m, Adapted) for m in loaded.model.modules())
+    assert loaded.model.norm.weight.dtype == (dtype or torch.float32)
+    if dtype is None:
+        assert report.verified.rounding is None
+        assert max(report.errors.values()) < 1e-5
+        assert difference(loaded.model(IDS), said) <= 1e-4
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        with torch.no_grad():
+            assert difference(theirs(IDS).logits, said) <= 1e-4
+    else:
+        assert report.verified.rounding > report.verified.largest_difference
+        assert max(report.errors.values()) > 1e-5
+    assert of(loaded.tokenizer, loaded.card) is named("chatml")
+    assert loaded.tokenizer.special("<|im_end|>") in loaded.tokenizer.stops
+    assert prompt(named("chatml"), TALK, loaded.tokenizer) == prompt(named("chatml"), TALK, TOKENS)
+    card = json.loads((tmp_path / "out" / "dunes.json").read_text())
+    assert card["changes"][-1]["name"] == "merge"
+    assert card["verified"]["tolerance"] == EXACT
+    assert card["merged"]["errors"]["largest"] == max(report.errors.values())
+    assert not {"adapter", "base", "structure"} & card.keys()
+
+
+def qlora(folder, kind="nf4"):
+    """A base in a folder and an adapter that was made on it quantized."""
+    _, ours = base_in(folder / "base")
+    note = quantize(ours, kind=kind)
+    attach(ours, where="blocks.*.attn.*", rank=2)
+    trained(ours)
+    facts = {"changes": [note]}
+    checkpoint.save_adapter(ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context=32, facts=facts)
+    return ours
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_what_was_trained_on_a_quantized_base_goes_there_or_into_the_original(kind, tmp_path):
+    ours = qlora(tmp_path, kind)
+    report = merge(tmp_path / "a", tmp_path / "there")
+    assert report.moved is None
+    made = checkpoint.load(tmp_path / "there").model
+    assert not any(isinstance(m, Quantized) for m in made.modules())
+    assert difference(made(IDS), ours(IDS)) <= 1e-4
+    card = json.loads((tmp_path / "there" / "dunes.json").read_text())
+    assert [c["name"] for c in card["changes"]] == ["quantize", "merge"]
+    assert "blocks.0.mlp.up" in card["changes"][-1]["dequantized"]
+    report = merge(tmp_path / "a", tmp_path / "original", "original")
+    print(f"{kind}: moved {report.moved:.2e}, allowed {report.allowed:.2e}")
+    assert report.verified.relative <= EXACT
+    assert 0 < report.moved <= report.allowed
+    other = checkpoint.load(tmp_path / "original").model
+    assert difference(other(IDS), ours(IDS)) > 1e-3
+    base = checkpoint.load(tmp_path / "base").model
+    assert torch.equal(other.blocks[0].mlp.up.weight, base.blocks[0].mlp.up.weight)
+    assert len(report.lines()) == 3
+
+
+def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path, monkeypatch):
+    qlora(tmp_path)
+    monkeypatch.setattr("dunes.runs.merge.TWICE", 0.01)
+    with pytest.raises(ValueError, match="merge --into dequantized; nothing was written"):
+        merge(tmp_path / "a", tmp_path / "out", "original")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_that_makes_another_model_leaves_nothing(tmp_path, monkeypatch):
+    _, ours = base_in(tmp_path / "base")
+    adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    right = Adapter.changed
+
+    def wrong(self, base, dtype=torch.float64):
+        return right(self, base, dtype) * 1.01
+
+    monkeypatch.setattr(Adapter, "changed", wrong)
+    with pytest.raises(ValueError, match=r"the result is another model: .*; nothing was written"):
+        merge(tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_written_is_read_again(tmp_path, monkeypatch):
+    _, ours = base_in(tmp_path / "base")
+    adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    monkeypatch.setattr("dunes.runs.merge.augment.merge", lambda model, dtype: forgotten(model))
+    with pytest.raises(ValueError, match="the result is another model"):
+        merge(tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def forgotten(model):
+    """A merge that merges nothing."""
+    from dunes.augment import Merged, detach
+
+    detach(model)
+    return Merged({"nowhere": 0.0}, {})
+
+
+def test_a_merge_into_what_is_there_or_of_no_adapter_is_refused_first(tmp_path, monkeypatch):
+    _, ours = base_in(tmp_path / "base")
+    adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded before it was refused"))
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge(tmp_path / "base", tmp_path / "out")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    with pytest.raises(ValueError, match="is there already"):
+        merge(tmp_path / "a", tmp_path / "there")
+    for inside in ("a", "base"):
+        with pytest.raises(ValueError, match="must not lie in each other"):
+            merge(tmp_path / "a", tmp_path / inside / "out")
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("quantized", [None, "nf4"])
+def test_logits_from_one_matrix_at_a_time_are_the_models(shape, quantized):
+    _, ours = pair(shape)
+    if quantized:
+        quantize(ours, kind=quantized)
+    attach(ours, rank=2, dora=shape == "gpt2")
+    trained(ours)
+    ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        said = ours(ids)
+    assert difference(held_logits(ours, 32), said) <= 1e-5 * said.abs().max()
+    assert difference(held_logits(ours, 32, torch.float32), said) <= 1e-5 * said.abs().max()
+    assert difference(held_logits(ours, 32, torch.bfloat16), said) > 1e-4
+    dequantize(ours)
+    with torch.no_grad():
+        assert difference(ours(ids), said) <= 1e-5 * said.abs().max()
+
+
+def test_the_verb(tmp_path):
+    _, ours = base_in(tmp_path / "base")
+    adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    line = [sys.executable, "-m", "dunes", "augment", "merge", str(tmp_path / "a"), str(tmp_path / "out")]
+    done = subprocess.run([*line, "--dtype", "bfloat16"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "folded into 14 matrices; of the change rounding loses" in done.stdout
+    assert "rounding moved them by up to" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("next: dunes chat")
+    again = subprocess.run(line, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "is there already" in again.stderr
