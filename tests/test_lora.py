@@ -8,17 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapters import difference, trained
+from adapters import IDS, build, difference, trained
 from dunes import checkpoint, tree
 from dunes.augment import Adapted, attach, bare, detach, lora, merge, quantize, select, unmerge, using
 from dunes.augment.adapted import Adapter, Form, dense
-from dunes.augment.quantize import NF4, Int8, codebook, encode, shape
-from dunes.models import FAMILIES, llama, mixtral
-from dunes.models.start import initialise
+from dunes.models import llama, mixtral
 from dunes.parts import Checkpointed
 from dunes.train import Trainer, adamw, next_token
 
-IDS = torch.arange(40).view(2, 20)
 KINDS = {
     "lora": {},
     "rslora": {"rslora": True},
@@ -26,15 +23,6 @@ KINDS = {
     "pissa": {"init": "pissa"},
     "dora-pissa": {"dora": True, "init": "pissa"},
 }
-
-
-def build(family="llama", **changes):
-    module = FAMILIES[family]
-    model = initialise(module.build(module.Config.sized(50, 32, 2, 32)), seed=3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.05)
-    return model.eval()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,58 +316,6 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
     assert checkpoint.said(first, 32).family == "mixtral", "dense again"
     with pytest.raises(ValueError, match=r"blocks.0.attn.q: quantized already"):
         quantize(second, kind="int8")
-
-
-def test_nf4_levels_are_the_published_ones_and_codes_the_nearest():
-    # Table in appendix E of https://arxiv.org/abs/2305.14314
-    published = [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-        0.7229568362236023, 1.0,
-    ]  # fmt: skip
-    assert difference(codebook(), torch.tensor(published)) < 1e-6
-    weight = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
-    codes, scale = encode(weight)
-    blocks = F.pad(weight.flatten(), (0, 6)).view(4, 64)
-    nearest = (blocks[..., None] / scale[:, None, None] - codebook()).abs().argmin(-1)
-    assert torch.equal(codes.long(), nearest.flatten()[:250])
-    assert torch.equal(scale, blocks.abs().amax(1))
-
-
-@pytest.mark.parametrize("sides", [(5, 51), (8, 64), (300, 64)])
-@pytest.mark.parametrize("make", [Int8, NF4, lambda base: NF4(base, double=True)])
-def test_quantized_maps_are_near_idempotent_and_counted(make, sides):
-    linear = nn.Linear(sides[1], sides[0])
-    nn.init.normal_(linear.weight)
-    small = make(linear)
-    small.fill(linear.weight.detach())
-    x = torch.randn(3, sides[1])
-    assert difference(small(x), F.linear(x, small.dense(), linear.bias)) == 0
-    lost = (small.dense() - linear.weight).norm() / linear.weight.norm()
-    assert lost < (0.01 if isinstance(small, Int8) else 0.12)
-    bits = sum(b.numel() * b.element_size() * 8 for b in small.buffers()) / linear.weight.numel()
-    if sides == (300, 64):
-        assert bits == pytest.approx(
-            8 + 32 / 64 if isinstance(small, Int8) else 4.127 if small.twice else 4.5, abs=0.01
-        )
-    again = make(linear)
-    again.fill(small.dense().detach())
-    if not getattr(small, "twice", False):
-        assert torch.equal(again.codes, small.codes)
-    zero = make(linear)
-    zero.fill(torch.zeros(sides))
-    assert not zero.dense().any()
-
-
-def test_a_quantized_model_is_shaped_without_numbers():
-    model = build()
-    note = json.loads(json.dumps(quantize(model, kind="nf4", double=True)))
-    with torch.device("meta"):
-        other = llama.build(llama.Config.sized(50, 32, 2, 32)).eval()
-    shape(other, **note)
-    other.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(other(IDS), model(IDS))
 
 
 BAD = {

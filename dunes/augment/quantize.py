@@ -116,26 +116,38 @@ class NF4(Quantized):
 
 @cache
 def codebook() -> Tensor:
-    """NF4's levels (16,): quantiles of the normal distribution, seven below zero and eight above it."""
-    edge = 0.9677083
-    below = -_quantiles(torch.linspace(edge, 0.5, 8, dtype=torch.float64))[:-1]
-    above = _quantiles(torch.linspace(edge, 0.5, 9, dtype=torch.float64))[:-1]
-    levels = torch.cat([below, torch.zeros(1, dtype=torch.float64), above.flip(0)])
-    return (levels / levels.max()).float()
+    """NF4's levels (16,): quantiles of the normal distribution, seven below zero and eight above it.
+
+    They are rounded where bitsandbytes' were, so that they are the same to the bit.
+    """
+    levels = torch.cat([-_quantiles(8), torch.zeros(1), _quantiles(9).flip(0)])
+    return levels / levels.max()
 
 
-def _quantiles(share: Tensor) -> Tensor:
-    quantiles: Tensor = torch.special.ndtri(share)
-    return quantiles
+def _quantiles(count: int) -> Tensor:
+    shares = torch.linspace(0.9677083, 0.5, count, dtype=torch.float32)
+    quantiles: Tensor = torch.special.ndtri(shares.double())
+    return quantiles[:-1].float()
+
+
+INVERSE = 1.0000000649e38
+"""What a block is multiplied with at most: bitsandbytes divides by 1e-38 at least."""
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest level of each number (I * O,), and the largest of each block (N,)."""
+    """The nearest level of each number (I * O,), and the largest of each block (N,): bitsandbytes', to the bit.
+
+    Where a number lies between two levels to the last bit, the rounding of a product decides, and of a quotient
+    in a last block that is not whole.
+    """
     rows = _rows(weight.float().flatten(), BLOCK)
     scale = rows.abs().amax(1)
+    shares = rows * (1 / scale).clamp(max=INVERSE)[:, None]
+    if weight.numel() % BLOCK:
+        scale[-1].clamp_(min=1e-38)
+        shares[-1] = (rows[-1] / scale[-1]).nan_to_num(0)  # where numbers so small count as zero
     levels = codebook().to(weight.device)
-    between = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(rows / scale.clamp(min=1e-30)[:, None], between)
+    codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2)
     return codes.flatten()[: weight.numel()].to(torch.uint8), scale
 
 
