@@ -52,7 +52,7 @@ BLOCKS = {
     "borders": borders(),
     "borders, smaller": borders() * 1e-3,
     "borders, a third larger": borders() * 1.3,
-    "borders in a last block": borders()[:, :7].flatten(),
+    **{f"a last block of borders, {i}": row[:50] * 1.3 for i, row in enumerate(borders())},
     "odd": noise(1001),
     "one number": noise(1),
     "zeros in a last block": F.pad(noise(64), (0, 9)),

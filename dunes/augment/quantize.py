@@ -145,7 +145,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     shares = rows * (1 / scale).clamp(max=INVERSE)[:, None]
     if weight.numel() % BLOCK:
         scale[-1].clamp_(min=1e-38)
-        shares[-1] = (rows[-1] / scale[-1]).nan_to_num(0)  # where numbers so small count as zero
+        shares[-1] = rows[-1] / scale[-1]
     levels = codebook().to(weight.device)
     codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2)
     return codes.flatten()[: weight.numel()].to(torch.uint8), scale
