@@ -1,11 +1,20 @@
 """Every recipe runs, at toy size, and stays short enough to read."""
 
 import importlib.util
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from conftest import data
+from dunes import checkpoint
+from dunes.data import read
+from dunes.data.self_instruct import ASKED, prompts, seed_tasks
+from dunes.models import llama
+from dunes.models.start import initialise
+from dunes.text import Tokenizer
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
 
@@ -58,3 +67,80 @@ def test_the_demo_shows_lines_of_unseen_files():
     for _, before, truth in found:
         assert truth.strip()
         assert len(before.splitlines()) > 5
+
+
+def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    made, asked = recipe("self_instruct"), []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.path, self.headers["Authorization"], body))
+            n = len(asked)
+            text = f" task{n} of{n} kind{n} number{n}\n4. Input:\n\n4. Output:\n{n}\n###\n5. Instruction: Draw"
+            reply = {"choices": [{"text": text, "finish_reason": "length"}]}
+            self.send_response(503 if n == 11 else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(reply).encode())
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    out = tmp_path / "out.json"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        ask = made.server(f"http://127.0.0.1:{http.server_port}/v1/", "m")
+        with pytest.raises(
+            ValueError, match=r"/v1/completions: no completion: <HTTPError 503.*what is written stays"
+        ):
+            made.main(seeds(tmp_path), str(out), ask, 20)
+        assert len(json.loads(out.read_text())) == 10
+        with (tmp_path / "out.json.rounds.jsonl").open("a") as file:
+            file.write('{"number": 2, "ite')
+        assert made.main(seeds(tmp_path), str(out), ask, 20) == 20
+        http.shutdown()
+    path, key, body = asked[0]
+    assert (path, key) == ("/v1/completions", "Bearer k")
+    assert body | {"prompt": ""} == {
+        "model": "m", "prompt": "", "max_tokens": 3072, "temperature": 1.0, "stop": ["\n20."],
+    }  # fmt: skip
+    assert body["prompt"].endswith("###\n4. Instruction:")
+    assert [b["prompt"] for _, _, b in asked[10:11]] == [b["prompt"] for _, _, b in asked[11:12]], "the same round"
+    found = read(out)
+    assert (found.kind, len(found.rows)) == ("alpaca", 20)
+    lines = (tmp_path / "out.json.rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines] == [0, 1, 2, 3]
+    assert "round 3: 20 of 20 tasks, 5 new; dropped: truncated 5" in capsys.readouterr().out
+
+
+def seeds(folder):
+    rows = [{"instruction": f"Say {w}.", "input": "", "output": w} for w in ("one", "two", "three")]
+    path = folder / "seeds.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_self_instruct_asks_a_model_folder(tmp_path):
+    made = recipe("self_instruct")
+    tokenizer = Tokenizer.train("bpe", [ASKED], 300)
+    for context, folder in ((2048, "model"), (64, "short")):
+        model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 16, 1, context)))
+        checkpoint.save(model, tmp_path / folder, tokenizer, context)
+    out, ask = tmp_path / "out.json", made.folder(str(tmp_path / "model"), 6)
+    with pytest.raises(ValueError, match=r"nothing was kept of 10 rounds; of the last: \{'truncated': 5\}"):
+        made.main(seeds(tmp_path), str(out), ask, 2)
+    assert json.loads(out.read_text()) == []
+    rounds = made.before(tmp_path / "out.json.rounds.jsonl")
+    assert [r.number for r in rounds] == list(range(10))
+    texts = [item.text for r in rounds for item in r.items]
+    assert ask(prompts(seed_tasks(seeds(tmp_path)), 0, 0))[0] == (texts[0].removeprefix("4. Instruction:"), True)
+    with pytest.raises(ValueError, match=r"short: a prompt has \d+ tokens, the context 64"):
+        made.folder(str(tmp_path / "short"))(["a" * 200])
+
+
+def test_an_answer_ends_before_a_stop_string_or_at_its_limit():
+    stopped = recipe("self_instruct").stopped
+    assert stopped(["one\n", "2", "0. two", "three"], 4) == ("one", False)
+    assert stopped(["in 20", "20."], 3) == ("in 2020.", False)
+    assert stopped(["a", "b"], 2) == ("ab", True)

@@ -1,0 +1,299 @@
+"""Instruction data from a language model: it sees three tasks that people wrote, and continues the list.
+
+The loop is Stanford Alpaca's: what is asked, how the answer is cut, and what is dropped.
+https://github.com/tatsu-lab/stanford_alpaca, https://arxiv.org/abs/2212.10560
+"""
+
+import json
+import random
+import re
+import string
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SHOWN, LAST, PROMPTS = 3, 20, 5
+"""How many tasks a prompt shows, up to which number it asks for more, and how many prompts a round asks."""
+
+STOP = (f"\n{LAST}.",)
+"""Where an answer ends. Alpaca stopped at "20." anywhere, and so inside "2020.", too."""
+
+TOKENS = 3072
+"""How long an answer may get."""
+
+SIMILAR = 0.7
+"""An instruction that is nearer than this, in ROUGE-L, to an earlier one is dropped."""
+
+WORDS = (
+    "image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps", "draw", "plot",
+    "go to", "video", "audio", "music", "flowchart", "diagram",
+)  # fmt: skip
+"""What a model of text cannot see or make."""
+
+BANNED = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
+
+ASKED = f"""Write a list of {LAST} different tasks for a language model that follows instructions.
+
+What they should be like:
+1. No two begin with the same verb, and they are about different things.
+2. Some are questions, some are orders: explaining, sorting, rewriting, summing up, inventing, reckoning and so on.
+3. A language model can do them. It sees and makes text only, and it cannot remind or call anybody.
+4. All is in English.
+5. An instruction has one or two sentences.
+6. The input is a real example of what the instruction is about, at most 100 words, and no placeholder.
+7. Where an instruction needs no input, as a question about the world does, the input is "<noinput>".
+8. The output answers the instruction and the input, in fewer than 100 words.
+
+The {LAST} tasks:
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A record of Alpaca's; `input` is empty if the instruction needs none."""
+
+    instruction: str
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a model wrote between two marks, the task in it, and why it is dropped (empty: it is kept)."""
+
+    text: str
+    task: Task | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """All that came of one call of the model. The numbers count from 0."""
+
+    number: int
+    items: tuple[Item, ...]
+
+    @property
+    def kept(self) -> list[Task]:
+        return [item.task for item in self.items if item.task and not item.reason]
+
+    def row(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Round":
+        """From what `row` gave."""
+        items = [Item(i["text"], i["task"] and Task(**i["task"]), i["reason"]) for i in row["items"]]
+        return cls(row["number"], tuple(items))
+
+
+Ask = Callable[[list[str]], Sequence[tuple[str, bool]]]
+"""A language model: to each prompt what follows it, and whether that was cut off at its limit of tokens."""
+
+
+def seed_tasks(path: Path | str) -> list[Task]:
+    """The tasks in a file with one JSON object a line: Alpaca's keys, or Self-Instruct's with `instances`.
+
+    Raises ValueError that names the line.
+    """
+    found = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            instance = row["instances"][0] if "instances" in row else row
+            texts = (row["instruction"], instance["input"], instance["output"])
+            if not all(isinstance(t, str) for t in texts):
+                raise TypeError("a text")
+            found.append(Task(*texts))
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(
+                f"{path}, line {number}: expected an object with instruction, input and output, "
+                f"or with instruction and instances, found {line[:60]!r}"
+            ) from None
+    return found
+
+
+def generate(
+    ask: Ask, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
+) -> Iterator[Round]:
+    """Ask until `wanted` tasks are kept, those of the rounds `before` included; yield what each round brought.
+
+    What is shown depends on the seed and the round's number alone, so that a run may go on where it stopped.
+    Raises ValueError for too few seeds, and after ten rounds of which nothing was kept.
+    """
+    if len(seeds) < SHOWN:
+        raise ValueError(f"{len(seeds)} seed tasks; a prompt shows {SHOWN}, so at least as many are expected")
+    past = list(before)
+    earlier = Earlier([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
+    kept, idle = sum(len(r.kept) for r in past), 0
+    for number in count(max((r.number for r in past), default=-1) + 1):
+        if kept >= wanted:
+            return
+        answers = ask(prompts(seeds, seed, number))
+        found = Round(number, tuple(judged(item, earlier) for a in answers for item in parsed(*a)))
+        kept, idle = kept + len(found.kept), 0 if found.kept else idle + 1
+        yield found
+        if idle == 10:
+            reasons = Counter(item.reason for item in found.items).most_common(3)
+            raise ValueError(f"nothing was kept of 10 rounds; of the last: {dict(reasons)}; try another model")
+
+
+def prompts(seeds: Sequence[Task], seed: int, number: int) -> list[str]:
+    """What a round asks, each with other seed tasks; tasks that a model made are never shown."""
+    chance = random.Random(f"{seed} {number}")
+    return [prompt(chance.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
+
+
+def prompt(tasks: Sequence[Task]) -> str:
+    """The request, the tasks in its layout, and the beginning of the next."""
+    text = ASKED
+    for i, task in enumerate(tasks, 1):
+        instruction = " ".join(task.instruction.split()).rstrip(":")
+        text += f"###\n{i}. Instruction: {instruction}\n{i}. Input:\n{task.input or '<noinput>'}\n"
+        text += f"{i}. Output:\n{task.output}\n"
+    return f"{text}###\n{len(tasks) + 1}. Instruction:"
+
+
+def parsed(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
+    """The items of an answer to a prompt whose next task has the number `first`.
+
+    Of an answer that is truncated the last one is dropped.
+    """
+    parts = f"{first}. Instruction:{answer}".split("###")
+    for number, text in enumerate(parts, first):
+        pieces = re.split(rf"{number}\.\s+(?:Instruction|Input|Output):", text)
+        if truncated and number - first == len(parts) - 1:
+            yield Item(text, None, "truncated")
+        elif len(pieces) != 4:  # Alpaca's seven: three of them were the words
+            yield Item(text, None, "layout")
+        else:
+            instruction, given, output = (piece.strip() for piece in pieces[1:])
+            yield Item(text, Task(instruction, "" if given.lower() == "<noinput>" else given, output))
+
+
+def judged(item: Item, earlier: "Earlier") -> Item:
+    """The item with the reason for which it is dropped; a kept one is among the earlier ones from then on."""
+    if item.task is None:
+        return item
+    instruction = item.task.instruction
+    if reason := unfit(instruction):
+        return replace(item, reason=reason)
+    if near := earlier.nearest(instruction, SIMILAR):
+        return replace(item, reason=f"similar: {near[0]:.2f} to {near[1]!r}")
+    earlier.add(instruction)
+    return item
+
+
+def unfit(instruction: str) -> str:
+    """Why an instruction is dropped, whatever came before it; empty if it is not."""
+    length = len(instruction.split())
+    if length <= 3:
+        return "short"
+    if length > 150:
+        return "long"
+    if found := BANNED.search(instruction):
+        return f"word: {found[0].lower()}"
+    if instruction.startswith("Write a program"):
+        return "program"
+    if instruction[0] in string.punctuation:
+        return "punctuation"
+    return "" if instruction[0].isascii() else "not ASCII"
+
+
+def rouge_l(a: str, b: str) -> float:
+    """ROUGE-L's F measure of two texts: https://aclanthology.org/W04-1013, as the package rouge_score has it."""
+    left, right = words(a), words(b)
+    return _measure(_common(_masks(left), right), len(left), len(right))
+
+
+def words(text: str) -> list[str]:
+    """ROUGE's tokens: runs of ASCII letters and digits, in small letters."""
+    return re.findall("[a-z0-9]+", text.lower())
+
+
+def _measure(common: int, a: int, b: int) -> float:
+    """Of the length of the longest common subsequence. The order of operations is rouge_score's, for its bits."""
+    if not common:
+        return 0.0
+    precision, recall = common / b, common / a
+    return 2 * precision * recall / (precision + recall)
+
+
+def _masks(tokens: Sequence[str]) -> dict[str, int]:
+    """For each token the bits of the places where it stands."""
+    masks: dict[str, int] = defaultdict(int)
+    for i, token in enumerate(tokens):
+        masks[token] |= 1 << i
+    return dict(masks)
+
+
+def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
+    """The length of the longest common subsequence, a row of its table at once in the bits of a number.
+
+    https://doi.org/10.1016/j.ipl.2004.04.006 (Hyyrö's form)
+    """
+    row = whole = (1 << sum(m.bit_count() for m in masks.values())) - 1
+    for token in tokens:
+        if hit := row & masks.get(token, 0):
+            row = (row + hit | row - hit) & whole
+    return (whole ^ row).bit_count()
+
+
+class Earlier:
+    """The instructions so far, so that the one nearest to a new one is found without looking at all.
+
+    A common subsequence is no longer than the tokens that two texts have in common, whatever their order. The
+    k-th time that a token stands in a text is listed by itself, so these are counted for all texts in one pass.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self.texts: list[str] = []
+        self.tokens: list[list[str]] = []
+        self.lengths = array("i")
+        self.having: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("i"))
+        for text in texts:
+            self.add(text)
+
+    def add(self, text: str) -> None:
+        tokens = words(text)
+        for key in _counted(tokens):
+            self.having[key].append(len(self.texts))
+        self.texts.append(text)
+        self.tokens.append(tokens)
+        self.lengths.append(len(tokens))
+
+    def nearest(self, text: str, above: float = 0.0) -> tuple[float, str] | None:
+        """The greatest ROUGE-L F and the first text that has it; None if no text has more than `above`."""
+        tokens = words(text)
+        masks, best, found = _masks(tokens), above, None
+        bounds = self._bounds(tokens)
+        candidates = np.flatnonzero(bounds > above - 1e-9)  # rounded otherwise than the measure
+        for i in candidates[np.argsort(-bounds[candidates], kind="stable")].tolist():
+            if bounds[i] < best - 1e-9:
+                break
+            score = _measure(_common(masks, self.tokens[i]), len(tokens), len(self.tokens[i]))
+            if score > best or (found is not None and score == best and i < found):
+                best, found = score, i
+        return None if found is None else (best, self.texts[found])
+
+    def _bounds(self, tokens: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """For each text what the measure is at most."""
+        hits = [np.array(self.having[key]) for key in _counted(tokens) if key in self.having]
+        shared = np.bincount(np.concatenate(hits) if hits else np.zeros(0, np.int64), minlength=len(self.texts))
+        sizes = np.array(self.lengths) + len(tokens)
+        bounds: np.ndarray[Any, np.dtype[np.float64]] = 2 * shared / np.maximum(sizes, 1)
+        return bounds
+
+
+def _counted(tokens: Iterable[str]) -> Iterator[tuple[str, int]]:
+    seen: Counter[str] = Counter()
+    for token in tokens:
+        seen[token] += 1
+        yield token, seen[token]

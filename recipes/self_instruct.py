@@ -1,0 +1,104 @@
+"""Instruction data in Alpaca's form, written by a model after a file of seed tasks.
+
+    python recipes/self_instruct.py seeds.jsonl out.json MODEL [COUNT] [NAME]
+
+MODEL is a model folder, or the address of a server that speaks OpenAI's completions, such as
+http://localhost:8080/v1; NAME is the model's name there, and OPENAI_API_KEY its key. What was asked
+and dropped, and why, stands in out.json.rounds.jsonl, from which a run that was stopped goes on.
+"""
+
+import json
+import os
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from dunes import checkpoint
+from dunes.data import self_instruct
+from dunes.data.self_instruct import STOP, TOKENS, Ask, Round
+from dunes.generate import sampler
+from dunes.runs.write import write
+
+
+def folder(path: str, limit: int = TOKENS) -> Ask:
+    """A model of ours. Raises ValueError where a prompt leaves no room for an answer."""
+    loaded = checkpoint.load(path)
+
+    def one(prompt: str) -> tuple[str, bool]:
+        length = len(loaded.tokenizer.prompt(prompt))
+        room = min(limit, loaded.context - length)
+        if room < 1:
+            raise ValueError(
+                f"{path}: a prompt has {length} tokens, the context {loaded.context}; use a longer one"
+            )
+        sample = sampler(1.0, seed=zlib.crc32(prompt.encode()))
+        return stopped(write(loaded.model, loaded.tokenizer, loaded.context, prompt, room, sample), room)
+
+    return lambda prompts: [one(prompt) for prompt in prompts]
+
+
+def stopped(pieces: Iterable[str], limit: int) -> tuple[str, bool]:
+    """The text before the first stop string, and whether there were `limit` pieces without one."""
+    text, count = "", 0
+    for piece in pieces:
+        text, count = text + piece, count + 1
+        if found := next((stop for stop in STOP if stop in text), None):
+            return text[: text.index(found)], False
+    return text, count >= limit
+
+
+def server(url: str, name: str, limit: int = TOKENS) -> Ask:
+    """A model behind OpenAI's protocol. Raises ValueError that names the address."""
+
+    def one(prompt: str) -> tuple[str, bool]:
+        asked = {"model": name, "prompt": prompt, "max_tokens": limit, "temperature": 1.0, "stop": STOP}
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = Request(f"{url.rstrip('/')}/completions", json.dumps(asked).encode(), headers)
+        try:
+            with urlopen(request, timeout=600) as reply:
+                choice = json.load(reply)["choices"][0]
+            return choice["text"], choice["finish_reason"] == "length"
+        except (URLError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{request.full_url}: no completion: {error!r}; what is written stays") from None
+
+    return lambda prompts: [one(prompt) for prompt in prompts]
+
+
+def before(path: Path) -> list[Round]:
+    """The rounds of the run before; a line that was not written to its end is cut off."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    os.truncate(path, len(whole))
+    return [Round.of(json.loads(line)) for line in whole.splitlines()]
+
+
+def main(seeds: str, out: str, ask: Ask, wanted: int = 1000) -> int:
+    rounds = Path(f"{out}.rounds.jsonl")
+    past = before(rounds)
+    kept = [task for found in past for task in found.kept]
+    try:
+        for found in self_instruct.generate(ask, self_instruct.seed_tasks(seeds), wanted=wanted, before=past):
+            with rounds.open("a") as file:
+                file.write(json.dumps(found.row()) + "\n")
+            kept += found.kept
+            why = Counter(item.reason.partition(":")[0] for item in found.items if item.reason)
+            said = ", ".join(f"{reason} {n}" for reason, n in why.most_common())
+            print(f"round {found.number}: {len(kept)} of {wanted} tasks, {len(found.kept)} new; dropped: {said}")
+    finally:
+        rows = [{"instruction": t.instruction, "input": t.input, "output": t.output} for t in kept]
+        Path(out).write_text(json.dumps(rows, indent=1))
+    return len(kept)
+
+
+if __name__ == "__main__":
+    seeds, out, model, *rest = sys.argv[1:]
+    ask = server(model, *rest[1:2] or ["model"]) if model.startswith("http") else folder(model)
+    print(f"{out}: {main(seeds, out, ask, *map(int, rest[:1]))} tasks")
