@@ -6,7 +6,6 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 # Shapes: I inputs, O outputs, N blocks.
 
 from abc import ABC, abstractmethod
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -109,25 +108,32 @@ class NF4(Quantized):
         codes = torch.stack([self.codes >> 4, self.codes & 15], 1).flatten()[
             : self.out_features * self.in_features
         ]
-        levels = codebook().to(codes.device)[codes.int()]
+        levels = codebook(codes.device)[codes.int()]
         whole = _rows(levels, BLOCK) * self.scales()[:, None]
         return whole.flatten()[: len(codes)].view(self.out_features, self.in_features).to(self.dtype)
 
 
-@cache
-def codebook() -> Tensor:
-    """NF4's levels (16,): quantiles of the normal distribution, seven below zero and eight above it.
+def _codebook() -> tuple[float, ...]:
+    """NF4's levels: quantiles of the normal distribution, seven below zero and eight above it.
 
     They are rounded where bitsandbytes' were, so that they are the same to the bit.
     """
     levels = torch.cat([-_quantiles(8), torch.zeros(1), _quantiles(9).flip(0)])
-    return levels / levels.max()
+    return tuple((levels / levels.max()).tolist())
 
 
 def _quantiles(count: int) -> Tensor:
     shares = torch.linspace(0.9677083, 0.5, count, dtype=torch.float32)
     quantiles: Tensor = torch.special.ndtri(shares.double())
     return quantiles[:-1].float()
+
+
+LEVELS = _codebook()
+
+
+def codebook(device: torch.device | str = "cpu") -> Tensor:
+    """NF4's levels (16,), made anew: a tensor kept from a step without data would have none in the next."""
+    return torch.tensor(LEVELS, device=device)
 
 
 INVERSE = 1.0000000649e38
@@ -146,7 +152,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     if weight.numel() % BLOCK:
         scale[-1].clamp_(min=1e-38)
         shares[-1] = rows[-1] / scale[-1]
-    levels = codebook().to(weight.device)
+    levels = codebook(weight.device)
     codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2)
     return codes.flatten()[: weight.numel()].to(torch.uint8), scale
 
