@@ -126,9 +126,11 @@ class Answers:
 
     def _said(self, model: Decoder, talk: Talk) -> str:
         """What the model answers: the likeliest tokens, up to one that ends an answer."""
-        ids = templates.prompt(
-            self.lesson.template, talk[:-1] if talk[-1].role == "assistant" else (), self.tokenizer
-        )
+        if talk[-1].role == "text":
+            ids = self.tokenizer.prompt("")
+        else:
+            asked = talk[:-1] if talk[-1].role == "assistant" else talk
+            ids = templates.prompt(self.lesson.template, asked, self.tokenizer)
         context = self.lesson.context
         likeliest, stop = below(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
         room = ids[-max(1, context - ANSWER) :]
@@ -159,11 +161,17 @@ class Answers:
             checkpoint.save(run.model, run.folder, self.tokenizer, self.lesson.context, about)
         else:
             checkpoint.save_adapter(
-                run.model, run.folder, ADAPTER, str(self.lesson.folder.resolve()),
+                run.model, run.folder, ADAPTER, self._base,
                 made_for=self.base, tokenizer=self.tokenizer, context=self.lesson.context, facts=about,
             )  # fmt: skip
-        (run.folder / "samples.md").open("a").write(self._page(after))
+        with (run.folder / "samples.md").open("a") as file:
+            file.write(self._page(after))
         return [*self._lines(run, after), *self._next(run.folder)]
+
+    @property
+    def _base(self) -> Path | str:
+        """Where the base is to be found again: a folder, or a name on the Hub."""
+        return self.lesson.folder if Path(self.plan.model).is_dir() else self.plan.model
 
     def _facts(self, run: Run, score: Score, after: Before) -> dict[str, Any]:
         assert self.before is not None, "asked at the beginning"

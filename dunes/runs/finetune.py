@@ -35,24 +35,26 @@ def finetune(
     def prepared(plan: Tuning, spent: Spent) -> Make | None:
         with spent("reading the examples"):
             lesson = Lesson.read(plan, show)
+            if lesson.folder.resolve() == folder.resolve():
+                raise ValueError(f"{folder}: is the base itself; choose another --out")
         for example in lesson.train[:examples]:
             show.coloured(f"--- {example.place}", coloured(example, lesson.tokenizer))
         with spent("choosing"):
-            ready = lesson.chosen(show)
-        return None if going.dry else lambda: prepare(ready, folder, show, again)
+            ready, known = lesson.chosen(show), domain(lesson, show)
+        return None if going.dry else lambda: prepare(ready, known, folder, show)
 
     return go(plan, folder, show, going, prepared)
 
 
-def prepare(lesson: Lesson, folder: Path, show: Display, again: bool) -> Run:
-    """A run at its first step."""
+def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> Run:
+    """A run at its first step; `known` is text of the base's own domain."""
     plan, device = lesson.plan, measure.device()
     assert plan.dtype, "chosen before"
     dtype = getattr(torch, plan.dtype)
     model = lesson.base.model.to(device)
     stored = next(model.parameters()).dtype
-    task = Answers(lesson, domain(lesson, show), stored)
-    if again and (folder / BEFORE).is_file():
+    task = Answers(lesson, known, stored)
+    if (folder / BEFORE).is_file():
         before = Before.read(folder / BEFORE)
     else:
         show.line("asking the base first")

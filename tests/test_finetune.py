@@ -1,0 +1,400 @@
+"""Whole finetunes at toy size: what they teach, leave and refuse, and that stopping loses nothing."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import display, toy
+from dunes import checkpoint, measure, tree
+from dunes.augment import Adapted
+from dunes.data.examples import split
+from dunes.models import FAMILIES
+from dunes.models.start import initialise
+from dunes.runs import lesson as lesson_module
+from dunes.runs import loop as loop_module
+from dunes.runs.answers import Answers
+from dunes.runs.finetune import finetune
+from dunes.runs.lesson import Lesson, answered, memory, optimizer
+from dunes.runs.memory import Learning, Shape, training
+from dunes.runs.run import learned, records
+from dunes.runs.train import train
+from dunes.runs.tuning import METHODS, Tuning, learning_rate, rows_a_step, steps_of
+from dunes.text import Tokenizer, templates
+from test_runs import stopping_at, weights
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+ROWS = [
+    {"instruction": f"What comes after {a} {b}?", "input": "", "output": f"{b} {a}"}
+    for a, b in itertools.permutations(WORDS, 2)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    text = " ".join(f"{r['instruction']} {r['output']}" for r in ROWS) + templates.ALONE
+    return Tokenizer.train("bpe", [text], 400)
+
+
+def base_in(folder, tokenizer, family="llama", context=128, dtype=torch.float32):
+    module = FAMILIES[family]
+    model = initialise(module.build(module.Config.sized(tokenizer.vocab, 32, 2, context)), seed=3)
+    checkpoint.save(model.to(dtype), folder, tokenizer, context)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory):
+    return base_in(tmp_path_factory.mktemp("bases") / "base", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    path = tmp_path_factory.mktemp("examples") / "rows.json"
+    path.write_text(json.dumps(ROWS))
+    return path
+
+
+def asked(base, examples, **changes):
+    fixed = {"steps": 6, "batch": 4, "rank": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
+    return Tuning(model=str(base), data=str(examples), **fixed | changes)
+
+
+def finetuned(plan, folder, **how):
+    show, out = display()
+    assert finetune(plan, folder, show, **how) == 0
+    return out.getvalue()
+
+
+def score_of(folder, plan, train_on="answers"):
+    """The score of the folder that was left, computed anew from its files."""
+    loaded = checkpoint.load(folder)
+    lesson = Lesson.read(replace(plan, model=plan.model), display()[0])
+    task = Answers(lesson, None, torch.float32)
+    return task.score(loaded.model, torch.float32)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_learns_and_leaves_what_was_measured(method, base, examples, tmp_path):
+    rate, folder = 0.003 if method == "full" else 0.02, tmp_path / "run"
+    plan = asked(base, examples, method=method, steps=30, lr=rate)
+    out = finetuned(plan, folder)
+    lines = [r for r in records(folder / "metrics.jsonl") if "loss" in r]
+    assert lines[-1]["loss"] < lines[0]["loss"] * 0.8
+    card = checkpoint.load(folder).card
+    assert card["measured"]["loss"] < card["measured"]["before"] * 0.8
+    assert card["template"] == "alpaca"
+    plan = replace(plan, context=card["finetuned"]["context"])
+    again = score_of(folder, plan)
+    print(f"{method}: measured {card['measured']['loss']}, read back {again.loss}")
+    assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
+    assert (folder / "adapter_config.json").is_file() == (method != "full")
+    assert (folder / "chat_template.jinja").is_file()
+    assert "dunes chat" in out.splitlines()[-1]
+
+
+def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    finetuned(asked(base, examples, method="dora"), tmp_path / "run")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run").eval()
+    ours = checkpoint.load(tmp_path / "run").model
+    ids = torch.arange(60)[None]
+    with torch.no_grad():
+        difference = (theirs(ids).logits - ours(ids)).abs().max().item()
+    print(f"logits differ by {difference}")
+    assert difference <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["lora", "pissa", "qlora", "full"])
+def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
+    plan = asked(base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, at_once=2)
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    finetuned(plan, straight)
+    with monkeypatch.context() as patch:
+        stopping_at(9, patch)
+        assert finetune(plan, halves, display()[0]) == 130
+    # The base is asked before it is changed, and once: what it said stands in the run.
+    monkeypatch.setattr(Answers, "able", once(Answers.able))
+    assert finetune(Tuning(), halves, display()[0], again=True) == 0
+    one, two = weights(straight), weights(halves)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    exact = [[(r["step"], r["exact"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)]
+    assert exact[0] == exact[1]
+    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    assert (straight / file).read_bytes() == (halves / file).read_bytes()
+    before = [json.loads((f / "state" / "before.json").read_text()) for f in (straight, halves)]
+    assert before[0] == before[1]
+
+
+def once(real):
+    calls = []
+
+    def able(self, model, dtype):
+        calls.append(1)
+        assert len(calls) == 1, "only what it can do in the end is asked"
+        return real(self, model, dtype)
+
+    return able
+
+
+def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, examples, tmp_path):
+    mine, rows = base_in(tmp_path / "base", tokenizer), tmp_path / "rows.json"
+    rows.write_text(json.dumps(ROWS))
+    plan = asked(mine, rows)
+    finetuned(plan, tmp_path / "run")
+    rows.write_text(json.dumps(ROWS[:-1]))
+    with pytest.raises(ValueError, match="cannot go on: examples changed"):
+        finetune(plan, tmp_path / "run", display()[0], again=True)
+    rows.write_text(json.dumps(ROWS))
+    other = initialise(checkpoint.load(mine).model, seed=4)
+    checkpoint.save(other, mine, tokenizer, 128)
+    with pytest.raises(ValueError, match="cannot go on: base changed"):
+        finetune(plan, tmp_path / "run", display()[0], again=True)
+    with pytest.raises(ValueError, match="holds a run of another kind"):
+        train(toy(tmp_path), tmp_path / "run", display()[0], again=True)
+
+
+def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
+    """A mean of means over unequal parts would."""
+    for at_once in (4, 2, 1):
+        finetuned(asked(base, examples, at_once=at_once, steps=8), tmp_path / str(at_once))
+    losses = [[r["loss"] for r in records(tmp_path / str(n) / "metrics.jsonl")] for n in (4, 2, 1)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
+
+
+REFUSED = {
+    "no such base": ({"model": "nowhere"}, "nowhere: no such folder"),
+    "no such file": ({"data": "nowhere.json"}, "nowhere.json: cannot be read"),
+    "no model": ({"model": ""}, "the model is missing; dunes finetune MODEL --data FILE --out RUN"),
+    "no data": ({"data": ""}, "the data is missing"),
+    "too long": ({"context": 16}, "of the examples are longer than the context of 16"),
+    "odd batch": ({"batch": 4, "at_once": 3}, "--at-once is 3, which does not divide the 4 rows"),
+    "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),
+    "nowhere": ({"where": ("blocks.9.**",)}, "selects nothing here"),
+    "nothing": (
+        {"method": "full", "where": ("blocks.9.**",)},
+        "--where blocks.9.** selects nothing to train here",
+    ),
+    "large rank": ({"rank": 64}, "rank 64; expected 1 to 32"),
+    "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),
+    "negative rate": ({"lr": -1.0}, "--lr is -1.0; it must be at least"),
+    "no rate": ({"lr": float("nan")}, "--lr is nan"),
+    "method": ({"method": "prefix"}, "--method is 'prefix'; it must be one of full, lora"),
+    "dropout": ({"dropout": 1.5}, "dropout is 1.5"),
+    "held out": ({"held_out": 0.0}, "no example is left for validation"),
+    "domain": ({"domain": ("nowhere",)}, "nowhere: no such file or folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples, tmp_path):
+    changes, words = REFUSED[case]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        finetune(replace(asked(base, examples), **changes), tmp_path / "run", display()[0])
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
+    rows = tmp_path / "rows.json"
+    said = ({"role": "user"}, {"role": "assistant", "weight": 0})
+    rows.write_text(json.dumps([{"messages": [{**s, "content": w} for s in said]} for w in WORDS]))
+    with pytest.raises(ValueError, match="tokens is trained on: the examples have no answers"):
+        finetune(asked(base, rows), tmp_path / "run", display()[0])
+
+
+def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, examples, tmp_path):
+    finetuned(asked(base, examples, steps=1), tmp_path / "run")
+    with pytest.raises(ValueError, match="an adapter, not a base; merge it first: dunes augment merge"):
+        finetune(asked(tmp_path / "run", examples), tmp_path / "two", display()[0])
+    with pytest.raises(ValueError, match="is the base itself; choose another --out"):
+        finetune(asked(base, examples), base, display()[0])
+
+
+def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
+    out = finetuned(asked(base, examples), tmp_path / "run", examples=2, dry=True)
+    found = re.findall("### Response:⟦(.*)<\\|endoftext\\|>⟧", out)
+    assert len(found) == 2
+    assert all(answer in [r["output"] for r in ROWS] for answer in found)
+    assert "this run needs about" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_what_was_named_learns(base, examples, tmp_path):
+    finetuned(asked(base, examples, method="full", where=("blocks.1.**", "!**.attn")), tmp_path / "full")
+    before, after = (checkpoint.load(f).model.state_dict() for f in (base, tmp_path / "full"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {n for n in before if n.startswith("blocks.1.") and ".attn." not in n}
+    finetuned(asked(base, examples, where=("**.mlp.**",), ranks=("**.up=2",)), tmp_path / "lora")
+    there = tree.places(checkpoint.load(tmp_path / "lora").model)
+    ranks = {p.name: p.module["default"].form.rank for p in there if isinstance(p.module, Adapted)}
+    assert all(".mlp." in name for name in ranks)
+    assert {name.split(".")[-1]: rank for name, rank in ranks.items()} == {"gate": 4, "up": 2, "down": 4}
+
+
+def test_full_finetuning_of_bfloat16_is_done_in_float32_and_kept_in_bfloat16(tokenizer, examples, tmp_path):
+    half = base_in(tmp_path / "half", tokenizer, dtype=torch.bfloat16)
+    finetuned(asked(half, examples, method="full", lr=1e-5), tmp_path / "run")
+    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    assert {t.dtype for t in state["weights"].values()} == {torch.float32}
+    before = checkpoint.load(half).model.state_dict()
+    moved = [not torch.equal(state["weights"][k], v.float()) for k, v in before.items()]
+    assert all(moved), "steps that bfloat16 would round away"
+    after = checkpoint.load(tmp_path / "run").model
+    assert {p.dtype for p in after.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "arcee"])
+def test_other_families(family, tokenizer, examples, tmp_path):
+    base = base_in(tmp_path / "base", tokenizer, family, context=160)
+    out = finetuned(asked(base, examples), tmp_path / "run")
+    assert "after" in out
+    card = checkpoint.load(tmp_path / "run").card
+    assert card["measured"]["loss"] < card["measured"]["before"]
+
+
+def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_path):
+    narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
+    assert "look: the base knows 16 tokens" in finetuned(asked(narrow, examples), tmp_path / "run")
+    assert checkpoint.load(tmp_path / "run").context >= 32
+    finetuned(asked(narrow, examples, method="full"), tmp_path / "full")
+    assert checkpoint.load(tmp_path / "full").context >= 32
+    learnt = base_in(tmp_path / "learnt", tokenizer, "gpt2", context=16)
+    with pytest.raises(ValueError, match="longer than the context of 16"):
+        finetune(asked(learnt, examples), tmp_path / "no", display()[0])
+    with pytest.raises(ValueError, match="--context is 64; this model looks at 16 tokens"):
+        finetune(asked(learnt, examples, context=64), tmp_path / "no", display()[0])
+
+
+def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, examples, code, tmp_path):
+    folder = tmp_path / "run"
+    out = finetuned(asked(base, examples, domain=(str(code),), lr=0.05, steps=20), folder)
+    domain = json.loads((folder / "dunes.json").read_text())["measured"]["domain"]
+    found = re.search(r"the base's own domain: ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)", out)
+    assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
+    assert domain["before"] != domain["after"]
+    page = (folder / "samples.md").read_text()
+    _, held = split(lesson_module.read(examples).rows)
+    for record in held[:3]:
+        assert f"| {record.talk[0].text} | {record.talk[1].text} |" in page
+    before = json.loads((folder / "state" / "before.json").read_text())["said"]
+    assert len(before) == 3
+    without = finetuned(asked(base, examples), tmp_path / "other")
+    assert "what is forgotten is not measured: name text of the base's own domain with --domain" in without
+
+
+def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
+    other = tmp_path / "valid.jsonl"
+    other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))
+    out = finetuned(asked(base, examples, valid=str(other)), tmp_path / "run")
+    assert "90 examples, 4 for validation; 0 are copies of others, 3 of those for validation are also" in out
+    assert "look: 3 validation examples are also learnt from" in out
+
+
+def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
+    looks = itertools.count()
+    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
+    finetuned(asked(base, examples, steps=None, minutes=0.05), tmp_path / "run")
+    card = json.loads((tmp_path / "run" / "dunes.json").read_text())
+    assert card["finetuned"]["seconds"] == pytest.approx(3.0, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["completion", "messages", "text"])
+def test_other_records(kind, base, tmp_path):
+    rows = {
+        "completion": [{"prompt": r["instruction"], "completion": r["output"]} for r in ROWS],
+        "messages": [{"messages": [{"role": "user", "content": r["instruction"]},
+                                   {"role": "assistant", "content": r["output"]}]} for r in ROWS],
+        "text": [{"text": f"{r['instruction']} {r['output']}"} for r in ROWS],
+    }  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows[kind]))
+    out = finetuned(asked(base, path), tmp_path / "run")
+    assert f"template: {'chatml' if kind == 'messages' else 'plain'}" in out
+    loaded = checkpoint.load(tmp_path / "run")
+    if kind == "messages":
+        assert loaded.tokenizer.inner.token_to_id("<|im_end|>") in loaded.tokenizer.stops
+
+
+def ready(base, examples, **changes):
+    return Lesson.read(asked(base, examples, **changes), display()[0]).chosen(display()[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_memory_of_a_step_is_foreseen_to_the_byte(method, base, examples):
+    lesson = ready(base, examples, method=method)
+    plan = lesson.plan
+    rows = lesson_module._rows(plan)
+    learning = Learning(
+        lambda model: optimizer(plan, model),
+        answered,
+        lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows),
+    )
+    shape = Shape(plan.at_once, plan.context, torch.float32)
+
+    def real():
+        return lesson_module.altered(checkpoint.load(base).model, plan)[0]
+
+    foreseen = training(lambda: lesson_module._shaped(lesson), shape, True, learning)
+    held = training(real, shape, False, learning)
+    assert foreseen.by("kind").keys() == held.by("kind").keys()
+    for kind, size in held.by("kind").items():
+        assert foreseen.by("kind")[kind] == pytest.approx(size, rel=0.02, abs=4096), kind
+
+
+def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
+    whole = ready(base, examples, batch=8)
+    assert whole.plan.at_once == 8
+    needed = sum(memory(whole).values())
+    least = sum(memory(replace(whole, plan=replace(whole.plan, at_once=2))).values())
+    monkeypatch.setattr(measure, "free_memory", lambda device: int((needed + least) / 2))
+    assert ready(base, examples, batch=8).plan.at_once in (2, 4)
+    monkeypatch.setattr(measure, "free_memory", lambda device: 1)
+    show, out = display()
+    assert Lesson.read(asked(base, examples, batch=8), show).chosen(show).plan.at_once == 1
+    assert "look: that may not fit" in out.getvalue()
+
+
+def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
+    finetuned(asked(base, examples, method="pissa"), tmp_path / "run")
+    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    assert all(".adapters.default." in name for name in state["weights"])
+    assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
+    model = checkpoint.load(base).model
+    assert learned(model).keys() == model.state_dict().keys()
+
+
+def test_what_is_chosen(base, examples):
+    plan = Tuning(model="m", data="d")
+    assert learning_rate(plan, 512) == pytest.approx(10 * learning_rate(replace(plan, method="full"), 512))
+    assert learning_rate(replace(plan, lr=0.5), 512) == 0.5
+    assert rows_a_step(plan, 512, 10_000) == 8
+    assert rows_a_step(plan, 512, 64) == 2
+    assert rows_a_step(plan, 8192, 10_000) == 1
+    assert steps_of(plan, 100, 8) == 38
+    assert steps_of(replace(plan, epochs=1.0), 100, 8) == 12
+    assert steps_of(replace(plan, minutes=1.0), 100, 8) is None
+    assert ready(base, examples, steps=None, batch=0).plan.steps > 0
+
+
+def test_the_verb(base, examples, tmp_path):
+    command = [sys.executable, "-m", "dunes", "finetune", base, "--data", examples, "--out", tmp_path / "run"]
+    done = subprocess.run(
+        [*map(str, command), "--steps", "3", "--rank", "2", "--method", "rslora"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held-out answers:" in done.stdout
+    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert config["use_rslora"]
+    assert config["r"] == 2
+    done = subprocess.run([*map(str, command), "--steps", "3"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"dunes: {tmp_path / 'run'}: holds a run already")
