@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dunes.augment.adapted import sides
 from dunes.augment.quantize import shape as quantize
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
@@ -77,13 +78,35 @@ def _adapted(folder: Path, device: torch.device | str) -> Loaded:
     source = checked(base_of(folder))
     tokenizer = Tokenizer.load(folder if Tokenizer.file(folder) else source.folder)
     agree(source, tokenizer)
-    context = card.get("context", source.config.context)
-    if type(context) is not int or context < 1:
-        raise ValueError(f"{folder / cards.CARD}: context is {shown(context)}; a number of tokens is expected")
+    context = _context(card, source.config.context, folder)
     model = filled(source)
     repeat(model, card, folder)
     load_adapter(model, folder)
     return Loaded(model.to(device).eval(), tokenizer, context, card)
+
+
+def _context(card: Mapping[str, Any], otherwise: int, folder: Path) -> int:
+    context = card.get("context", otherwise)
+    if type(context) is not int or context < 1:
+        raise ValueError(f"{folder / cards.CARD}: context is {shown(context)}; a number of tokens is expected")
+    return context
+
+
+def put_on(loaded: Loaded, folder: Path, name: str) -> Loaded:
+    """One more adapter beside a model's weights, under this name and acting, with its tokenizer, context and card.
+
+    What it does not bring is the model's. Raises ValueError like `load`.
+    """
+    folder = settled(folder)
+    card = verified(folder)
+    tokenizer = Tokenizer.load(folder) if Tokenizer.file(folder) else loaded.tokenizer
+    rows, _ = sides(loaded.model.embed.token)
+    if max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
+        raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
+    context = _context(card, loaded.context, folder)
+    load_adapter(loaded.model, folder, name)
+    loaded.model.eval()
+    return Loaded(loaded.model, tokenizer, context, card)
 
 
 def repeat(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:

@@ -4,7 +4,9 @@ import os
 import sys
 from typing import Any
 
-VERBS = ("train", "finetune", "generate", "complete", "eval", "inspect", "convert", "export", "augment", "bench")
+VERBS = (
+    "train", "finetune", "generate", "chat", "complete", "eval", "inspect", "convert", "export", "augment", "bench",
+)  # fmt: skip
 
 
 def main() -> None:

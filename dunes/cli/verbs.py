@@ -1,6 +1,8 @@
 """The verbs. Each docstring is the verb's help; each body imports what it needs."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -223,6 +225,69 @@ def generate(
     for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
         print(piece, end="", flush=True)
     print()
+
+
+def chat(
+    model: Model,
+    message: Annotated[str, tyro.conf.Positional] = "",
+    *,
+    adapter: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], _open("FOLDER", "none")] = (),
+    system: Annotated[str, _open("TEXT", "none")] = "",
+    tokens: int = 400,
+    temperature: float = 0.7,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    penalty: float = 1.0,
+    seed: int = 0,
+) -> None:
+    """Talk with a model that was trained to answer, in its own template. /help lists the commands.
+
+    Example: dunes chat runs/chat
+
+    Args:
+        model: A model folder, an adapter's, or a name on the Hub.
+        message: One question, to be answered once; without it a conversation, or a question in each line of
+            standard input.
+        adapter: An adapter's folder to put on the model; several may be given, and /adapter NAME switches.
+        system: What the model is told before the conversation.
+        tokens: How many tokens an answer has at most.
+        temperature: 0 takes the likeliest token, 1 the model's own odds.
+        top_k: Draw from the so many likeliest tokens.
+        top_p: Draw from the fewest tokens that together have this probability.
+        min_p: Draw from tokens with at least this share of the likeliest one's probability.
+        penalty: Above 1, tokens that were there already become less likely.
+        seed: Another seed, other answers.
+    """
+    from functools import partial
+
+    from dunes import measure
+    from dunes.generate import sampler
+    from dunes.runs.chat import Chat, run, speaker
+
+    sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
+    note = partial(print, file=sys.stderr, flush=True)
+    talk = Chat(speaker(model, adapter, measure.device()), sample, tokens, system, note)
+    write = partial(print, end="", flush=True)
+    if message or not sys.stdin.isatty():
+        run(talk, [message] if message else sys.stdin, write)
+        return
+    note("/help lists the commands")
+    run(talk, _typed(), write, commands=True)
+
+
+def _typed() -> Iterator[str]:
+    """Lines that a person types, until Ctrl-D. Ctrl-C throws the line away."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys)
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
 
 
 def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = None) -> None:

@@ -1,0 +1,272 @@
+"""A conversation with a model in its own template, and with adapters that take turns on one base.
+
+`Speaker.answer` turns a conversation into an answer, piece by piece, and knows no terminal; `Chat` keeps one
+conversation; `run` reads lines and writes answers.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dunes import checkpoint
+from dunes.augment import using
+from dunes.checkpoint import card as cards
+from dunes.checkpoint.folder import Loaded
+from dunes.checkpoint.opening import adapts, base_of, put_on, repeat
+from dunes.generate import Sampler, below, generate
+from dunes.parts import Decoder
+from dunes.text import Stream, Tokenizer
+from dunes.text.templates import Talk, Template, Turn, of, prompt
+
+NONE = "none"
+"""The name of the base without an adapter."""
+ROOM = 4
+"""An answer has at least this part of the context, if it may be so long: conversations are cut to leave it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Voice:
+    """What one adapter, or with None the base alone, is to be spoken to with; `place` is its folder."""
+
+    place: Path
+    adapter: str | None
+    tokenizer: Tokenizer
+    context: int
+    card: Mapping[str, Any]
+
+    @cached_property
+    def template(self) -> Template:
+        """Raises ValueError, with the remedy, for a model that brings none."""
+        found = of(self.tokenizer, self.card)
+        if found is None:
+            raise ValueError(
+                f"{self.place}: no chat template, so it was not trained to answer; let it go on with a text: "
+                f'dunes generate {self.place} "..."'
+            )
+        return found
+
+    @cached_property
+    def once(self) -> bool:
+        """Whether the template has one question and one answer only."""
+        asked = Turn("user", "a")
+        return not self._writes(asked, Turn("assistant", "b"), asked) and self._writes(asked)
+
+    def heard(self, system: str) -> None:
+        """Raises ValueError if there is no way to say this as the system."""
+        if system:
+            next(iter(self.template.write([(Turn("system", system), Turn("user", "a"))], opened=True)))
+
+    def _writes(self, *talk: Turn) -> bool:
+        try:
+            next(iter(self.template.write([talk], opened=True)))
+        except ValueError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model with its voices by name, the first of which is the one to begin with."""
+
+    model: Decoder
+    voices: Mapping[str, Voice]
+
+    def voice(self, name: str | None = None) -> Voice:
+        """Raises ValueError for an unknown name."""
+        if name is not None and name not in self.voices:
+            raise ValueError(f"no adapter is called {name!r}; there are {', '.join(self.voices)}")
+        return self.voices[name or next(iter(self.voices))]
+
+    def answer(self, talk: Talk, sample: Sampler, tokens: int, name: str | None = None) -> Iterator[str]:
+        """What the model says next in this conversation, of at most so many tokens and as many as still fit.
+
+        Answers of several adapters may be taken piece by piece in turns. Raises ValueError for a conversation
+        that the template has no form for, or that leaves no room.
+        """
+        voice = self.voice(name)
+        ids, stream = prompt(voice.template, talk, voice.tokenizer), Stream(voice.tokenizer)
+        if len(ids) >= voice.context:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens in its template, the model looks at "
+                f"{voice.context}; shorten it"
+            )
+        found = generate(
+            self.model,
+            ids,
+            limit=min(tokens, voice.context - len(ids)),
+            context=voice.context,
+            sample=below(sample, voice.tokenizer.vocab),
+            stop={*voice.tokenizer.stops, voice.template.stop(voice.tokenizer)},
+        )
+        while True:
+            with using(self.model, voice.adapter):  # for this step only: others may be at it, too
+                token = next(found, None)
+            if token is None:
+                return
+            if piece := stream.feed(token.id):
+                yield piece
+
+    def cut(self, talk: Talk, tokens: int, name: str | None = None) -> Talk:
+        """The conversation without its oldest exchanges, as many as it takes to leave room; the system stays."""
+        voice = self.voice(name)
+        most = voice.context - min(tokens, voice.context // ROOM)
+        while len(prompt(voice.template, talk, voice.tokenizer)) > most:
+            asked = [i for i, turn in enumerate(talk) if turn.role == "user"]
+            if len(asked) < 2:
+                break
+            talk = (*talk[: asked[0]], *talk[asked[1] :])
+        return talk
+
+
+def speaker(model: str, adapters: Sequence[Path] = (), device: torch.device | str = "cpu") -> Speaker:
+    """The model, from a folder or the Hub, and these adapters beside its weights, which are there once.
+
+    The first adapter begins. Raises ValueError, before anything is loaded, for a folder that is no adapter's and
+    for adapters of one name, and for those that were trained on bases kept in different ways.
+    """
+    folder = checkpoint.local(model).folder
+    labels = [_label(path) for path in (*adapters, *([folder] if adapts(folder) else []))]
+    if twice := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
+        raise ValueError(f"two adapters would be called {twice[0]!r}; rename the folder of one")
+    if wrong := [path for path in adapters if not adapts(path)]:
+        raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
+    changes = _changes([*adapters, *([folder] if adapts(folder) else [])])
+    loaded = checkpoint.load(folder)
+    voices = _first(folder, loaded)
+    if adapters and not adapts(folder):
+        repeat(loaded.model, {"changes": changes}, adapters[0])
+    new = {}
+    for i, path in enumerate(adapters):
+        new[labels[i]] = _voice(path, f"a{i}", put_on(loaded, path, f"a{i}"))
+    loaded.model.to(device)
+    return Speaker(loaded.model, new | voices)
+
+
+def _label(folder: Path) -> str:
+    """What the user calls a folder, a link too."""
+    return os.path.basename(os.path.abspath(folder))
+
+
+def _changes(folders: Sequence[Path]) -> list[Any]:
+    """What was done to the base of all these adapters. Raises ValueError if that is not the same."""
+    found = [[c for c in cards.read(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
+    for path, changes in zip(folders, found, strict=True):
+        if changes != found[0]:
+            raise ValueError(
+                f"{folders[0]} and {path} were trained on bases that are kept in different ways; chat with one"
+            )
+    return found[0] if found else []
+
+
+def _first(folder: Path, loaded: Loaded) -> dict[str, Voice]:
+    """The voices of a folder: of a model its own, of an adapter that and the base's."""
+    if not adapts(folder):
+        return {NONE: _voice(folder, None, loaded)}
+    base = base_of(folder)
+    _, config, card = checkpoint.described(base)
+    alone = replace(loaded, card=card, context=config.context)
+    if Tokenizer.file(base):
+        alone = replace(alone, tokenizer=Tokenizer.load(base))
+    return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
+
+
+def _voice(place: Path, adapter: str | None, loaded: Loaded) -> Voice:
+    return Voice(place, adapter, loaded.tokenizer, loaded.context, loaded.card)
+
+
+COMMANDS = {
+    "/adapter NAME": f"speak to that adapter from now on, {NONE} is the base alone",
+    "/new": "begin a new conversation",
+    "/help": "this list",
+    "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
+}
+
+
+@dataclass
+class Chat:
+    """One conversation. `note` is told what is not said by the model."""
+
+    speaker: Speaker
+    sample: Sampler
+    tokens: int
+    system: str = ""
+    note: Callable[[str], None] = print
+    name: str | None = None
+    talk: list[Turn] = field(default_factory=list)
+    cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.speak_to(self.name)
+
+    def speak_to(self, name: str | None) -> None:
+        """Raises ValueError for an adapter that is not there, or cannot be spoken to like this."""
+        self.speaker.voice(name).heard(self.system)
+        _ = self.speaker.voice(name).template
+        self.name = name
+
+    def say(self, text: str) -> Generator[str, None, None]:
+        """The answer, piece by piece; what came of it is remembered even if nobody waits for its end."""
+        before = [] if self.speaker.voice(self.name).once else self.talk
+        system = [Turn("system", self.system)] if self.system else []
+        talk = (*system, *before, Turn("user", text))
+        kept = self.speaker.cut(talk, self.tokens, self.name)
+        if len(kept) < len(talk) and not self.cut:
+            self.cut = True
+            self.note("the conversation is longer than the model can look at; its oldest exchanges are left out")
+        said: list[str] = []
+        try:
+            for piece in self.speaker.answer(kept, self.sample, self.tokens, self.name):
+                said.append(piece)
+                yield piece
+        finally:
+            if said:
+                self.talk = [*kept[len(system) :], Turn("assistant", "".join(said))]
+
+    def command(self, line: str) -> bool:
+        """Do what a line that begins with / says; whether to go on. Raises ValueError for what cannot be done."""
+        word, _, rest = line.partition(" ")
+        if word == "/quit":
+            return False
+        if word == "/new":
+            self.talk = []
+        elif word == "/adapter" and rest.strip():
+            self.speak_to(rest.strip())
+        elif word in ("/help", "/adapter"):
+            here = self.name or next(iter(self.speaker.voices))
+            names = ", ".join(f"{name} (now)" if name == here else name for name in self.speaker.voices)
+            shown = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
+            self.note("\n".join([*shown, f"adapters: {names}"]))
+        else:
+            self.note(f"{word} is not a command; /help lists them, a space in front makes it a message")
+        return True
+
+
+def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], commands: bool = False) -> None:
+    """Answer each line. With `commands`, one that begins with / is a command, and mistakes are only noted."""
+    for line in lines:
+        try:
+            if commands and line.startswith("/"):
+                if not chat.command(line.strip()):
+                    return
+            elif line.strip():
+                _answer(chat, line.strip(), write)
+        except ValueError as error:
+            if not commands:
+                raise
+            chat.note(str(error))
+
+
+def _answer(chat: Chat, text: str, write: Callable[[str], None]) -> None:
+    with closing(chat.say(text)) as pieces:
+        try:
+            for piece in pieces:
+                write(piece)
+        except KeyboardInterrupt:
+            chat.note("(stopped)")
+    write("\n")

@@ -1,0 +1,265 @@
+"""`dunes chat`: one way to the ids, the template's own stops, adapters that take turns on one base."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from adapters import trained
+from dunes import checkpoint
+from dunes.augment import attach, quantize
+from dunes.generate import Token, sampler
+from dunes.runs import chat as chats
+from dunes.runs.chat import Chat, Speaker, Voice, run, speaker
+from dunes.text.templates import Turn, carried, named, prompt
+from test_adapter import pair
+from test_adapter_folders import TOKENS, base_in
+from test_examples import bpe, llama3, spaced  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Script:
+    """Stands for the decode loop: keeps what it was asked, and says what was written for it."""
+
+    def __init__(self, tokenizer, *answers):
+        self.tokenizer, self.answers, self.asked = tokenizer, list(answers), []
+
+    def __call__(self, model, ids, *, limit, context, sample, stop):
+        self.asked.append(list(ids))
+        self.limit, self.stop = limit, stop
+        text = self.answers.pop(0) if self.answers else "b"
+        for i in self.tokenizer.encode(text)[:limit]:
+            yield Token(i, 0.0)
+
+
+@pytest.fixture
+def scripted(monkeypatch, tmp_path):
+    def make(tokenizer, template, *answers, context=1000, **options):
+        script = Script(tokenizer, *answers)
+        monkeypatch.setattr(chats, "generate", script)
+        told = carried(named(template), tokenizer)
+        voice = Voice(tmp_path, None, told, context, {"template": template})
+        notes = []
+        model = pair("llama")[1]
+        return Chat(Speaker(model, {"none": voice}), sampler(0.0), 20, note=notes.append, **options), script, notes
+
+    return make
+
+
+def said(chat, text):
+    return "".join(chat.say(text))
+
+
+@pytest.mark.parametrize(("kind", "template"), [("bpe", "chatml"), ("llama3", "llama3"), ("spaced", "llama2")])
+def test_a_conversation_is_encoded_as_in_training_and_begins_once(kind, template, scripted, request):
+    tokenizer = request.getfixturevalue(kind)
+    chat, script, notes = scripted(tokenizer, template, "Ho", "No", system="Be brief.")
+    assert said(chat, "Hi there") == "Ho"
+    assert said(chat, "And so on?") == "No"
+    talk = [("system", "Be brief."), ("user", "Hi there"), ("assistant", "Ho"), ("user", "And so on?")]
+    turns = tuple(Turn(*each) for each in talk)
+    assert script.asked == [
+        prompt(named(template), turns[:2], tokenizer),
+        prompt(named(template), turns, tokenizer),
+    ]
+    begins = 2 if template == "llama2" else 1  # which begins each of its exchanges
+    assert [ids[: len(tokenizer.begin)] for ids in script.asked] == [tokenizer.begin] * 2
+    assert script.asked[1].count(tokenizer.begin[0]) == begins
+    assert script.stop >= {named(template).stop(tokenizer), tokenizer.end}
+    assert notes == []
+
+
+def test_the_oldest_exchanges_are_left_out_never_the_system(bpe, scripted):  # noqa: F811
+    chat, script, notes = scripted(bpe, "chatml", *"abcdefgh", context=90, system="Be brief.")
+    for i in range(8):
+        said(chat, f"question {i}")
+    assert len(notes) == 1
+    assert "oldest exchanges are left out" in notes[0]
+    assert [turn.text for turn in chat.talk[-2:]] == ["question 7", "h"]
+    assert chat.talk[0].role == "user"
+    assert len(chat.talk) < 14
+    head = prompt(named("chatml"), (Turn("system", "Be brief."),), bpe)[:8]
+    for ids in script.asked:
+        assert ids[:8] == head
+        assert len(ids) <= 90 - 20
+    assert script.limit == 20
+    with pytest.raises(ValueError, match="the model looks at 90; shorten it"):
+        said(chat, "question " * 60)
+    assert chat.talk[-1].text == "h"
+    chat.command("/new")
+    said(chat, "Hi")
+    assert [turn.text for turn in chat.talk] == ["Hi", "b"]
+
+
+def test_one_question_and_one_answer_begin_anew(bpe, scripted):  # noqa: F811
+    chat, script, _ = scripted(bpe, "alpaca")
+    said(chat, "Hi")
+    said(chat, "Ho")
+    assert script.asked[1] == prompt(named("alpaca"), (Turn("user", "Ho"),), bpe)
+    with pytest.raises(ValueError, match="one instruction and one answer, found system"):
+        scripted(bpe, "alpaca", system="Be brief.")
+
+
+def test_what_was_said_before_a_stop_counts_and_the_conversation_goes_on(bpe, scripted):  # noqa: F811
+    chat, script, notes = scripted(bpe, "chatml", "abc", "d", "")
+    out = []
+
+    def write(piece):
+        out.append(piece)
+        if piece == script.first:
+            script.first = None
+            raise KeyboardInterrupt
+
+    script.first = bpe.decode(bpe.encode("abc")[:1])
+    run(chat, ["Hi\n", "\n", "Ho\n", "Hm\n"], write)
+    assert out[-1] == "\n"
+    assert notes == ["(stopped)"]
+    told = [turn.text for turn in chat.talk]
+    assert told == ["Hi", bpe.decode(bpe.encode("abc")[:1]), "Ho", "d"]  # and not a question without an answer
+
+
+def test_commands(bpe, scripted):  # noqa: F811
+    chat, script, notes = scripted(bpe, "chatml")
+    lines = ["/help", "/adapter", "/adapter none", "/adapter other", "/huh", " /huh", "Hi", "/new", "/quit", "no"]
+    run(chat, lines, lambda piece: None, commands=True)
+    assert "/quit" in notes[0]
+    assert notes[1] == "adapters: none (now)"
+    assert notes[2] == "no adapter is called 'other'; there are none"
+    assert "/huh is not a command" in notes[3]
+    assert len(script.asked) == 2
+    assert chat.talk == []
+    run(chat, ["/quit"], lambda piece: None)  # in a file a line is a message
+    assert len(script.asked) == 3
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A base that can be talked to, and two adapters of it."""
+    _, ours = pair("llama")
+    with torch.no_grad():
+        ours.head.weight[TOKENS.special("<|endoftext|>") - 1 :] = 0  # so that the likeliest is a letter
+    checkpoint.save(ours, tmp_path / "base", carried(named("chatml"), TOKENS), 200, {"template": "chatml"})
+    for name, seed in (("one", 1), ("two", 2)):
+        model = checkpoint.load(tmp_path / "base").model
+        attach(model, rank=4)
+        trained(model, seed=seed)
+        tokens = carried(named("alpaca" if name == "two" else "chatml"), TOKENS)
+        facts = {"template": "alpaca" if name == "two" else "chatml"}
+        checkpoint.save_adapter(
+            model, tmp_path / name, base=tmp_path / "base", tokenizer=tokens, context=300, facts=facts
+        )
+    return tmp_path
+
+
+def alone(folder, text="ab", tokens=12):
+    one = speaker(str(folder))
+    return "".join(one.answer((Turn("user", text),), sampler(0.0), tokens))
+
+
+def test_adapters_take_turns_on_one_base(three):
+    want = {name: alone(three / name) for name in ("one", "two", "base")}
+    assert len(set(want.values())) == 3
+    assert all(len(text) == 12 for text in want.values())
+    both = speaker(str(three / "base"), [three / "one", three / "two"])
+    assert list(both.voices) == ["one", "two", "none"]
+    base = sum(p.numel() for p in pair("llama")[1].parameters())
+    place = both.model.blocks[0].attn.q
+    assert sum(p.numel() for n, p in both.model.named_parameters() if ".adapters." not in n) == base
+    assert sorted(place.adapters) == ["a0", "a1"]
+    talk, names = (Turn("user", "ab"),), {"one": "one", "two": "two", "none": "base"}
+    for name, folder in names.items():
+        assert "".join(both.answer(talk, sampler(0.0), 12, name)) == want[folder]
+    streams = {name: both.answer(talk, sampler(0.0), 12, name) for name in names}
+    got = dict.fromkeys(names, "")
+    while streams:  # piece by piece in turns
+        for name in list(streams):
+            piece = next(streams[name], None)
+            if piece is None:
+                del streams[name]
+            else:
+                got[name] += piece
+    assert {names[name]: text for name, text in got.items()} == want
+    assert both.voice("two").once
+    assert not both.voice("one").once
+    own = speaker(str(three / "one"), [three / "two"])
+    assert list(own.voices) == ["two", "one", "none"]
+    for name, folder in names.items():
+        assert "".join(own.answer(talk, sampler(0.0), 12, name)) == want[folder]
+
+
+def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypatch):
+    (three / "x").mkdir()
+    os.symlink(three / "one", three / "x" / "one")
+    ours = checkpoint.load(three / "base").model
+    note = quantize(ours)
+    attach(ours, rank=2)
+    checkpoint.save_adapter(trained(ours), three / "small", base=three / "base", facts={"changes": [note]})
+    assert alone(three / "small")
+    answers = speaker(str(three / "base"), [three / "small"]).answer((Turn("user", "ab"),), sampler(0.0), 12)
+    assert "".join(answers) == alone(three / "small")
+    monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded before it was refused"))
+    with pytest.raises(ValueError, match="not an adapter's folder"):
+        speaker(str(three / "base"), [three / "base"])
+    (three / "y").mkdir()
+    os.symlink(three / "two", three / "y" / "one")
+    with pytest.raises(ValueError, match="two adapters would be called 'one'"):
+        speaker(str(three / "base"), [three / "one", three / "y" / "one"])
+    with pytest.raises(ValueError, match="kept in different ways"):
+        speaker(str(three / "base"), [three / "one", three / "small"])
+
+
+def test_a_model_without_a_template_says_what_to_do(tmp_path):
+    base_in(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"no chat template.*dunes generate") as error:
+        Chat(speaker(str(tmp_path / "base")), sampler(0.0), 9)
+    assert "\n" not in str(error.value)
+
+
+def dunes(*arguments, text=None):
+    line = [sys.executable, "-m", "dunes", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
+
+
+def test_the_verb_answers_once_or_line_by_line(three):
+    want = alone(three / "one")
+    once = dunes("chat", three / "one", "ab", "--temperature", 0, "--tokens", 12)
+    assert once.returncode == 0, once.stderr
+    assert once.stdout == want + "\n"
+    options = ("--temperature", 0, "--tokens", 12, "--adapter", three / "two", "--adapter", three / "one")
+    lines = dunes("chat", three / "base", *options, text="ab\nab\n")
+    assert lines.returncode == 0, lines.stderr
+    assert lines.stdout == (alone(three / "two") + "\n") * 2
+    wrong = dunes("chat", three / "nowhere", "ab")
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("\n") == 1
+
+
+def test_a_terminal_has_a_conversation(three):
+    there, here = pty.openpty()
+    line = [sys.executable, "-m", "dunes", "chat", str(three / "base"), "--adapter", str(three / "one")]
+    line += ["--temperature", "0", "--tokens", "12"]
+    environment = os.environ | {"TERM": "dumb"}
+    done = subprocess.Popen(
+        line, stdin=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    os.close(here)
+    os.write(there, b"ab\n/adapter none\n/new\nab\n/adapter nobody\n/adapter\n\x04")
+    out, err = done.communicate(timeout=200)
+    os.close(there)
+    assert done.returncode == 0, err
+    assert alone(three / "one") in out
+    assert alone(three / "base") in out
+    assert "/help lists the commands" in err
+    assert "no adapter is called 'nobody'" in err
+    assert "adapters: one, none (now)" in err
+
+
+def test_answers_stop_at_the_context(three):
+    one = speaker(str(three / "base"))
+    room = one.voice().context - len(prompt(named("chatml"), (Turn("user", "ab" * 60),), TOKENS))
+    assert 0 < room < 80
+    assert len("".join(one.answer((Turn("user", "ab" * 60),), sampler(0.0), 10_000))) == room
