@@ -295,6 +295,10 @@ REFUSED = {
         weights(lambda h: rename(h, "self_attn", "attention")),
         "has no place in this llama",
     ),
+    "one name of another model": (
+        weights(lambda h: rename(h, "layers.1.self_attn.v_proj", "layers.1.self_attn.w_proj")),
+        r"layers.1.self_attn.w_proj .*has no place in this llama",
+    ),
     "no adapter": (
         weights(lambda h: h.__setitem__("lm_head.weight", torch.ones(2))),
         "1 tensors are no adapter's, such as 'lm_head.weight'",

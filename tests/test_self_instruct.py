@@ -212,7 +212,9 @@ def test_rouge_of_the_tasks_that_people_wrote():
 
 
 def test_long_texts_and_ties():
-    assert Earlier(["a b y z", "b a d c"]).nearest("a b c d") == (0.5, "a b y z"), "first, though it shares less"
+    assert Earlier(["a b y z", "b a d c"]).nearest("a b c d") == (0.5, "a b y z"), (
+        "the first, though it shares less"
+    )
     chance = random.Random(0)
     for _ in range(30):
         a, b = (" ".join(chance.choices("abcdefghijklmnop", k=chance.randrange(1, 300))) for _ in range(2))
