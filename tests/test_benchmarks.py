@@ -150,3 +150,11 @@ def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monk
     assert (tmp_path / "kept" / "train.jsonl").stat().st_mtime_ns == before, "measured once"
     with pytest.raises(SystemExit, match="nothing: not one of train"):
         figures.main(only=("nothing",))
+
+
+def test_nearness_is_timed_beside_rouge_score(tmp_path):
+    rows = [
+        {"instruction": f"Say {i} things about the {w}.", "input": "", "output": ""} for i, w in enumerate("abcd")
+    ]
+    (tmp_path / "seeds.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert last_line("rouge.py", tmp_path / "seeds.jsonl", "--earlier", 50)["50"]["factor"] > 0

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from conftest import data
 from dunes.data import coloured, examples, preflight, read, refuse, report, split, tokenized
 from dunes.data.examples import KINDS, LIMIT_ROW, Record
+from dunes.data.packing import collated
 from dunes.text import END, Tokenizer
 from dunes.text.chat import render
 from dunes.text.templates import BEGIN, TEMPLATES, Own, Piece, Turn, encoded, named, prompt
@@ -274,6 +275,8 @@ def test_what_is_trained_on_is_the_answer_and_its_end(name, answer, bpe):
     assert stop not in trained[:-1]
     assert bpe.decode(trained[:-1]) == answer
     assert example.trained[: -len(trained) - 2].sum() == 0
+    targets = collated([[example]], len(example))[1][0]
+    assert targets[targets >= 0].tolist() == trained, "what the loss is given"
 
 
 def test_a_space_in_front_of_a_text_is_none_between_prompt_and_answer(spaced):

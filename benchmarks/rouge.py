@@ -1,0 +1,64 @@
+"""How long it takes to know whether an instruction is too near to an earlier one, beside the package rouge_score.
+
+    python benchmarks/rouge.py seed_tasks.jsonl [--earlier 2000 52000]
+
+New instructions are halves of two seeds. Both sides must find the same greatest F; rouge_score gets its texts
+as tokens, as Alpaca's loop does, and compares with one process what that loop spreads over all.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import tyro
+
+
+def timed(work: Callable[..., float], *given: object) -> tuple[float, float]:
+    start = time.perf_counter()
+    found = work(*given)
+    return found, time.perf_counter() - start
+
+
+def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_000), new: int = 3) -> None:
+    """Measure.
+
+    Args:
+        seeds: A file of seed tasks.
+        earlier: How many instructions there are already.
+        new: How many are compared with them.
+    """
+    from rouge_score import rouge_scorer, tokenize
+
+    from dunes.data.self_instruct import SIMILAR, Earlier, seed_tasks
+
+    texts = [task.instruction.split() for task in seed_tasks(seeds)]
+    chance = random.Random(0)
+
+    def made() -> str:
+        a, b = chance.sample(texts, 2)
+        return " ".join(a[: len(a) // 2] + b[len(b) // 2 :])
+
+    def nearest(text: list[str], past: list[list[str]]) -> float:
+        return max(rouge_scorer._score_lcs(text, tokens).fmeasure for tokens in past)
+
+    result = {}
+    for count in earlier:
+        past, asked = [made() for _ in range(count)], [made() for _ in range(new)]
+        tokens, index = [tokenize.tokenize(text, None) for text in past], Earlier(past)
+        index.nearest("")  # the first look imports
+        rows = []
+        for text in asked:
+            ours, fast = timed(lambda i, t: (i.nearest(t, SIMILAR) or (0.0, ""))[0], index, text)
+            theirs, slow = timed(nearest, tokenize.tokenize(text, None), tokens)
+            assert ours == (theirs if theirs > SIMILAR else 0.0), text
+            rows.append((fast, slow))
+        fast, slow = (median(side) for side in zip(*rows, strict=True))
+        print(f"{count} earlier: {fast * 1e3:.2f} ms, rouge_score {slow * 1e3:.0f} ms, {slow / fast:.0f} times")
+        result[count] = {"ms": fast * 1e3, "theirs": slow * 1e3, "factor": slow / fast}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
