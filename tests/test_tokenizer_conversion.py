@@ -247,6 +247,7 @@ def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
     assert list(write.write(None, own, 64, "to", 9, sampler(0.0))) == []
     assert asked[0] == ([1, *tokenizer.encode("to")], {2})
     assert asked[1][0][0] == 1
+    assert asked[1][0].count(1) == 1, "never begun twice"
     assert asked[2] == ([own.end, *own.encode("to")], {own.end})
 
 
