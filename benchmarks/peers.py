@@ -38,11 +38,15 @@ from sides import Row, in_turn, run
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
+from tuning import Tuning
 from work import COMPARED, Work
 
 SIDES = Path(__file__).parent / "peers"
 
-TOLERANCE = 1e-4  # nats; sums in another order make 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4
+# Nats; sums in another order make 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4.
+TOLERANCE = {"train": 1e-4}
+STRICT = 1e-5
+MEMORY = ("peak", "grown")  # bytes, where a side says them
 NEAR = 0.8  # of the rate of a side's fastest setting: what is raced, too
 TASKS = ("decode", "prefill", "train")
 SHAPES = {
@@ -67,6 +71,8 @@ PEERS = {
     "litgpt": Peer("0.5.13", ("torch",)),
     "llama-cpp-python": Peer("0.3.36", ("gguf==0.19.0", "safetensors==0.8.0")),
 }
+TUNERS = {"peft": Peer("0.21.2", ("torch", "transformers==5.23.0", "accelerate==1.15.0"))}
+"""Raced by `finetune.py`."""
 
 
 @dataclass
@@ -120,9 +126,10 @@ def side_of(peer: str, here: bool) -> Side:
     if peer.endswith(".py"):
         return Side(Path(peer).stem, (sys.executable, peer))
     name, _, release = peer.partition("==")
-    if name not in PEERS:
-        raise Unavailable(f"no such peer; there are {', '.join(PEERS)}")
-    known = PEERS[name]
+    everyone = PEERS | TUNERS
+    if name not in everyone:
+        raise Unavailable(f"no such peer; there are {', '.join(everyone)}")
+    known = everyone[name]
     if here:
         python, release = sys.executable, environments.found_here(name, release)
     else:
@@ -178,7 +185,9 @@ def rough(model: Any) -> Any:
     return model
 
 
-def raced(task: str, sides: list[Side], folder: Path, work: Work, rounds: int, patience: float) -> dict[str, Any]:
+def raced(
+    task: str, sides: list[Side], folder: Path, work: Work | Tuning, rounds: int, patience: float
+) -> dict[str, Any]:
     """One task, all sides: tried, compared, timed."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(work.threads),
@@ -186,7 +195,7 @@ def raced(task: str, sides: list[Side], folder: Path, work: Work, rounds: int, p
         "MALLOC_MMAP_MAX_": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(SIDES),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(SIDES), os.environ.get("PYTHONPATH")))),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # nothing is compiled before
     }
 
@@ -201,7 +210,7 @@ def raced(task: str, sides: list[Side], folder: Path, work: Work, rounds: int, p
     if "float32" not in entrants[0].rows:
         raise SystemExit(f"ours does not run: {'; '.join(entrants[0].said)}")
     truth = entrants[0].rows["float32"]["output"]
-    assert task == "train" or len(set(truth)) > len(truth) // 8, "the ids must not be trivial"
+    assert len(set(truth)) > len(truth) // 8, "what is compared must not be trivial"
     for side in entrants:
         compared(side, task, truth)
     racing = {
@@ -282,9 +291,9 @@ def judged(task: str, output: list[float], truth: list[float]) -> tuple[str, boo
     """How it agrees, in words, and whether that is equality."""
     if len(output) != len(truth):
         return f"{len(output)} values instead of {len(truth)}", False
-    if task == "train":
+    if isinstance(truth[0], float):
         apart = max(abs(a - b) for a, b in zip(output, truth, strict=True))
-        return f"losses of {COMPARED} steps within {apart:.1e}", apart <= TOLERANCE
+        return f"losses of {COMPARED} steps within {apart:.1e}", apart <= TOLERANCE.get(task, STRICT)
     differ = [i for i, (a, b) in enumerate(zip(output, truth, strict=True)) if a != b]
     words = f"{len(truth) - len(differ)} of {len(truth)} ids equal"
     if differ:
@@ -303,8 +312,9 @@ def said(sides: list[Side], rows: dict[tuple[str, str], list[Row]]) -> dict[str,
             setting, mine = rates[side.name]
             entry |= {"setting": setting, "rate": median(mine), "least": min(mine), "most": max(mine)}
             entry |= {"warmup": side.rows[setting]["warmup"]}
-            kept = ("rate", "warmup", "agreement")
-            entry["tried"] = {name: {k: row[k] for k in kept} for name, row in side.rows.items()}
+            entry |= {k: median(r[k] for r in rows[side.name, setting]) for k in MEMORY if k in side.rows[setting]}
+            kept = ("rate", "warmup", "agreement", *MEMORY)
+            entry["tried"] = {name: {k: row[k] for k in kept if k in row} for name, row in side.rows.items()}
             if side.name != "ours" and "ours" in rates:
                 each = [a / b for a, b in zip(rates["ours"][1], mine, strict=True)]
                 entry |= {"ours_over_it": median(each), "ours_over_it_from_to": [min(each), max(each)]}
