@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dunes.ops import low_rank
+
 TINY = 1e-30
 """A row of zeros, as in output projections that nobody has trained yet, has no direction to keep."""
 
@@ -151,8 +153,11 @@ class Adapted(nn.Module):
         return cast(Adapter, self.adapters[name])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x)
         adapter = self.acting
+        if adapter is not None and _fusable(adapter, self.base, x):
+            make = lambda: dense(self.base)
+            return low_rank.fused(x, adapter.A, adapter.B, make, self.bias, adapter.form.scale)
+        y: Tensor = self.base(x)
         if adapter is None:
             return y
         changed: Tensor = adapter(x, y, self.base)
@@ -162,6 +167,23 @@ class Adapted(nn.Module):
         """The matrix that acts, in the dtype of the base's."""
         weight = dense(self.base)
         return weight if self.acting is None else self.acting.changed(self.base, torch.float32).to(weight.dtype)
+
+
+def _fusable(adapter: Adapter, base: nn.Module, x: Tensor) -> bool:
+    """Whether a frozen base and a plain low-rank change can be computed together: all in one dtype."""
+    if type(adapter) is not Adapter or adapter.magnitude is not None or adapter.A0 is not None:
+        return False
+    if (adapter.form.dropout and adapter.training) or torch.compiler.is_compiling():
+        return False
+    if type(base) is not nn.Linear and not getattr(base, "remade", False):
+        return False
+    mixed = {x.dtype, adapter.A.dtype, _dtype(base)}
+    one = len(mixed) == 1 or torch.is_autocast_enabled(x.device.type)
+    return one and not any(p.requires_grad for p in base.parameters())
+
+
+def _dtype(base: nn.Module) -> torch.dtype:
+    return cast(torch.dtype, base.dtype) if hasattr(base, "dtype") else cast(Tensor, base.weight).dtype
 
 
 def dense(module: nn.Module) -> Tensor:

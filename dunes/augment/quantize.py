@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.ops import low_rank
 
 BLOCK = 64
 OUTER = 256
@@ -20,8 +21,10 @@ OUTER = 256
 
 
 class Quantized(nn.Module, ABC):
-    """What the kinds below share: a forward by way of the dense matrix, which is made anew each time."""
+    """What the kinds below share: a forward by way of the dense matrix, which is made anew each time, and once
+    more on the way back."""
 
+    remade = True  # `dense` gives a matrix that nobody else holds, and that nothing learns
     constant = True  # its buffers, for whoever would keep a copy of what a forward may change
 
     def __init__(self, base: nn.Linear) -> None:
@@ -30,7 +33,9 @@ class Quantized(nn.Module, ABC):
         self.dtype = base.weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dense(), self.bias)
+        if torch.compiler.is_compiling() or (self.bias is not None and self.bias.requires_grad):
+            return F.linear(x, self.dense(), self.bias)
+        return low_rank.frozen(x, self.dense, self.bias)
 
     @abstractmethod
     def dense(self) -> Tensor:

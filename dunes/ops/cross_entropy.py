@@ -38,9 +38,12 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        wanted = any(ctx.needs_input_grad)
+        wanted = ctx.needs_input_grad[:2]
         loss = x.new_zeros((), dtype=torch.float32)
-        dx, dw = (torch.zeros_like(t, dtype=torch.float32) if wanted else None for t in (x, weight))
+        # Of a frozen head, and a head is the largest matrix, there is none.
+        dx, dw = (
+            torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip((x, weight), wanted, strict=True)
+        )
         head = weight.to(dtype)
         size = max(1, CHUNK.get(x.device.type, WIDE) // len(weight))
         with torch.autocast(x.device.type, enabled=False):
@@ -48,10 +51,11 @@ class _Fused(torch.autograd.Function):
                 rows = slice(start, start + size)
                 states = x[rows].to(dtype)
                 counted = targets[rows] != IGNORE
-                part, slope = _chunk(states, head, targets[rows], counted, wanted)
+                part, slope = _chunk(states, head, targets[rows], counted, any(wanted))
                 loss += part
-                if dx is not None and dw is not None and slope is not None:
+                if dx is not None and slope is not None:
                     dx[rows] = slope @ head * counted[:, None]
+                if dw is not None and slope is not None:
                     dw += slope.T @ (states * counted[:, None])
         ctx.save_for_backward(dx, dw)
         ctx.dtypes = x.dtype, weight.dtype
@@ -59,9 +63,12 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        dx, dw = ctx.saved_tensors
-        return (dx * grad).to(ctx.dtypes[0]), (dw * grad).to(ctx.dtypes[1]), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        dx, dw = (
+            None if slope is None else (slope * grad).to(dtype)
+            for slope, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return dx, dw, None, None
 
 
 def _chunk(

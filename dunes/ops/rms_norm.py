@@ -39,12 +39,12 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         unit = x.float() * inverse
         grad = grad.float()
         slope = grad * unit
-        dw = slope.flatten(0, -2).sum(0)
+        dw = slope.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         along = (slope @ weight.float()[:, None]).div_(x.shape[-1])
         dx = (grad * weight.float()).sub_(unit.mul_(along)).mul_(inverse)
-        return dx.to(x.dtype), dw.to(weight.dtype), None, None
+        return dx.to(x.dtype), dw, None, None

@@ -4,7 +4,7 @@
 
 from torch import Tensor, nn
 
-from dunes.ops.attention import attend
+from dunes.ops.attention import apart, attend
 from dunes.parts.context import Context
 from dunes.parts.position import Rotary
 
@@ -56,6 +56,9 @@ class Attention(nn.Module):
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
         k, v = ctx.put(layer, k, v)  # BKSD
-        y = attend(q, k, v, ctx.mask(self.window), self.dropout if self.training else 0.0)
+        if ctx.lengths is not None:
+            y = apart(q, k, v, ctx.lengths, self.window)
+        else:
+            y = attend(q, k, v, ctx.mask(self.window), self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out

@@ -2,10 +2,12 @@
 
 # Shapes: B batch, T new tokens, S readable keys, K key/value heads, D head dim.
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dunes.parts.cache import Cache
@@ -16,11 +18,17 @@ class Context:
 
     `at` holds positions (B or 1, T), -1 for padding. Without a cache, a position that does not
     follow its neighbour's begins another document, which sees only itself: that is how packed
-    examples stay apart.
+    examples stay apart. `lengths` are those of the documents of one row, where they are known.
     """
 
-    def __init__(self, at: Tensor, cache: Cache | None = None, consecutive: bool = False) -> None:
-        self.at, self.cache = at, cache
+    def __init__(
+        self,
+        at: Tensor,
+        cache: Cache | None = None,
+        consecutive: bool = False,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.at, self.cache, self.lengths = at, cache, lengths
         # The usual case in training, known without looking at the tensor: 0..T-1 in every row.
         self.consecutive = consecutive
         self._made: dict[Hashable, Any] = {}
@@ -77,3 +85,16 @@ class Context:
         """The forward is over: the cache, if there is one, now holds the new tokens."""
         if self.cache is not None:
             self.cache.advance((self.at >= 0).sum(1))
+
+
+def documents(at: Tensor) -> list[int]:
+    """The lengths of the documents in positions (B, T), in order, padding left out."""
+    real = at >= 0
+    before = F.pad(at[:, :-1], (1, 0), value=-1)
+    begins = ((before < 0) | (at != before + 1))[real].nonzero()[:, 0].tolist()
+    return [b - a for a, b in pairwise([*begins, int(real.sum())])]
+
+
+def at_hand(x: Tensor) -> bool:
+    """Whether the numbers can be looked at without waiting for a device, and are there at all."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

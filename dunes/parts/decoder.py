@@ -12,7 +12,7 @@ from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.parts.attention import Attention
 from dunes.parts.cache import Cache, Rolling
-from dunes.parts.context import Context
+from dunes.parts.context import Context, at_hand, documents
 from dunes.parts.embedding import Embedding
 from dunes.parts.moe import imbalance, routing
 
@@ -58,7 +58,9 @@ class Decoder(nn.Module):
 
     def hidden(self, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The normalised states (B, T, dim) that the head reads."""
-        ctx = Context.of(ids, at, cache)
+        return self._states(ids, Context.of(ids, at, cache))
+
+    def _states(self, ids: Tensor, ctx: Context) -> Tensor:
         x = self.embed(ids, ctx)
         for layer, block in enumerate(self.blocks):
             x = block(x, ctx, layer)
@@ -71,9 +73,19 @@ class Decoder(nn.Module):
 
         Equal to `next_token` of this model's logits, which a plain head never has to hold. In training,
         a mixture of experts adds for each target what its `balance` says of the uneven use of its experts.
+        On a CPU, where looking at `at` and `targets` costs no wait, padding is left out before the first block and
+        tokens of which nothing is asked before the head, and documents go through attention one by one.
         """
+        at = None if at is None else at.expand_as(ids)
+        lengths = None if at is None else self._lengths(at)
+        if at is not None and lengths is not None:
+            ids, targets, at = (t[at >= 0][None] for t in (ids, targets, at))
         with routing(self) as routed:
-            x, y = self.hidden(ids, at).flatten(0, 1), targets.flatten()
+            ctx = Context.of(ids, at) if at is None else Context(at, lengths=lengths)
+            x, y = self._states(ids, ctx).flatten(0, 1), targets.flatten()
+        if at_hand(y):
+            asked = (y != IGNORE).nonzero()[:, 0]
+            x, y = (x, y) if len(asked) == len(y) else (x[asked], y[asked])
         head = self.embed.token if self.head is None else self.head
         if isinstance(head, nn.Embedding | nn.Linear):
             total = linear_cross_entropy(x, head.weight, y)
@@ -83,6 +95,14 @@ class Decoder(nn.Module):
         if routed:
             total = total + count * imbalance(routed, None if at is None else at.flatten() >= 0)
         return total, count
+
+    def _lengths(self, at: Tensor) -> list[int] | None:
+        """Those of the documents, if all attention here can take them one by one, and there is one."""
+        if not at_hand(at):
+            return None
+        attentions = [m for m in self.modules() if isinstance(m, Attention)]
+        able = len(attentions) == len(self.blocks) and not any(m.dropout and m.training for m in attentions)
+        return documents(at) or None if able else None
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., V)."""

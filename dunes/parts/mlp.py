@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dunes.ops import gated
+
 Act = Callable[[Tensor], Tensor]
 
 
@@ -38,5 +40,6 @@ class GatedMLP(nn.Module):
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        gate, up = self.gate(x), self.up(x)
+        y: Tensor = self.down(gated.fused(gate, up) if self.act is F.silu else self.act(gate) * up)
         return y
