@@ -69,7 +69,9 @@ def made_up(path: Path) -> Path:
         for _ in range(500):
             numbers = [draw.randint(2, 99) for _ in range(draw.randint(2, 30))]
             terms = " and ".join(f"{n} apples" for n in numbers)
-            file.write(json.dumps({"prompt": f"Ann buys {terms}. How many?", "completion": f"{sum(numbers)}"}) + "\n")
+            file.write(
+                json.dumps({"prompt": f"Ann buys {terms}. How many?", "completion": f"{sum(numbers)}"}) + "\n"
+            )
     return path
 
 
@@ -116,7 +118,9 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
 
 
 def batches(made: Any) -> list[list[list[list[int]]]]:
-    return [[[list(map(int, p)) for p in row] for row in zip(*made.at(i)[:3], strict=True)] for i in range(BATCHES)]
+    return [
+        [[list(map(int, p)) for p in row] for row in zip(*made.at(i)[:3], strict=True)] for i in range(BATCHES)
+    ]
 
 
 def ratios(results: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dunes import checkpoint, tree
 from dunes.augment import Adapted, attach, bare, detach, lora, merge, quantize, select, unmerge, using
 from dunes.augment.adapted import Adapter, Form, dense
 from dunes.models import llama, mixtral
+from dunes.ops import low_rank
 from dunes.parts import Checkpointed
 from dunes.train import Trainer, adamw, next_token
 
@@ -414,3 +415,44 @@ def test_any_module_with_linears_and_blocks_that_are_wrapped():
     assert "blocks.0.attn.q" in attach(model, rank=2)["places"]
     assert torch.equal(model(IDS), before)
     assert dense(model.blocks[0].base.attn.q).shape == (32, 32)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "nf4"])
+def test_the_matrix_of_a_frozen_base_is_not_held_for_the_way_back(kind):
+    """With the adapter and without it; the gradients are those of the plain form."""
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Linear(64, 96)})})
+    if kind != "dense":
+        quantize(block, kind=kind)
+    note = attach(block, rank=4)
+    tree.freeze(block, ["**", *(f"!{new}" for new in note["new"])])
+    outer, x = block["blocks"]["0"], torch.randn(5, 64, requires_grad=True)
+    adapter = outer["default"]
+    nn.init.normal_(adapter.B)
+    weight = dense(outer.base).detach()
+    want = low_rank.plain(x, adapter.A, adapter.B, lambda: weight, outer.bias, adapter.form.scale)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        got = outer(x)
+        if kind != "dense":
+            outer.base(x)
+    assert saved
+    assert weight.shape not in saved
+    assert weight.T.shape not in saved
+    slope = torch.randn(want.shape)
+    leaves = (x, adapter.A, adapter.B)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, slope), torch.autograd.grad(want, leaves, slope), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_a_base_that_learns_gets_its_gradient_beside_an_adapter():
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Linear(8, 9)})})
+    attach(block, rank=2)
+    outer = block["blocks"]["0"]
+    outer(torch.randn(3, 8)).sum().backward()
+    assert outer.base.weight.grad.any()
+    assert outer.base.bias.grad.any()

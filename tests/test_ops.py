@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 
-from dunes.ops import attention, cross_entropy, rms_norm, rotary
+from dunes.ops import attention, cross_entropy, gated, low_rank, rms_norm, rotary
 
 
 def close(got, want, limit=2e-6):
+    assert got.shape == want.shape
+    if not want.numel():
+        return
     scale = max(1.0, float(want.detach().abs().max()))
     assert float((got - want).detach().abs().max()) <= limit * scale
 
@@ -35,6 +38,51 @@ def test_attention(mask, heads, kv):
     both(attention.fused, attention.plain, [q, k, v], given)
 
 
+@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2), (5, 1)])
+def test_attention_within_documents(window, heads, kv):
+    torch.manual_seed(0)
+    lengths = [70, 1, 5, 150, 30]
+    q, k, v = (torch.randn(1, h, sum(lengths), 8) for h in (heads, kv, kv))
+    begins = torch.tensor([sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)])
+    place = torch.arange(len(begins))
+    seen = (place <= place[:, None]) & (place >= begins[:, None])
+    if window is not None:
+        seen &= place > place[:, None] - window
+    apart = lambda q, k, v: attention.apart(q, k, v, begins, window)
+    both(apart, lambda q, k, v: attention.plain(q, k, v, seen), [q, k, v])
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(7)])
+@pytest.mark.parametrize("shape", [(2, 5, 6), (4, 6), (0, 6)])
+def test_a_low_rank_change(shape, bias):
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(7, 6), [torch.randn(shape), torch.randn(3, 6), torch.randn(7, 3)]
+    both(low_rank.fused, low_rank.plain, inputs, lambda: weight, bias, 0.7)
+    alone = lambda x: low_rank.frozen(x, lambda: weight, bias)
+    both(alone, lambda x: torch.nn.functional.linear(x, weight, bias), inputs[:1])
+
+
+def test_a_low_rank_change_of_what_needs_no_gradient_and_in_bfloat16():
+    torch.manual_seed(0)
+    weight, x, a, b = torch.randn(7, 6), torch.randn(4, 6), torch.randn(3, 6), torch.randn(7, 3)
+    a.requires_grad_()
+    low_rank.fused(x, a, b.requires_grad_(), lambda: weight, None, 0.7).sum().backward()
+    exact = a.grad
+    a.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        y = low_rank.fused(x, a, b, lambda: weight, None, 0.7)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert a.grad.dtype == torch.float32
+    close(a.grad, exact, 0.02)
+
+
+def test_gated():
+    torch.manual_seed(0)
+    both(gated.fused, gated.plain, [torch.randn(5, 9) * 3, torch.randn(5, 9)])
+
+
 def test_attention_drops_weights_only_when_told():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 6, 4) for _ in "qkv")
@@ -54,6 +102,13 @@ def test_cross_entropy(ignored, chunk, monkeypatch):
     if ignored:
         targets[::3] = cross_entropy.IGNORE
     both(cross_entropy.fused, cross_entropy.plain, [x, weight], targets)
+
+
+def test_cross_entropy_of_a_frozen_head_or_of_frozen_states():
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(33, 16), torch.randn(50, 16), torch.randint(50, (33,))
+    both(lambda x: cross_entropy.fused(x, weight, targets), lambda x: cross_entropy.plain(x, weight, targets), [x])
+    both(lambda w: cross_entropy.fused(x, w, targets), lambda w: cross_entropy.plain(x, w, targets), [weight])
 
 
 def test_cross_entropy_of_a_hopeless_guess_is_finite():

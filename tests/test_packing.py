@@ -10,7 +10,8 @@ from dunes.data import Batches, Example, packing
 from dunes.data.packing import best_fit, collated
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
-from dunes.parts.context import Context
+from dunes.parts import decoder
+from dunes.parts.context import Context, documents
 from dunes.train import loss
 from dunes.train.trainer import Trainer
 
@@ -309,3 +310,42 @@ def test_real_lengths_fill_their_rows():
     lengths = generator.lognormal(5, 0.6, 3000).astype(int).clip(2, 1025)
     made = Batches([example(int(n), seed=i) for i, n in enumerate(lengths)], 1024, 8)
     assert made.filled > 0.98
+
+
+# What a step leaves out
+
+
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_padding_goes_through_no_block_and_unasked_tokens_through_no_head(in_rows, monkeypatch):
+    module, sizes = model("llama"), []
+    module.blocks[0].register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
+    head = decoder.linear_cross_entropy
+    monkeypatch.setattr(decoder, "linear_cross_entropy", lambda x, *rest: sizes.append(len(x)) or head(x, *rest))
+    ids, targets, at = Batches(EXAMPLES, CONTEXT, 4, packed=in_rows).at(0)
+    module.nats(ids, targets, at)
+    for found, least in zip(sizes, (int((at >= 0).sum()), int((targets != IGNORE).sum())), strict=True):
+        assert least <= found < least + decoder.GRID
+    assert sizes[1] <= sizes[0]
+
+
+def test_documents_of_rows_that_begin_anywhere():
+    """A row whose first position follows the one before it, padding on both sides, one within."""
+    at = torch.tensor([[-1, 0, 1, 2, -1], [3, 4, 5, -1, 6], [0, 1, 0, 0, 1]])
+    assert documents(at).tolist() == [0, 0, 0, 3, 3, 3, 6, 7, 7, 9, 10, 10]
+
+
+def test_a_batch_of_padding_alone_is_nothing():
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    total, count = model("llama").nats(ids, torch.full_like(ids, IGNORE), torch.full_like(ids, -1))
+    assert (float(total.detach()), int(count)) == (0.0, 0)
+
+
+def test_dropout_of_attention_keeps_the_rows_as_they_are():
+    module = model("gpt2").train()
+    for block in module.blocks:
+        block.attn.dropout = 0.5
+    seen = []
+    module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
+    ids, targets, at = Batches(EXAMPLES, CONTEXT, 2, packed=False).at(0)
+    module.nats(ids, targets, at)
+    assert seen == [ids.shape]

@@ -2,8 +2,8 @@
 
 Why these settings: LoRA on a model that from_pretrained loads, trained by the Trainer, is peft's quicktour
 (https://huggingface.co/docs/peft/quicktour); bf16=True, use_cpu=True and torch_compile=True are the Trainer's
-arguments (https://huggingface.co/docs/transformers/perf_train_cpu), and the frozen base may be kept in bfloat16, which
-spares autocast its casts ("base"). Attention is PyTorch's SDPA, its default, or "eager", which on a CPU
+arguments (https://huggingface.co/docs/transformers/perf_train_cpu), and the frozen base may be kept in bfloat16,
+which spares autocast its casts ("base"). Attention is PyTorch's SDPA, its default, or "eager", which on a CPU
 has the faster backward in bfloat16. Packed rows are told by position_ids that restart, of which transformers makes
 a block-diagonal mask; "flat" is its DataCollatorWithFlattening's form, one row of all
 (https://huggingface.co/blog/packing-with-FA2). The optimizer, PyTorch's fused AdamW, is the default.

@@ -49,23 +49,28 @@ class Watch:
         self.losses: list[float] = []
         self.started = (resident(forget=True), time.perf_counter())
         self.ends: list[float] = []
+        self.worked: list[float] = []
 
     def __call__(self, loss: float) -> bool:
         self.losses += [float(loss)] if len(self.losses) < COMPARED else []
         self.ends.append(time.perf_counter())
+        self.worked.append(time.process_time())
         steps = len(self.ends) - WARM
         whole = steps > 0 and steps % len(self.tokens) == 0
         return whole and len(self.losses) == COMPARED and self.ends[-1] - self.ends[WARM - 1] > self.seconds
 
     def row(self) -> dict[str, Any]:
-        """Tokens that are no padding by the second, seconds to the end of the second step, and bytes."""
+        """Tokens that are no padding by the second, and by that of a processor, which others on the machine change
+        less; seconds to the end of the second step; bytes."""
         passes = (len(self.ends) - WARM) // len(self.tokens)
         rate = passes * sum(self.tokens) / (self.ends[-1] - self.ends[WARM - 1])
+        worked = self.worked[-1] - self.worked[WARM - 1]
         before, start = self.started
         peak = resident("VmHWM")
         return {
             "output": self.losses,
             "rate": rate,
+            "rate_by_cpu": passes * sum(self.tokens) / worked,
             "warmup": self.ends[1] - start,
             "peak": peak,
             "grown": peak - before,
@@ -82,7 +87,9 @@ def resident(key: str = "VmRSS", forget: bool = False) -> int:
     return 0
 
 
-def main(settings: dict[str, Sequence[str]], tune: Callable[[Tuning, str, str, Callable[[], Watch]], Watch]) -> None:
+def main(
+    settings: dict[str, Sequence[str]], tune: Callable[[Tuning, str, str, Callable[[], Watch]], Watch]
+) -> None:
     """Answer the command line: `SIDE.py` alone, or `SIDE.py TUNING.json TASK SETTING`."""
     if len(sys.argv) == 1:
         print(json.dumps(settings))

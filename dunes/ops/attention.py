@@ -4,14 +4,15 @@ Two forms with one meaning. `fused` is PyTorch's kernel. `plain` is two matrix p
 softmax: on a CPU the fused kernel's backward in bfloat16 is slow for short sequences (B=16, 4
 heads of 64, T=256, 2 threads: 21 ms against 9 ms, forward and backward; at T=512 fused wins).
 
-Documents in a row that see only themselves have a third form, `apart`, which goes from one to the next, in
-bands of queries, computes no score that a mask would hide, and holds none for the way back.
+Documents in a row that see only themselves have a third form, `apart`: bands of queries, each with the keys from
+the beginning of its first document on, so that little is computed that a mask hides, and no score is held for the
+way back. The bands lie on a grid, since oneDNN makes and keeps a kernel for each new shape.
 """
 
-# Shapes: N tokens of several documents, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim.
+# Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim.
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BAND = 256
+BAND = 64
 """Queries at a time: longer bands compute more scores that nothing sees, shorter ones more calls."""
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
@@ -64,55 +65,52 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
     return torch.bmm(weights, v).view(b, h, t, d)
 
 
-def apart(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None = None) -> Tensor:
-    """q (1, H, N, D), k and v (1, K, N, D) of documents of these lengths in a row -> (1, H, N, D).
+def apart(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, window: int | None = None) -> Tensor:
+    """q (1, H, N, D), k and v (1, K, N, D), for each token where its document begins (N,) -> (1, H, N, D).
 
     A query sees the keys of its document up to its own, of a window that many, itself included.
     """
-    y: Tensor = _Apart.apply(q, k, v, tuple(lengths), window)  # type: ignore[no-untyped-call]
+    y: Tensor = _Apart.apply(q, k, v, begins, window)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Apart(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.lengths, ctx.window = lengths, window
-        y = torch.empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=v.dtype, device=q.device)
-        y = y.transpose(1, 2)  # tokens first in memory, as the map after it reads them
-        for here, seen in _bands(lengths, window):
-            queries, keys, values = _grouped(q, k, here), k[0, :, seen], v[0, :, seen]
-            mixed = torch.bmm(_likely(queries, keys, here, seen, window), values)
-            y[0, :, here] = mixed.view(q.shape[1], -1, q.shape[3])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begins: Tensor, window: int | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, begins)
+        ctx.window = window
+        # Tokens first in memory, as the map after it reads them.
+        y = torch.empty(*(q.shape[i] for i in (0, 2, 1, 3)), dtype=v.dtype, device=q.device).transpose(1, 2)
+        for here, seen, bias in _bands(q, begins, window):
+            likely = _likely(_grouped(q, k, here), k[0, :, seen], bias)
+            y[0, :, here] = torch.bmm(likely, v[0, :, seen]).view(q.shape[1], -1, q.shape[3])
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        scale = 1 / math.sqrt(q.shape[3])
+        q, k, v, begins = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for here, seen in _bands(ctx.lengths, ctx.window):
-            queries, keys, values, slope = _grouped(q, k, here), k[0, :, seen], v[0, :, seen], _grouped(grad, k, here)
-            likely = _likely(queries, keys, here, seen, ctx.window)
+        for here, seen, bias in _bands(q, begins, ctx.window):
+            queries, keys, slope = _grouped(q, k, here), k[0, :, seen], _grouped(grad, k, here)
+            likely = _likely(queries, keys, bias)
             dv[0, :, seen] += torch.bmm(likely.transpose(1, 2), slope)
-            change = torch.bmm(slope, values.transpose(1, 2))
-            change = torch._softmax_backward_data(change, likely, -1, likely.dtype).mul_(scale)
+            change = torch.bmm(slope, v[0, :, seen].transpose(1, 2))
+            change = torch._softmax_backward_data(change, likely, -1, likely.dtype).mul_(q.shape[3] ** -0.5)
             dq[0, :, here] = torch.bmm(change, keys).view(q.shape[1], -1, q.shape[3])
             dk[0, :, seen] += torch.bmm(change.transpose(1, 2), queries)
         return dq, dk, dv, None, None
 
 
-def _bands(lengths: Sequence[int], window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Queries, and the keys that these can see, as places in the row."""
-    begin = 0
-    for length in lengths:
-        for start in range(begin, begin + length, BAND):
-            here = slice(start, min(start + BAND, begin + length))
-            yield here, slice(begin if window is None else max(begin, start - window + 1), here.stop)
-        begin += length
+def _bands(q: Tensor, begins: Tensor, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, the keys that some of them see, and what is added to the scores (T, S)."""
+    place = torch.arange(len(begins), device=q.device)
+    first = begins if window is None else torch.maximum(begins, place - window + 1)
+    for start in range(0, len(begins), BAND):
+        here = slice(start, min(start + BAND, len(begins)))
+        seen = slice(int(first[start]) // BAND * BAND, here.stop)
+        hidden = (place[None, seen] > place[here, None]) | (place[None, seen] < first[here, None])
+        yield here, seen, torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _grouped(x: Tensor, k: Tensor, here: slice) -> Tensor:
@@ -120,12 +118,7 @@ def _grouped(x: Tensor, k: Tensor, here: slice) -> Tensor:
     return x[0, :, here].reshape(k.shape[1], -1, x.shape[3])
 
 
-def _likely(q: Tensor, k: Tensor, here: slice, seen: slice, window: int | None) -> Tensor:
+def _likely(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     """The weights (K, G * T, S) of a band."""
-    t, s = here.stop - here.start, seen.stop - seen.start
-    hidden = torch.ones(t, s, dtype=torch.bool, device=q.device).triu(s - t + 1)
-    if window is not None:
-        hidden |= torch.ones_like(hidden).tril(s - t - window)
-    bias = torch.zeros(t, s, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-    scores = torch.baddbmm(bias.repeat(q.shape[1] // t, 1), q, k.transpose(1, 2), alpha=1 / math.sqrt(q.shape[2]))
-    return scores.softmax(-1)
+    bias = bias.repeat(q.shape[1] // len(bias), 1)
+    return torch.baddbmm(bias, q, k.transpose(1, 2), alpha=q.shape[2] ** -0.5).softmax(-1)

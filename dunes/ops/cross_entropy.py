@@ -42,7 +42,8 @@ class _Fused(torch.autograd.Function):
         loss = x.new_zeros((), dtype=torch.float32)
         # Of a frozen head, and a head is the largest matrix, there is none.
         dx, dw = (
-            torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip((x, weight), wanted, strict=True)
+            torch.zeros_like(t, dtype=torch.float32) if w else None
+            for t, w in zip((x, weight), wanted, strict=True)
         )
         head = weight.to(dtype)
         size = max(1, CHUNK.get(x.device.type, WIDE) // len(weight))

@@ -1,4 +1,4 @@
-"""silu(gate) * up. The fused form computes silu again on the way back, and so holds two tensors instead of three."""
+"""silu(gate) * up. The fused form computes silu again on the way back, and so holds two tensors, not three."""
 
 from typing import Any
 

@@ -3,8 +3,8 @@
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 
 W comes from a function that makes it, and is made again on the way back: in between nothing of it is held,
-neither the dense form of what is kept in few bits nor autocast's copy. The fused form goes over the large results once
-where the plain one makes a tensor for the change and one for its sum, and rounds that sum once.
+neither the dense form of what is kept in few bits nor autocast's copy. The fused form goes over the large
+results once where the plain one makes a tensor for the change and one for its sum, and rounds that sum once.
 """
 
 # Shapes: N tokens, I inputs, O outputs, R rank.

@@ -56,8 +56,8 @@ class Attention(nn.Module):
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
         k, v = ctx.put(layer, k, v)  # BKSD
-        if ctx.lengths is not None:
-            y = apart(q, k, v, ctx.lengths, self.window)
+        if ctx.begins is not None:
+            y = apart(q, k, v, ctx.begins, self.window)
         else:
             y = attend(q, k, v, ctx.mask(self.window), self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))

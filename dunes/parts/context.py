@@ -2,8 +2,7 @@
 
 # Shapes: B batch, T new tokens, S readable keys, K key/value heads, D head dim.
 
-from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ class Context:
 
     `at` holds positions (B or 1, T), -1 for padding. Without a cache, a position that does not
     follow its neighbour's begins another document, which sees only itself: that is how packed
-    examples stay apart. `lengths` are those of the documents of one row, where they are known.
+    examples stay apart. In a single row `begins` (T,) may say where each token's document does.
     """
 
     def __init__(
@@ -26,9 +25,9 @@ class Context:
         at: Tensor,
         cache: Cache | None = None,
         consecutive: bool = False,
-        lengths: Sequence[int] | None = None,
+        begins: Tensor | None = None,
     ) -> None:
-        self.at, self.cache, self.lengths = at, cache, lengths
+        self.at, self.cache, self.begins = at, cache, begins
         # The usual case in training, known without looking at the tensor: 0..T-1 in every row.
         self.consecutive = consecutive
         self._made: dict[Hashable, Any] = {}
@@ -87,12 +86,12 @@ class Context:
             self.cache.advance((self.at >= 0).sum(1))
 
 
-def documents(at: Tensor) -> list[int]:
-    """The lengths of the documents in positions (B, T), in order, padding left out."""
-    real = at >= 0
+def documents(at: Tensor) -> Tensor:
+    """Of tokens at positions (B, T), all but padding in a row (N,): where in it the document of each begins."""
     before = F.pad(at[:, :-1], (1, 0), value=-1)
-    begins = ((before < 0) | (at != before + 1))[real].nonzero()[:, 0].tolist()
-    return [b - a for a, b in pairwise([*begins, int(real.sum())])]
+    fresh = ((before < 0) | (at != before + 1))[at >= 0]
+    place = torch.arange(len(fresh), device=at.device)
+    return torch.where(fresh, place, 0).cummax(0).values
 
 
 def at_hand(x: Tensor) -> bool:

@@ -16,6 +16,9 @@ from dunes.parts.context import Context, at_hand, documents
 from dunes.parts.embedding import Embedding
 from dunes.parts.moe import imbalance, routing
 
+GRID = 64
+"""Numbers of tokens are multiples of it where that can be chosen."""
+
 
 class Block(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)); `dropout` acts on both branches, in training only."""
@@ -74,17 +77,16 @@ class Decoder(nn.Module):
         Equal to `next_token` of this model's logits, which a plain head never has to hold. In training,
         a mixture of experts adds for each target what its `balance` says of the uneven use of its experts.
         On a CPU, where looking at `at` and `targets` costs no wait, padding is left out before the first block and
-        tokens of which nothing is asked before the head, and documents go through attention one by one.
+        tokens of which nothing is asked before the head, and documents go through attention by themselves.
         """
-        at = None if at is None else at.expand_as(ids)
-        lengths = None if at is None else self._lengths(at)
-        if at is not None and lengths is not None:
-            ids, targets, at = (t[at >= 0][None] for t in (ids, targets, at))
+        begins = None
+        if at is not None and self._apart(at := at.expand_as(ids)):
+            ids, targets, at, begins = _row(ids, targets, at)
         with routing(self) as routed:
-            ctx = Context.of(ids, at) if at is None else Context(at, lengths=lengths)
+            ctx = Context.of(ids) if at is None else Context(at, begins=begins)
             x, y = self._states(ids, ctx).flatten(0, 1), targets.flatten()
         if at_hand(y):
-            asked = (y != IGNORE).nonzero()[:, 0]
+            asked = _asked(y)
             x, y = (x, y) if len(asked) == len(y) else (x[asked], y[asked])
         head = self.embed.token if self.head is None else self.head
         if isinstance(head, nn.Embedding | nn.Linear):
@@ -96,13 +98,12 @@ class Decoder(nn.Module):
             total = total + count * imbalance(routed, None if at is None else at.flatten() >= 0)
         return total, count
 
-    def _lengths(self, at: Tensor) -> list[int] | None:
-        """Those of the documents, if all attention here can take them one by one, and there is one."""
-        if not at_hand(at):
-            return None
+    def _apart(self, at: Tensor) -> bool:
+        """Whether all documents can stand in one row: attention must then take each by itself."""
+        if not at_hand(at) or not (at >= 0).any():
+            return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
-        able = len(attentions) == len(self.blocks) and not any(m.dropout and m.training for m in attentions)
-        return documents(at) or None if able else None
+        return len(attentions) == len(self.blocks) and not any(m.dropout and m.training for m in attentions)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., V)."""
@@ -110,6 +111,25 @@ class Decoder(nn.Module):
             return F.linear(x, self.embed.token.weight)
         logits: Tensor = self.head(x)
         return logits
+
+
+def _row(ids: Tensor, targets: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All tokens but padding in one row (1, N), and where the document of each begins (N,).
+
+    A little padding makes lengths few: oneDNN makes and keeps a kernel for each new shape.
+    """
+    begins, real = documents(at), at >= 0
+    more = -len(begins) % GRID
+    row = (F.pad(t[real], (0, more), value=v)[None] for t, v in ((ids, 0), (targets, IGNORE), (at, -1)))
+    alone = torch.arange(len(begins), len(begins) + more, device=at.device)
+    return *row, torch.cat([begins, alone])  # type: ignore[return-value]
+
+
+def _asked(targets: Tensor) -> Tensor:
+    """Indices of the targets (N,) that are asked for, and of a few others for the same reason."""
+    asked = targets != IGNORE
+    count = int(asked.sum())
+    return torch.sort(~asked, stable=True).indices[: count + -count % GRID]
 
 
 def cache_for(model: nn.Module, batch: int, context: int, device: torch.device | str = "cpu") -> Cache:
