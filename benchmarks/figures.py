@@ -138,6 +138,15 @@ def beside(row: Row) -> Figures:
     return found
 
 
+def tuned(row: Row) -> Figures:
+    found = []
+    for what, ratio in row["ratios"].items():
+        words = f"{ratio['rate']:.2f} times the tokens/s, {ratio['grown']:.2f} of the memory that a step takes"
+        words += f", {ratio['peak']:.2f} of the process"
+        found.append((f"a LoRA step, {what.replace('theirs', 'peft')}", words))
+    return found
+
+
 def beside_pictures(row: Row) -> None:
     for task in PEER_TASKS:
         bars = [
@@ -149,7 +158,7 @@ def beside_pictures(row: Row) -> None:
         plot.saved(plot.bars(bars, title, "least to most"), PICTURES / f"peers-{task}.svg")
 
 
-def steps(text: Path | None) -> dict[str, Step]:
+def steps(text: Path | None, problems: Path | None = None) -> dict[str, Step]:
     """All of them, the quick ones first."""
     shared = ["--threads", "2"] if (os.cpu_count() or 1) >= 2 else []
     found = {
@@ -178,6 +187,8 @@ def steps(text: Path | None) -> dict[str, Step]:
     }  # fmt: skip
     if text is not None:
         found["shakespeare"] = Step(script("shakespeare.py", str(text)), won)
+    if problems is not None:
+        found["finetune"] = Step(script("finetune.py", "--data", str(problems), "--patience", "0"), tuned)
     return found
 
 
@@ -249,14 +260,15 @@ def table(found: dict[str, tuple[Step, Row]]) -> str:
     return "\n".join([*text, "", *shown]) + "\n"
 
 
-def main(only: tuple[str, ...] = (), text: Path | None = None) -> None:
+def main(only: tuple[str, ...] = (), text: Path | None = None, problems: Path | None = None) -> None:
     """Measure, draw, write the table.
 
     Args:
         only: These alone; the table has all that were measured so far.
         text: tinyshakespeare.txt, for the race on it.
+        problems: Instruction examples (gsm8k), for the race of finetuning.
     """
-    every = steps(text.resolve() if text else None)
+    every = steps(*(path.resolve() if path else None for path in (text, problems)))
     if unknown := set(only) - every.keys():
         raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(every)}")
     found: dict[str, tuple[Step, Row]] = {}

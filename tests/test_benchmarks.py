@@ -95,6 +95,15 @@ def test_transformers_gives_what_ours_gives_and_is_raced():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_finetuning_learns_as_peft_does_and_is_raced():
+    row = last_line("finetune.py", "--toy", "--here", "--tasks", "packed")
+    assert row["packed"]["peft"]["said"] == []
+    assert row["packed"]["peft"]["tried"].keys() >= {"float32", "bfloat16 base", "bfloat16 base flat"}
+    assert row["ratios"]["ours packed over theirs packed"].keys() == {"rate", "grown", "peak"}
+
+
+@pytest.mark.slow
 def test_a_side_with_other_output_gets_no_ratio(tmp_path):
     (tmp_path / "liar_side.py").write_text(LIAR)
     row = last_line(*TOY, tmp_path / "liar_side.py", "--tasks", "decode")
@@ -138,7 +147,7 @@ def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monk
     for name, path in (("KEPT", "kept"), ("PICTURES", "pictures"), ("TABLE", "figures.md")):
         monkeypatch.setattr(figures, name, tmp_path / path)
     shape = ("--size", "300k", "600k", "--context", "32", "--batch", "2", "--threads", "1", "--rounds", "2")
-    monkeypatch.setattr(figures, "steps", lambda text: {"train": figures.swept("train", *shape)})
+    monkeypatch.setattr(figures, "steps", lambda *paths: {"train": figures.swept("train", *shape)})
     figures.main()
     table = (tmp_path / "figures.md").read_text()
     rates = [json.loads(line)["amount"] for line in (tmp_path / "kept" / "train.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from dunes.augment.adapted import Adapter, Form, dense
 from dunes.models import llama, mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
-from dunes.train import Trainer, adamw, next_token
+from dunes.train import Trainer, adamw, halved, next_token
 
 KINDS = {
     "lora": {},
@@ -456,3 +456,25 @@ def test_a_base_that_learns_gets_its_gradient_beside_an_adapter():
     outer(torch.randn(3, 8)).sum().backward()
     assert outer.base.weight.grad.any()
     assert outer.base.bias.grad.any()
+
+
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_halved_frozen_maps_train_to_the_same_numbers(kind):
+    """Under autocast, bit for bit; embeddings, norms and the adapter keep their dtype."""
+    losses = []
+    for half in (False, True):
+        model = build()
+        if kind != "dense":
+            quantize(model, kind=kind)
+        note = attach(model, rank=4)
+        tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+        if half:
+            assert halved(model, torch.bfloat16) == 2 * 7 + (model.head is not None)
+            assert halved(model, torch.bfloat16) == 0
+            assert dense(model.blocks[0].attn.q.base).dtype == torch.bfloat16
+            assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+            assert model.embed.token.weight.dtype == torch.float32
+        trainer = Trainer(model, adamw(model), lambda m, b: m.nats(b[:, :-1], b[:, 1:]), dtype=torch.bfloat16)
+        losses.append([s.loss for s in trainer.run([IDS] * 5)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 5

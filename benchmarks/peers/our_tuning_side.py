@@ -9,13 +9,14 @@ from tuning import Tuning, Watch
 
 from dunes import checkpoint, tree
 from dunes.data import Batches, Example
-from dunes.train import Trainer, adamw
+from dunes.train import Trainer, adamw, halved
 
 
 def tune(tuning: Tuning, task: str, setting: str, watching: Callable[[], Watch]) -> Watch:
     model = checkpoint.load(tuning.folder).model
     note = checkpoint.load_adapter(model, tuning.adapter)
     tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+    halved(model, getattr(torch, setting))
     optimizer, dtype = adamw(model, tuning.lr, tuning.betas, 0.0), getattr(torch, setting)
     examples = [Example(np.array(ids, np.int32), np.array(t, bool)) for ids, t in tuning.examples]
     made = Batches(examples, tuning.context, tuning.rows[task], tuning.seed, packed=task == "packed")

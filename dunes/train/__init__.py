@@ -2,6 +2,7 @@
 
 from dunes.train.loss import IGNORE, cross_entropy, mean_squared, next_token
 from dunes.train.optim import adamw, muon, rmsprop, sgd
+from dunes.train.precision import halved
 from dunes.train.schedule import Clock, Record, Schedule
 from dunes.train.trainer import Diverged, Step, Trainer
 
@@ -15,6 +16,7 @@ __all__ = [
     "Trainer",
     "adamw",
     "cross_entropy",
+    "halved",
     "mean_squared",
     "muon",
     "next_token",
