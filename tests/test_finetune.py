@@ -112,6 +112,15 @@ def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
     assert difference <= 1e-5
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_products_in_bfloat16(method, base, examples, tmp_path):
+    finetuned(asked(base, examples, method=method, dtype="bfloat16", steps=30), tmp_path / "run")
+    card = checkpoint.load(tmp_path / "run").card
+    again = score_of(tmp_path / "run", replace(asked(base, examples), context=card["finetuned"]["context"]))
+    assert card["measured"]["loss"] < card["measured"]["before"] * 0.9
+    assert again.loss == pytest.approx(card["measured"]["loss"], rel=0.02)
+
+
 @pytest.mark.parametrize("method", ["lora", "pissa", "qlora", "full"])
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
     plan = asked(base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, at_once=2)

@@ -5,7 +5,8 @@ import sys
 from typing import Any
 
 VERBS = (
-    "train", "finetune", "generate", "chat", "complete", "eval", "inspect", "convert", "export", "augment", "bench",
+    "train", "finetune", "generate", "chat", "complete", "eval",
+    "inspect", "convert", "export", "augment", "bench",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from dunes import checkpoint, measure
 from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.runs.answers import Answers, Before
-from dunes.runs.lesson import Lesson, altered, answered, optimizer
+from dunes.runs.lesson import Lesson, altered, answered, kept, optimizer
 from dunes.runs.loop import How, Make, go
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, scheduled
@@ -62,6 +62,7 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
         before.write(folder / BEFORE)
     model, notes = altered(model, plan)
     task = replace(task, before=before, notes=notes, base=checkpoint.identity(model))
+    kept(model, plan)
     schedule = scheduled(plan)
     how: dict[str, Any] = {"rate": schedule.rate, "dtype": dtype, "seed": plan.seed}
     trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.at_once, **how)

@@ -32,7 +32,7 @@ from dunes.runs.tuning import (
 )
 from dunes.text import Tokenizer, templates
 from dunes.text.templates import Template
-from dunes.train import adamw
+from dunes.train import adamw, halved
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,9 @@ def _shaped(lesson: Lesson) -> Decoder:
     model: Decoder = FAMILIES[words.family].build(words.config)
     for p in model.parameters():
         p.data = p.data.to(next(lesson.base.model.parameters()).dtype)
-    return altered(model, lesson.plan, fill=False)[0]
+    model, _ = altered(model, lesson.plan, fill=False)
+    kept(model, lesson.plan)
+    return model
 
 
 def altered(model: Decoder, plan: Tuning, fill: bool = True) -> tuple[Decoder, list[dict[str, Any]]]:
@@ -168,6 +170,13 @@ def altered(model: Decoder, plan: Tuning, fill: bool = True) -> tuple[Decoder, l
     """
     model = model.float() if METHODS[plan.method].adapter is None else model
     return model, changed(model, plan, fill)
+
+
+def kept(model: Decoder, plan: Tuning) -> None:
+    """Round frozen weights to the dtype of products, where they are found again in the base."""
+    assert plan.dtype, "chosen before"
+    if METHODS[plan.method].adapter is not None:
+        halved(model, getattr(torch, plan.dtype))
 
 
 def optimizer(plan: Tuning, model: nn.Module) -> Optimizer:
