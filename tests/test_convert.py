@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 def test_two_at_once_do_not_spoil_each_other(tmp_path):
     theirs("llama", tmp_path / "hf")
-    with conversion._alone(tmp_path / "out"), pytest.raises(ValueError, match="another process is writing"):
+    with conversion.alone(tmp_path / "out"), pytest.raises(ValueError, match="another process is writing"):
         convert(opened(tmp_path / "hf"), tmp_path / "out")
     convert(opened(tmp_path / "hf"), tmp_path / "out")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
