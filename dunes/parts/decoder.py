@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         with routing(self) as routed:
             ctx = Context.of(ids) if at is None else Context(at, begins=begins)
             x, y = self._states(ids, ctx).flatten(0, 1), targets.flatten()
-        if at_hand(y):
+        if begins is not None:
             asked = _asked(y)
             x, y = (x, y) if len(asked) == len(y) else (x[asked], y[asked])
         head = self.embed.token if self.head is None else self.head
