@@ -54,11 +54,20 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tens
     """
     y = torch.zeros_like(x)
     for e, expert in enumerate(experts):
-        token, slot = torch.where(chosen == e)
+        token, slot = _taken(chosen, e, len(experts))
         if len(token) or torch.is_grad_enabled():
             said = expert(x[token]) * weights[token, slot, None]
             y = y.index_add(0, token, said.to(y.dtype))
     return y
+
+
+def _taken(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Which tokens took the expert, and as which of their choices; without numbers, as many as on average."""
+    if isinstance(chosen, FakeTensor):
+        token = torch.arange(-(-chosen.numel() // experts), device=chosen.device)
+        return token % len(chosen), torch.zeros_like(token)
+    token, slot = torch.where(chosen == expert)
+    return token, slot
 
 
 def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from dunes.data.packing import Batch, Batches, collated
 from dunes.data.preflight import refuse, report
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
-from dunes.runs.memory import Learning, Shape, largest, process, training
+from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
 from dunes.runs.progress import Display
 from dunes.runs.run import learned
 from dunes.runs.tuning import (
@@ -155,21 +155,21 @@ def _shaped(lesson: Lesson) -> Decoder:
     """The model that trains, without its numbers."""
     words = checkpoint.said(lesson.base.model, lesson.base.context)
     assert not isinstance(words, str), "it came from a folder that says so"
-    model: Decoder = FAMILIES[words.family].build(words.config)
-    for p in model.parameters():
-        p.data = p.data.to(next(lesson.base.model.parameters()).dtype)
-    model, _ = altered(model, lesson.plan, fill=False)
+    stored = next(lesson.base.model.parameters()).dtype
+    dtype = torch.float32 if METHODS[lesson.plan.method].adapter is None else stored
+    model = built_in(dtype, partial(FAMILIES[words.family].build, words.config))
+    changed(model, lesson.plan, fill=False)
     kept(model, lesson.plan)
     return model
 
 
-def altered(model: Decoder, plan: Tuning, fill: bool = True) -> tuple[Decoder, list[dict[str, Any]]]:
+def altered(model: Decoder, plan: Tuning) -> tuple[Decoder, list[dict[str, Any]]]:
     """The model as it trains, and the notes of what was changed.
 
     Who trains all of it does so in float32: steps are smaller than what bfloat16 can tell apart.
     """
     model = model.float() if METHODS[plan.method].adapter is None else model
-    return model, changed(model, plan, fill)
+    return model, changed(model, plan)
 
 
 def kept(model: Decoder, plan: Tuning) -> None:
