@@ -45,6 +45,9 @@ def tokenizer():
 def base_in(folder, tokenizer, family="llama", context=128, dtype=torch.float32):
     module = FAMILIES[family]
     model = initialise(module.build(module.Config.sized(tokenizer.vocab, 32, 2, context)), seed=3)
+    with torch.no_grad():  # projections that begin as zeros would let nothing through, which PiSSA cannot change
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
     checkpoint.save(model.to(dtype), folder, tokenizer, context)
     return folder
 
@@ -243,11 +246,10 @@ def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
 
 
 def test_only_what_was_named_learns(base, examples, tmp_path):
-    finetuned(asked(base, examples, method="full", where=("blocks.1.**", "!**.attn.*")), tmp_path / "full")
+    finetuned(asked(base, examples, method="full", where=("blocks.1.**", "!**.k")), tmp_path / "full")
     before, after = (checkpoint.load(f).model.state_dict() for f in (base, tmp_path / "full"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {n for n in before if n.startswith("blocks.1.") and ".attn." not in n}
-    assert "blocks.1.attn_norm.weight" in changed
+    assert changed == {n for n in before if n.startswith("blocks.1.") and ".attn.k." not in n}
     finetuned(asked(base, examples, where=("**.mlp.**",), ranks=("**.up=2",)), tmp_path / "lora")
     there = tree.places(checkpoint.load(tmp_path / "lora").model)
     ranks = {p.name: p.module["default"].form.rank for p in there if isinstance(p.module, Adapted)}

@@ -577,8 +577,10 @@ def _same_table(folder: Path, module: str, stored: Stored, base: nn.Module) -> N
 def _acts(folder: Path, found: Mapping[str, Factors], base: Base) -> None:
     """Raise ValueError if the model would compute the same with the adapter as without it."""
     for place, f in found.items():
-        # The square of the norm of B @ A, without making that.
-        if ((f.B.T @ f.B) * (f.A @ f.A.T)).sum() > 0:
+        # The square of the norm of B @ A, without making that; in float64, where what PiSSA takes off again leaves
+        # a little of large numbers.
+        a, b = f.A.double(), f.B.double()
+        if ((b.T @ b) * (a @ a.T)).sum() > 0:
             return
         if f.magnitude is not None:
             norms = dense(base.modules[place]).float().norm(dim=1)
