@@ -27,7 +27,7 @@ def recipe(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "zig"])
+@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora"])
 def test_a_recipe_is_short(name):
     lines = next(p for p in RECIPES if p.stem == name).read_text().split('"""', 2)[2].splitlines()
     assert sum(bool(line.strip()) for line in lines) < 40
@@ -55,6 +55,22 @@ def test_zig(tmp_path, capsys):
         (tmp_path / f"m{i}.zig").write_text(code * 60)
     assert recipe("zig").main(str(tmp_path), 0.1, str(tmp_path / "run")) == 0
     assert "const std = @im▏" in capsys.readouterr().out
+
+
+def test_alpaca_lora(tmp_path, capsys):
+    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    tokenizer = Tokenizer.train("bpe", [json.dumps(rows)], 300)
+    base = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 32, 2, 256)))
+    checkpoint.save(base, tmp_path / "base", tokenizer, 256)
+    out, how = tmp_path / "run", {"dtype": "float32", "threads": 1}
+    assert (
+        recipe("alpaca_lora").main(str(tmp_path / "base"), str(tmp_path / "rows.json"), 1.0, str(out), **how) == 0
+    )
+    said = capsys.readouterr().out
+    assert "held-out answers:" in said
+    assert "List three things that a cat likes." in said
+    assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
 
 
 def test_own_parts_learn_to_add():

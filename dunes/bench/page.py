@@ -10,10 +10,11 @@ from typing import Any
 
 from dunes.bench import plot
 from dunes.measure import fingerprint
-from dunes.runs.plan import Plan
+from dunes.runs.plan import Plan, Terms
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
 from dunes.runs.track import SAMPLES, written
+from dunes.runs.tuning import Tuning
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -43,7 +44,7 @@ $sections
 
 def page(run: Path) -> str:
     """The page of the run in this folder. Raises ValueError if there is none, or nothing was trained yet."""
-    plan, lines = begun(run, Plan), records(run / METRICS)
+    plan, lines = _plan(run), records(run / METRICS)
     if plan is None:
         raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
     points = plot.points(lines)
@@ -58,7 +59,7 @@ def page(run: Path) -> str:
     ]
     return PAGE.substitute(
         name=escape(run.resolve().name),
-        about=escape(f"{plan.family} on {', '.join(plan.sources)}"),
+        about=escape(plan.about),
         cards="".join(
             f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in _cards(points, card)
         ),
@@ -66,11 +67,19 @@ def page(run: Path) -> str:
     )
 
 
+def _plan(run: Path) -> Terms | None:
+    """The plan of a run of either kind, if there is one."""
+    try:
+        return begun(run, Plan)
+    except ValueError:
+        return begun(run, Tuning)
+
+
 def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list[tuple[str, str]]:
     last, measured = points[-1], card.get("measured", {})
     best = min((p["bits_per_byte"] for p in points if p["bits_per_byte"] is not None), default=None)
     bits = measured.get("bits_per_byte", best)
-    found = [("bits a byte, unseen text", f"{bits:.3f}" if bits else "not measured")]
+    found = [("bits a byte, held out", f"{bits:.3f}" if bits else "not measured")]
     found += [("perplexity", f"{measured['perplexity']:.1f}")] if measured else []
     seconds = 60 * last["minutes"]
     return [
@@ -114,9 +123,9 @@ def _samples(run: Path) -> str:
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
 
-def _facts(plan: Plan) -> dict[str, Any]:
-    known = {k: v for k, v in vars(plan).items() if v is not None and k not in ("matmul", "sources")}
-    return {"sources": ", ".join(plan.sources)} | known
+def _facts(plan: Terms) -> dict[str, Any]:
+    known = {k: v for k, v in vars(plan).items() if v not in (None, "", ()) and k != "matmul"}
+    return {k: ", ".join(v) if isinstance(v, tuple) else v for k, v in known.items()}
 
 
 def _table(facts: Mapping[str, Any]) -> str:

@@ -88,6 +88,10 @@ class Answers:
         return self.lesson.tokenizer
 
     @property
+    def subject(self) -> str:
+        return "answers"
+
+    @property
     def prints(self) -> Mapping[str, str]:
         every = sha256()
         for side in (self.lesson.train, self.lesson.valid):

@@ -281,8 +281,9 @@ def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
         return NOT_SAVED
     with run.spent("picture"):
         loss_picture(records(run.folder / METRICS), run.folder / "loss.png")
+    over = "stopped" if wish.signal else "done"
     show.line(
-        f"\n{'stopped' if wish.signal else 'done'} after {step} steps, {duration(run.elapsed)}: on held-out text "
+        f"\n{over} after {step} steps, {duration(run.elapsed)}: on held-out {run.task.subject} "
         f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
     )
     if words := overfitting(run):

@@ -59,6 +59,11 @@ class Terms:
         return self.minutes * 60
 
     @property
+    def about(self) -> str:
+        """What the run is, in words."""
+        return ""
+
+    @property
     def lacks(self) -> str:
         """What a new run cannot do without, in words; empty if it is all there."""
         return ""
@@ -108,6 +113,10 @@ class Plan(Terms):
     }
     MAY_CHANGE = ("sources", "corpus", *Terms.MAY_CHANGE)
     VERB = "train"
+
+    @property
+    def about(self) -> str:
+        return f"{self.family} on {', '.join(self.sources)}"
 
     @property
     def lacks(self) -> str:

@@ -27,7 +27,11 @@ WARMUP = 20
 
 
 class Task(Protocol):
-    """What a run learns. `prints` are fingerprints of what it learns from, `tokens` those in a full score."""
+    """What a run learns. `prints` are fingerprints of what it learns from, `tokens` those in a full score, and
+    `subject` what is scored, in a word."""
+
+    @property
+    def subject(self) -> str: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...

@@ -77,6 +77,10 @@ class Text:
         return self.text.tokenizer
 
     @property
+    def subject(self) -> str:
+        return "text"
+
+    @property
     def prints(self) -> Mapping[str, str]:
         return self.text.prints
 

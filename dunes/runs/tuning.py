@@ -97,6 +97,10 @@ class Tuning(Terms):
     VERB = "finetune"
 
     @property
+    def about(self) -> str:
+        return f"{self.method} of {self.model} on {self.data}"
+
+    @property
     def lacks(self) -> str:
         missing = [name for name in ("model", "data") if not getattr(self, name)]
         return f"the {missing[0]} is missing; dunes finetune MODEL --data FILE --out RUN" if missing else ""

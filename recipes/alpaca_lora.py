@@ -1,0 +1,38 @@
+"""Alpaca with LoRA: a base model learns to do as it is told.
+
+    python recipes/alpaca_lora.py BASE alpaca_data.json [EPOCHS]
+
+BASE is a model folder (one of `dunes train`, or GPT-2, LLaMA, Mistral, ... as downloaded) or a name on the Hub.
+The 52,002 instructions lie in https://github.com/tatsu-lab/stanford_alpaca (for research only: CC BY-NC 4.0); any
+file of the same form will do, such as what `recipes/self_instruct.py` writes.
+"""
+
+import sys
+from pathlib import Path
+
+from dunes.generate import sampler
+from dunes.runs.chat import speaker
+from dunes.runs.finetune import finetune
+from dunes.runs.merge import merge
+from dunes.runs.progress import Display
+from dunes.runs.tuning import Tuning
+from dunes.text.templates import Turn
+
+QUESTIONS = ("List three things that a cat likes.", "Say in one sentence what a computer is.")
+
+
+def main(base: str, data: str, epochs: float = 3.0, out: str = "runs/alpaca-lora", **changes: object) -> int:
+    plan = Tuning(model=base, data=data, epochs=epochs, method="lora", rank=16, template="alpaca")
+    plan = Tuning.of({**vars(plan), **changes})
+    if status := finetune(plan, Path(out), Display(), examples=2):
+        return status
+    helper = speaker(out)
+    for question in QUESTIONS:
+        print(f"\n{question}\n  {''.join(helper.answer((Turn('user', question),), sampler(0.0), 60))}")
+    print(merge(Path(out), Path(f"{out}-merged")))
+    print(f"a plain model, for every tool: {out}-merged")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], *map(float, sys.argv[3:])))
