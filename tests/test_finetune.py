@@ -341,6 +341,15 @@ def test_other_records(kind, base, tmp_path):
         assert loaded.tokenizer.inner.token_to_id("<|im_end|>") in loaded.tokenizer.stops
 
 
+def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):
+    finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
+    again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry=True)
+    assert "template: alpaca\n" in again
+    assert "look: it takes the place" not in again
+    other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry=True)
+    assert "look: it takes the place of the template that the base was taught with: alpaca" in other
+
+
 def ready(base, examples, **changes):
     return Lesson.read(asked(base, examples, **changes), display()[0]).chosen(display()[0])
 

@@ -30,7 +30,7 @@ from dunes.runs.tuning import (
     steps_of,
     wide_enough,
 )
-from dunes.text import Tokenizer, templates
+from dunes.text import Tokenizer, chat, templates
 from dunes.text.templates import Template
 from dunes.train import adamw, halved
 
@@ -70,6 +70,8 @@ class Lesson:
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
         template = speaks(plan, records, base.tokenizer, base.card)
         show.line(f"template: {template.name}")
+        if (own := taught(base)) not in (None, template.name):
+            show.line(f"look: it takes the place of the template that the base was taught with: {own}")
         tokenizer = templates.carried(template, base.tokenizer)
         learn, valid = ([*tokenized(r, template, tokenizer, plan.train_on)] for r in (rows, held))
         return cls(plan, base, folder, tokenizer, template, learn, valid, held)
@@ -111,6 +113,13 @@ class Lesson:
     @property
     def _width(self) -> int:
         return self.base.model.embed.token.embedding_dim
+
+
+def taught(base: checkpoint.Loaded) -> str | None:
+    """The name of the template that a base brings along, if it does."""
+    own = chat.template_of(base.tokenizer.beside, base.tokenizer.place.parent)
+    name: str | None = base.card.get("template")
+    return name or (None if own is None else templates.Own.name)
 
 
 def _fitting(lesson: Lesson, show: Display) -> Tuning:
