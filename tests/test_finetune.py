@@ -405,7 +405,11 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
 
 def test_what_is_chosen(base, examples):
     plan = Tuning(model="m", data="d")
-    assert learning_rate(plan, 512) == pytest.approx(10 * learning_rate(replace(plan, method="full"), 512))
+    full = replace(plan, method="full")
+    assert learning_rate(full, 4096) == 2e-5
+    assert learning_rate(full, 192) == pytest.approx(1e-3, rel=0.02)
+    assert learning_rate(plan, 512) == pytest.approx(10 * learning_rate(full, 512))
+    assert learning_rate(plan, 32) == 0.01
     assert learning_rate(replace(plan, lr=0.5), 512) == 0.5
     assert rows_a_step(plan, 512, 10_000) == 8
     assert rows_a_step(plan, 512, 64) == 2

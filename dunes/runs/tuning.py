@@ -29,6 +29,9 @@ TOKENS, STEPS = 4096, 32
 WIDEST, NARROWEST = 2048, 128
 """Of a context that is chosen."""
 
+STEEPEST = 0.01
+"""The largest learning rate of adapters that is chosen."""
+
 SPEECH = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
 """The template of each kind of records; of conversations it is one that the tokenizer has the tokens for."""
 
@@ -179,13 +182,14 @@ def only(model: nn.Module, where: Sequence[str]) -> None:
 def learning_rate(plan: Tuning, width: int) -> float:
     """The rate that was asked for, or the usual one for a model of this width.
 
-    Narrower models take larger steps, and adapters ten times those of full finetuning: both are what
-    https://thinkingmachines.ai/blog/lora/ and its code found; LOG.md has our own runs ("LoRA against full").
+    For full finetuning a power of the width through two points: Alpaca's 2e-5 at 4,096
+    (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
+    full"). Adapters learn at ten times that, as https://thinkingmachines.ai/blog/lora/ found, up to where ours diverged.
     """
     if plan.lr is not None:
         return plan.lr
-    full: float = 5e-5 * (2000 / width) ** 0.781
-    return full if METHODS[plan.method].adapter is None else 10 * full
+    full: float = 2e-5 * (4096 / width) ** 1.28
+    return full if METHODS[plan.method].adapter is None else min(10 * full, STEEPEST)
 
 
 def wide_enough(plan: Tuning, longest: int, model: Decoder, known: int) -> int:
