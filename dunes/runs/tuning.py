@@ -184,7 +184,7 @@ def learning_rate(plan: Tuning, width: int) -> float:
 
     For full finetuning a power of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
-    full"). Adapters learn at ten times that, as https://thinkingmachines.ai/blog/lora/ found, up to where ours diverged.
+    full"). Adapters learn at ten times that, as https://thinkingmachines.ai/blog/lora/ found, up to STEEPEST.
     """
     if plan.lr is not None:
         return plan.lr
