@@ -179,6 +179,20 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     )
 
 
+def over_rates(found: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
+    """A loss over the learning rate, a line for each `method`; records hold `method`, `rate` and `loss`."""
+    p = _plotnine()
+    frame = _frame([{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in found])
+    return (
+        _base(frame, x="x", y="y", color="method", shape="method")
+        + p.geom_line(size=0.9)
+        + p.geom_point(size=2.4)
+        + p.scale_x_log10(labels=lambda v: [f"{t:g}" for t in v], breaks=sorted({float(f["rate"]) for f in found}))
+        + p.scale_color_manual(COLOURS * 4)
+        + p.labs(title=title, x="learning rate", y=of)
+    )
+
+
 def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, keep: float = 0.9) -> Any:
     """A column of a run's points over the tokens seen, each step and their running mean."""
     p = _plotnine()

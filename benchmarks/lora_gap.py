@@ -1,0 +1,242 @@
+"""What LoRA loses against full finetuning on real data: each side at several rates, on the same batches.
+
+    dunes train stdlib --out runs/base --size 3m --context 512 --steps 1200
+    python benchmarks/lora_gap.py runs/base gsm8k_train.json.gz runs/lora-gap.jsonl
+
+Each run adds a line to the file when it is over, and is not run again, so that a sweep goes on where it was
+stopped, and two processes may share it. Held-out nats are those of an answer's token after the last step. "own
+text" is what the base's training held out: how much of it is forgotten.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from dunes import augment, checkpoint, measure, tree
+from dunes.bench import plot
+from dunes.checkpoint import Loaded
+from dunes.data import Batches, examples
+from dunes.parts import Decoder
+from dunes.runs import score
+from dunes.runs.evaluate import evaluate, widths
+from dunes.text.templates import named
+from dunes.train import Schedule, Trainer, adamw
+
+Row = dict[str, Any]
+OWN = 1 << 16
+"""Tokens of the base's own text that are looked at."""
+CHECKS = 4
+EMBEDDING = "embed.token.weight"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What all runs share. Data: `examples` of the file to learn from (0: all), in batches of packed rows."""
+
+    base: str
+    data: str
+    epochs: int = 3
+    examples: int = 0
+    batch: int = 8
+    alpha: float = 32.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finetuning: at a rank, 0 for all weights. `other_embedding`: frozen at rank 0, learning beside LoRA."""
+
+    sweep: Sweep
+    rank: int
+    rate: float
+    other_embedding: bool = False
+
+    @property
+    def method(self) -> str:
+        words = f"LoRA, rank {self.rank}" if self.rank else "full"
+        alpha = "" if self.sweep.alpha == Sweep.alpha or not self.rank else f", alpha {self.sweep.alpha:g}"
+        return words + alpha + (", embedding " + ("learns" if self.rank else "frozen")) * self.other_embedding
+
+    @property
+    def key(self) -> Row:
+        shared = asdict(self.sweep) | {"base": Path(self.sweep.base).name, "data": Path(self.sweep.data).name}
+        return {"method": self.method, "rank": self.rank, "rate": self.rate, **shared}
+
+
+def prepared(run: Run, model: Decoder) -> None:
+    """Attach what the run attaches and freeze what it does not train."""
+    learns = ["**"]
+    if run.rank:
+        learns = augment.attach(model, rank=run.rank, alpha=run.sweep.alpha, seed=run.sweep.seed)["new"]
+    chosen = [*learns, *([EMBEDDING if run.rank else f"!{EMBEDDING}"] if run.other_embedding else [])]
+    for name, p in model.named_parameters():
+        p.requires_grad_(tree.matches(chosen, name))
+
+
+def batches(sweep: Sweep, loaded: Loaded) -> tuple[Batches, Batches]:
+    """To learn from, and held out."""
+    sides = examples.split(examples.read(sweep.data).rows)
+    rows = (sides[0][: sweep.examples or None], sides[1])
+    learn, held = (list(examples.tokenized(r, named("plain"), loaded.tokenizer)) for r in rows)
+    return (
+        Batches(learn, loaded.context, sweep.batch, sweep.seed),
+        Batches(held, loaded.context, 16, sweep.seed),
+    )
+
+
+def nats(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    summed: tuple[torch.Tensor, torch.Tensor] = model.nats(*batch)
+    return summed
+
+
+@torch.no_grad()
+def held_out(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
+    """Nats a token of all answers."""
+    with tree.mode(model, False), torch.autocast("cpu", dtype, dtype != torch.float32):
+        sums = torch.tensor([[float(v) for v in nats(model, batch)] for batch in data.once()]).double().sum(0)
+    return float(sums[0] / sums[1])
+
+
+def own_text(loaded: Loaded, dtype: torch.dtype) -> float:
+    """Bits a byte of what the base's training held out, in windows spread over it."""
+    width, ids = widths(loaded.tokenizer.pieces()), score.text(loaded)[0]
+    return evaluate(loaded.model, ids, width, loaded.context, dtype, OWN).bits_per_byte
+
+
+@cache
+def untrained(base: str, data: str, dtype: torch.dtype) -> tuple[float, float]:
+    """What the base makes of the answers held out, and of its own text."""
+    loaded = checkpoint.load(base)
+    return held_out(loaded.model, batches(Sweep(base, data, examples=1), loaded)[1], dtype), own_text(
+        loaded, dtype
+    )
+
+
+def ran(run: Run, dtype: torch.dtype) -> Row:
+    loaded = checkpoint.load(run.sweep.base)
+    model, (learn, held) = loaded.model, batches(run.sweep, loaded)
+    size, before = tree.count(model), untrained(run.sweep.base, run.sweep.data, dtype)
+    prepared(run, model)
+    total = run.sweep.epochs * learn.epoch // run.sweep.batch
+    checks, seconds, start = list[float](), 0.0, time.perf_counter()
+    rate = Schedule.steps(total, warmup=total // 20, fall=1.0).rate
+    optimizer = adamw(model, run.rate, decay=0.0)
+    trainer = Trainer(model, optimizer, nats, rate=rate, dtype=dtype, seed=run.sweep.seed)
+    for step in trainer.run(learn.batches()):
+        seconds += step.seconds
+        if step.number % max(1, total // CHECKS) == 0 or step.number == total:
+            checks.append(held_out(model, held, dtype))
+            print(f"{run.method} {run.rate:g}: step {step.number}/{total} {checks[-1]:.4f}", flush=True)
+        if step.number == total:
+            break
+    return run.key | {
+        "trainable": tree.count(model, trainable=True),
+        "parameters": size,
+        "before": before[0],
+        "checks": checks,
+        "loss": checks[-1],
+        "least": min(checks),
+        "own_before": before[1],
+        "own": own_text(loaded, dtype),
+        "steps": total,
+        "seconds_a_step": seconds / total,
+        "seconds": time.perf_counter() - start,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def read(out: Path) -> list[Row]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def done(run: Run, rows: list[Row]) -> Iterator[Row]:
+    """The line of this run, if there is one."""
+    return (row for row in rows if all(row[k] == v for k, v in run.key.items()))
+
+
+def table(rows: list[Row]) -> str:
+    """The best rate of each method, and its distance from full finetuning's."""
+    best: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda r: -r["loss"]):
+        best[row["method"]] = row
+    least = best["full"]["loss"] if "full" in best else float("nan")
+    lines = [
+        "| method | trainable | share | best rate | held-out nats | gap to full | own text | ms a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(best.values(), key=lambda r: (r["rank"], r["method"])):
+        share = row["trainable"] / row["parameters"]
+        lines.append(
+            f"| {row['method']} | {row['trainable']:,} | {share:.1%} | {row['rate']:g} | {row['loss']:.4f} | "
+            f"{row['loss'] - least:+.4f} | {row['own']:.3f} | {row['seconds_a_step'] * 1e3:.0f} |"
+        )
+    first = rows[0]
+    words = f"before: {first['before']:.4f} nats, {first['own_before']:.3f} bits a byte of its own text"
+    return "\n".join([*lines, "", words])
+
+
+def main(
+    base: str,
+    data: str,
+    out: Path,
+    ranks: tuple[int, ...] = (0, 4, 16, 64),
+    full_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3),
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2),
+    epochs: int = 3,
+    examples: int = 0,
+    alpha: float = Sweep.alpha,
+    seed: int = 0,
+    other_embedding: bool = False,
+    threads: int = 1,
+    picture: Path | None = None,
+) -> None:
+    """Measure.
+
+    Args:
+        base: Folder of a model, by `dunes train`.
+        data: Records with answers, as for `dunes finetune`.
+        out: File of the results, one run a line.
+        ranks: Ranks of LoRA; 0 is full finetuning.
+        full_rates: Learning rates of full finetuning.
+        rates: Learning rates of LoRA.
+        epochs: How often each example is seen.
+        examples: Learn from so many of them; 0 is all.
+        alpha: LoRA's alpha.
+        seed: Of the order of the examples and of LoRA's first numbers.
+        other_embedding: Freeze the embedding in full finetuning, and let it learn beside LoRA.
+        threads: Threads to compute with.
+        picture: Draw loss over rate into this file.
+    """
+    torch.set_num_threads(threads)
+    measure.keep_memory()
+    measure.quick_small_numbers()
+    dtype = measure.dtype(torch.device("cpu"))
+    sweep = Sweep(base, data, epochs, examples, alpha=alpha, seed=seed)
+    for rank in ranks:
+        for rate in rates if rank else full_rates:
+            run = Run(sweep, rank, rate, other_embedding)
+            if not any(done(run, read(out))):
+                row = ran(run, dtype)
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    shared = replace(sweep, alpha=0, seed=0)
+    keys = {k: v for k, v in Run(shared, 0, 0).key.items() if k in ("base", "data", "epochs", "examples", "batch")}
+    rows = [r for r in read(out) if all(r[k] == v for k, v in keys.items())]
+    print(table(rows))
+    if picture is not None:
+        usual = [r for r in rows if r["method"].count(",") < 2 and r["seed"] == 0]
+        plot.saved(
+            plot.over_rates(usual, "finetuning at several learning rates", "held-out nats a token"), picture
+        )
+    print(json.dumps({"benchmark": "lora_gap", "rows": rows}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, config=(tyro.conf.PositionalRequiredArgs,))

@@ -1,0 +1,120 @@
+"""What a finetuning step holds in memory: full, LoRA and QLoRA, foreseen on tensors without data.
+
+    python benchmarks/lora_memory.py [--folder runs/base] [--batch 4] [--context 512]
+
+Full finetuning: float32 weights. LoRA: a frozen base in bfloat16, rank 16. QLoRA: the same base in NF4 with
+double quantization, its embedding and norms in bfloat16. Each with AdamW, in its second step.
+The last line is JSON.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dunes import measure, tree
+from dunes.augment import lora
+from dunes.augment.quantize import codebook
+from dunes.augment.quantize import decide as decided
+from dunes.augment.quantize import shape as quantized
+from dunes.bench.subject import of_folder, of_shape
+from dunes.measure import Allocations
+from dunes.models import llama
+from dunes.parts import Decoder
+from dunes.train import Trainer, adamw
+
+LLAMA_1B = llama.Config(
+    vocab=128256, dim=2048, depth=16, heads=32, kv_heads=8, head_dim=64, hidden=8192, tied=True
+)
+"""Of Llama 3.2 1B."""
+METHODS = ("full", "LoRA", "QLoRA")
+
+
+def prepared(build: Callable[[], Decoder], method: str, rank: int) -> Decoder:
+    """A model as the method trains it. Numbers are neither read nor drawn."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if method == "full" else torch.bfloat16)
+    try:
+        model = build()
+    finally:
+        torch.set_default_dtype(before)
+    if method == "QLoRA":
+        quantized(model, **decided(model, kind="nf4", double=True))
+    if method != "full":
+        note = lora.decide(model, rank=rank)
+        lora.shape(model, **note)
+        lora.select(model, note["request"]["adapter"])
+        tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+    return model
+
+
+def nats(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    summed: tuple[torch.Tensor, torch.Tensor] = model.nats(*batch)
+    return summed
+
+
+def step(trainer: Trainer, batch: Any) -> None:
+    """A step as the trainer does it, but for the look at its result, which has no data here."""
+    trainer.gradients([batch])
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def held(build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> Allocations:
+    """The allocations of the second step: the optimizer has its averages then."""
+    without_data: AbstractContextManager[Any] = FakeTensorMode()
+    codebook.cache_clear()  # a tensor of one mode cannot be used in another
+    with without_data, torch.device(measure.device()):
+        model = prepared(build, method, rank)
+        trainer = Trainer(model, adamw(model, decay=0.0), nats, dtype=torch.bfloat16)
+        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+        step(trainer, batch)
+        with measure.allocations(model) as log:
+            step(trainer, batch)
+    codebook.cache_clear()
+    return log
+
+
+def row(name: str, build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> dict[str, Any]:
+    log = held(build, method, shape, rank)
+    kinds = {str(kind): size for (kind,), size in log.by("kind").items()}
+    return {
+        "model": name,
+        "method": method,
+        "batch": shape[0],
+        "context": shape[1],
+        "peak": log.peak,
+        "kinds": kinds,
+    }
+
+
+def main(folder: Path | None = None, batch: int = 4, context: int = 512, rank: int = 16) -> None:
+    """Measure.
+
+    Args:
+        folder: A model folder to look at, too.
+        batch: Rows of a step.
+        context: Tokens of a row.
+        rank: LoRA's rank.
+    """
+    small = of_shape("llama", 40_000_000, context)
+    subjects = {small.name: small.outline, "llama 1B": lambda: llama.build(LLAMA_1B)}
+    if folder is not None:
+        subjects = {folder.name: of_folder(folder).outline, **subjects}
+    rows = [row(name, build, m, (batch, context), rank) for name, build in subjects.items() for m in METHODS]
+    print(f"| {batch} x {context} tokens | method | peak MB | of full | {' | '.join(measure.KINDS)} |")
+    print("|" + "---|" * (4 + len(measure.KINDS)))
+    for r in rows:
+        full = next(o for o in rows if o["model"] == r["model"])["peak"]
+        parts = " | ".join(f"{r['kinds'].get(k, 0) / 1e6:,.0f}" for k in measure.KINDS)
+        print(f"| {r['model']} | {r['method']} | {r['peak'] / 1e6:,.0f} | {r['peak'] / full:.2f} | {parts} |")
+    print(json.dumps({"benchmark": "lora_memory", "rows": rows}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
