@@ -11,6 +11,7 @@ text" is what the base's training held out: how much of it is forgotten.
 import json
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -110,6 +111,30 @@ def own_text(loaded: Loaded, dtype: torch.dtype) -> float:
     return evaluate(loaded.model, ids, width, loaded.context, dtype, OWN).bits_per_byte
 
 
+@torch.no_grad()
+def cut(tuned: Decoder, base: Decoder, rank: int, embedding: bool = True) -> Decoder:
+    """The finetuned model with its change of each map in the blocks cut to the nearest one of that rank.
+
+    Without `embedding` the base's embedding is put back, too.
+    """
+    made = deepcopy(tuned)
+    for name, p in made.named_parameters():
+        before = base.get_parameter(name)
+        if name == EMBEDDING:
+            p.copy_(p if embedding else before)
+        elif p.dim() == 2:
+            u, s, v = torch.linalg.svd(p - before, full_matrices=False)
+            p.copy_(before + (u[:, :rank] * s[:rank]) @ v[:rank])
+    return made
+
+
+def cuts(tuned: Decoder, base: Decoder, held: Batches, dtype: torch.dtype) -> dict[str, float]:
+    """Held-out nats of full finetuning's result, with its change cut."""
+    ranks = (4, 16, 64, 10**6)
+    made = {f"rank {r}, embedding {'changed' if e else 'as it was'}": (r, e) for e in (True, False) for r in ranks}
+    return {words: held_out(cut(tuned, base, *how), held, dtype) for words, how in made.items()}
+
+
 @cache
 def untrained(base: str, data: str, dtype: torch.dtype) -> tuple[float, float]:
     """What the base makes of the answers held out, and of its own text."""
@@ -145,6 +170,7 @@ def ran(run: Run, dtype: torch.dtype) -> Row:
         "least": min(checks),
         "own_before": before[1],
         "own": own_text(loaded, dtype),
+        "cuts": {} if run.rank else cuts(model, checkpoint.load(run.sweep.base).model, held, dtype),
         "steps": total,
         "seconds_a_step": seconds / total,
         "seconds": time.perf_counter() - start,
