@@ -69,6 +69,31 @@ def test_what_a_save_costs_is_said():
     assert last_line("save.py", "--size", "300k", "--rounds", 1, "--steps", 2)["blocked_seconds"] > 0
 
 
+@pytest.mark.slow
+def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_path):
+    base, data, out = tmp_path / "base", tmp_path / "data.jsonl", tmp_path / "rows.jsonl"
+    size = ("--size", "300k", "--context", "64", "--batch", "4", "--steps", "3")
+    command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(base), *size]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    data.write_text("".join(f'{{"prompt": "{i} and 1?", "completion": "{i + 1}"}}\n' for i in range(300)))
+    sweep = (out, base, data, "--epochs", 1, "--ranks", 0, 4, "--full-rates", 1e-3, "--rates", 1e-2)
+    first = last_line("lora_gap.py", *sweep)["rows"]
+    full, lora = first
+    assert full["loss"] < full["before"] == lora["before"] > lora["loss"]
+    assert full["trainable"] == full["parameters"] > 4 * lora["trainable"] > 0
+    assert full["cuts"]["rank 1000000, embedding changed"] == pytest.approx(full["loss"], abs=0.02)
+    assert last_line("lora_gap.py", *sweep)["rows"] == first
+    assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_finetuning_by_lora_holds_less_and_by_qlora_least():
+    rows = last_line("lora_memory.py", "--batch", 1)["rows"]
+    peaks = {(r["model"], r["method"]): r["peak"] for r in rows}
+    for model in {r["model"] for r in rows}:
+        assert peaks[model, "QLoRA"] < peaks[model, "LoRA"] < peaks[model, "full"] / 2
+
+
 TOY = ("peers.py", "--toy", "--here", "--peers")
 
 LIAR = """
