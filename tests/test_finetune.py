@@ -308,6 +308,30 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     assert "what is forgotten is not measured: name text of the base's own domain with --domain" in without
 
 
+def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp_path):
+    """Left behind by a run that ended while it changed its base."""
+    finetuned(asked(base, examples, steps=1), tmp_path / "right")
+    right = json.loads((tmp_path / "right" / "state" / "before.json").read_text())
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    (tmp_path / "run" / "state" / "before.json").write_text(json.dumps(right | {"score": [1.0, 2, 3]}))
+    finetuned(asked(base, examples, steps=1), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "state" / "before.json").read_text()) == right
+
+
+def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
+    plan = asked(base, examples, domain=(str(code),), steps=12)
+    with monkeypatch.context() as patch:
+        stopping_at(9, patch)
+        assert finetune(plan, tmp_path / "run", display()[0]) == 130
+    for path in code.glob("*.py"):
+        path.write_text(path.read_text() * 2)
+    assert finetune(Tuning(), tmp_path / "run", display()[0], again=True) == 0
+    finetuned(plan, tmp_path / "straight")
+    cards = [json.loads((tmp_path / f / "dunes.json").read_text())["measured"] for f in ("run", "straight")]
+    assert cards[0]["domain"] == cards[1]["domain"]
+    assert cards[0]["before"] == cards[1]["before"]
+
+
 def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
     other = tmp_path / "valid.jsonl"
     other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))

@@ -49,22 +49,26 @@ SCORED = 16
 
 @dataclass(frozen=True)
 class Before:
-    """What the base could do: its score on the held-out answers and on its own domain, and what it answered."""
+    """What the base could do: its score on the held-out answers and on its own domain, and what it answered.
+
+    `text` is the fingerprint of what the domain was measured on.
+    """
 
     score: Score
     domain: Score | None
     said: list[str]
+    text: str
 
     @classmethod
     def read(cls, path: Path) -> "Before":
         """Raises ValueError for a file that is none."""
         found = json.loads(path.read_text())
         domain = found["domain"] and Score(*found["domain"])
-        return cls(Score(*found["score"]), domain, found["said"])
+        return cls(Score(*found["score"]), domain, found["said"], found["text"])
 
     def write(self, path: Path) -> None:
         domain = self.domain and astuple(self.domain)
-        told = {"score": astuple(self.score), "domain": domain, "said": self.said}
+        told = {"score": astuple(self.score), "domain": domain, "said": self.said, "text": self.text}
         write_file(path, json.dumps(told, indent=1).encode())
 
 
@@ -120,9 +124,15 @@ class Answers:
     def able(self, model: Decoder, dtype: torch.dtype) -> Before:
         """What the model can do by now."""
         said = [self._said(model, record.talk) for record in self.lesson.held[:SHOWN]]
-        return Before(self.score(model, dtype), self._known(model, dtype), said)
+        return Before(self.score(model, dtype), self.known(model, dtype), said, self.text)
 
-    def _known(self, model: Decoder, dtype: torch.dtype) -> Score | None:
+    @property
+    def text(self) -> str:
+        """The fingerprint of the base's own domain; empty without one."""
+        return "" if self.domain is None else sha256(self.domain.tobytes()).hexdigest()
+
+    def known(self, model: Decoder, dtype: torch.dtype) -> Score | None:
+        """The score on the base's own domain, if there is one."""
         if self.domain is None:
             return None
         width = widths(self.tokenizer.pieces())

@@ -9,6 +9,7 @@ import torch
 from dunes import checkpoint, measure
 from dunes.data import Ids
 from dunes.data.examples import coloured
+from dunes.parts import Decoder
 from dunes.runs.answers import Answers, Before
 from dunes.runs.lesson import Lesson, altered, answered, kept, optimizer
 from dunes.runs.loop import How, Make, go
@@ -54,12 +55,7 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
     model = lesson.base.model.to(device)
     stored = next(model.parameters()).dtype
     task = Answers(lesson, known, stored)
-    if (folder / BEFORE).is_file():
-        before = Before.read(folder / BEFORE)
-    else:
-        show.line("asking the base first")
-        before = task.able(model, dtype)
-        before.write(folder / BEFORE)
+    before = _asked(task, model, folder / BEFORE, show)
     model, notes = altered(model, plan)
     task = replace(task, before=before, notes=notes, base=checkpoint.identity(model))
     kept(model, plan)
@@ -67,6 +63,21 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
     how: dict[str, Any] = {"rate": schedule.rate, "dtype": dtype, "seed": plan.seed}
     trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.at_once, **how)
     return Run(folder, plan, task, model, trainer, schedule)
+
+
+def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
+    """What the base can do, or what it could when the states beside this file were saved: these know their base."""
+    dtype = getattr(torch, task.plan.dtype or "float32")
+    if not (path.is_file() and any(path.parent.glob("step-*"))):
+        show.line("asking the base first")
+        before = task.able(model, dtype)
+    elif (before := Before.read(path)).text != task.text:
+        show.line("the text of the base's own domain is another one now: asking the base again")
+        before = replace(before, domain=task.known(model, dtype), text=task.text)
+    else:
+        return before
+    before.write(path)
+    return before
 
 
 def domain(lesson: Lesson, show: Display) -> Ids | None:
