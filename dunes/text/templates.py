@@ -34,8 +34,8 @@ ALONE = (
 """Alpaca's prompts, with and without an input."""
 
 ROLES = ("system", "user", "assistant")
-TOGETHER = 128
-"""How many texts one process renders: its limits of time are those of a single text."""
+TOGETHER, LETTERS = 2048, 1 << 19
+"""How many texts one process renders, and of how many characters: its limits of time are those of a single text."""
 
 PRIVATE = 0xF0000
 """From here on, characters of private use stand for special tokens' spellings that somebody wrote."""
@@ -182,8 +182,8 @@ class Own:
             tokenizer.special(self.end)
 
     def write(self, talks: Sequence[Talk], opened: bool = False) -> Iterator[list[Piece]]:
-        for start in range(0, len(talks), TOGETHER // 2):
-            yield from self._written(talks[start : start + TOGETHER // 2], opened)
+        for group in _groups(talks):
+            yield from self._written(group, opened)
 
     def _written(self, talks: Sequence[Talk], opened: bool) -> Iterator[list[Piece]]:
         asked = []
@@ -233,6 +233,19 @@ class Own:
         if found := self._private.search(text):
             raise ValueError(f"the text holds the character U+{ord(found[0]):X}, of private use; remove it")
         return self._pattern.sub(lambda found: chr(PRIVATE + self._order.index(found[0])), text)
+
+
+def _groups(talks: Sequence[Talk]) -> Iterator[Sequence[Talk]]:
+    """The conversations in groups that one process renders, each of one at least."""
+    start, texts, letters = 0, 0, 0
+    for i, talk in enumerate(talks):
+        times = 1 + sum(turn.role == "assistant" for turn in talk)
+        texts, letters = texts + times, letters + times * sum(len(turn.whole) for turn in talk)
+        if i > start and (texts > TOGETHER or letters > LETTERS):
+            yield talks[start:i]
+            start, texts, letters = i, times, times * sum(len(turn.whole) for turn in talk)
+    if start < len(talks):
+        yield talks[start:]
 
 
 def _given(found: str | ValueError) -> str:
