@@ -179,6 +179,37 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
         train(toy(tmp_path), tmp_path / "run", display()[0], again=True)
 
 
+def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here" / "base").symlink_to(base)
+    (tmp_path / "here" / "rows.json").write_text(examples.read_text())
+    monkeypatch.chdir(tmp_path / "here")
+    plan = asked("base", "rows.json", steps=2)
+    finetuned(plan, tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "there")
+    assert finetune(Tuning(), tmp_path / "run", display()[0], again=True) == 0
+    (tmp_path / "here" / "rows.json").rename("moved.json")
+    again = {"again": True, "asked": ["data"], "override": ["data"]}
+    assert finetune(Tuning(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
+    (tmp_path / "there" / "moved.json").write_text(json.dumps(ROWS[1:]))
+    with pytest.raises(ValueError, match="cannot go on: examples changed"):
+        finetune(Tuning(data="moved.json"), tmp_path / "run", display()[0], **again)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_model_that_is_no_run_s_is_not_written_over(method, base, tokenizer, examples, tmp_path):
+    other = base_in(tmp_path / "other", tokenizer)
+    before = (other / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"other: holds a model that no run here made \(config.json\)"):
+        finetune(asked(base, examples, method=method), other, display()[0])
+    assert (other / "model.safetensors").read_bytes() == before
+    assert not (other / "state").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file: is not a folder that can be written to"):
+        finetune(asked(base, examples, method=method), tmp_path / "file" / "run", display()[0])
+
+
 def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
     """A mean of means over unequal parts would."""
     for at_once in (4, 2, 1):

@@ -167,8 +167,8 @@ def finetune(
         show: Print so many examples, in colours that tell what is trained on.
         dry_run: Report on the examples and the memory that it takes, and do nothing.
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
-        override: Fields that may be others than the run's when going on, of minutes and steps; threads and
-            dtype are measured anew.
+        override: Fields that may be others than the run's when going on, of minutes and steps, and where model,
+            data, valid and domain were moved to; threads and dtype are measured anew.
         strict: Stop when a save fails, and do not go back past a damaged state.
         profile: Say at the end where the time went.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.

@@ -65,7 +65,7 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
     """
     start = monotonic()
     mirror = Mirror(folder if how.tensorboard else None, Aside(show))
-    plan = admitted(plan, folder, how.again, how.asked, how.override)
+    plan = admitted(plan.placed(), folder, how.again, how.asked, how.override)
     if (folder / "state" / "lock").exists():
         with alone(folder):  # refused now, not after the text was read
             pass

@@ -1,14 +1,16 @@
 """What a run is asked to do and, for training from scratch, the model that follows from it."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import log
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dunes.models import FAMILIES
 from dunes.text import KINDS
 
 MEASURED = ("dtype", "threads")
+STDLIB = "stdlib"
 
 T = TypeVar("T", bound="Terms")
 
@@ -38,6 +40,8 @@ class Terms:
     KNOWN: ClassVar[dict[str, Collection[str]]] = {}
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
     """What a run may change when it goes on. All else is built into its weights or its order of data."""
+    PATHS: ClassVar[tuple[str, ...]] = ()
+    """Fields that name files and folders."""
     VERB: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -68,6 +72,14 @@ class Terms:
         """What a new run cannot do without, in words; empty if it is all there."""
         return ""
 
+    def placed(self: T) -> T:
+        """The same with whole paths, so that the run can go on from another working directory."""
+        found = {name: getattr(self, name) for name in self.PATHS}
+        told: dict[str, Any] = {
+            k: _whole(v) if isinstance(v, str) else (*map(_whole, v),) for k, v in found.items()
+        }
+        return replace(self, **told)
+
     def changed(self) -> set[str]:
         """The fields that are not at their defaults."""
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
@@ -88,6 +100,12 @@ class Terms:
             raise ValueError(f"a run of another kind, or of another version: it has {', '.join(sorted(odd))}")
         told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**told)
+
+
+def _whole(name: str) -> str:
+    """The whole path of what is there; another name, as of the standard library or on the Hub, as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if name not in ("", STDLIB) and path.exists() else name
 
 
 def option(field: str) -> str:
@@ -112,6 +130,7 @@ class Plan(Terms):
         "split": ("files", "tails"),
     }
     MAY_CHANGE = ("sources", "corpus", *Terms.MAY_CHANGE)
+    PATHS = ("sources",)
     VERB = "train"
 
     @property

@@ -1,6 +1,7 @@
 """A run in progress: made from a plan, kept on disk, found again."""
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -200,6 +201,7 @@ def admitted(
             raise ValueError(f"{folder}: there is no run to go on with; leave out --resume to begin one")
         if plan.lacks:
             raise ValueError(plan.lacks)
+        _free(folder)
         return plan
     if not again:
         raise ValueError(f"{folder}: holds a run already; go on with --resume, or choose another --out")
@@ -211,6 +213,16 @@ def admitted(
         )
     anew: dict[str, Any] = {name: None for name in override if name in MEASURED}
     return replace(earlier, **anew | {name: getattr(plan, name) for name in differences})
+
+
+def _free(folder: Path) -> None:
+    """Raise ValueError unless a run can be begun here without writing over a model that is no run's."""
+    for name in ("config.json", "adapter_config.json"):
+        if (folder / name).exists():
+            raise ValueError(f"{folder}: holds a model that no run here made ({name}); choose another --out")
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{there}: is not a folder that can be written to; choose another --out")
 
 
 def state_of(run: Run) -> dict[str, Any]:

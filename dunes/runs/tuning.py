@@ -97,6 +97,8 @@ class Tuning(Terms):
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
         "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
     }  # fmt: skip
+    PATHS = ("model", "data", "valid", "domain")
+    MAY_CHANGE = (*Terms.MAY_CHANGE, *PATHS)  # where they lie: what is in the base and the examples is compared
     VERB = "finetune"
 
     @property
