@@ -42,14 +42,15 @@ def test_attention(mask, heads, kv):
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2), (5, 1)])
 def test_attention_within_documents(window, heads, kv):
     torch.manual_seed(0)
-    lengths = [70, 1, 5, 150, 30]
+    lengths = [70, 1, 5, 150, 30, 600, 40]
     q, k, v = (torch.randn(1, h, sum(lengths), 8) for h in (heads, kv, kv))
     begins = torch.tensor([sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)])
     place = torch.arange(len(begins))
     seen = (place <= place[:, None]) & (place >= begins[:, None])
     if window is not None:
         seen &= place > place[:, None] - window
-    apart = lambda q, k, v: attention.apart(q, k, v, begins, window)
+    bands = attention.bands(begins, q.dtype, window)
+    apart = lambda q, k, v: attention.apart(q, k, v, bands)
     both(apart, lambda q, k, v: attention.plain(q, k, v, seen), [q, k, v])
 
 

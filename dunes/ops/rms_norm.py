@@ -41,10 +41,11 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        unit = x.float() * inverse
-        grad = grad.float()
-        slope = grad * unit
-        dw = slope.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        along = (slope @ weight.float()[:, None]).div_(x.shape[-1])
-        dx = (grad * weight.float()).sub_(unit.mul_(along)).mul_(inverse)
+        wide = x.float()
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = (grad.float() * wide).mul_(inverse).flatten(0, -2).sum(0).to(weight.dtype)
+        slope = grad.float() * weight.float()
+        along = (slope * wide).sum(-1, keepdim=True).mul_(inverse.square()).div_(-x.shape[-1])
+        dx = slope.addcmul_(wide, along).mul_(inverse)
         return dx.to(x.dtype), dw, None, None

@@ -57,7 +57,7 @@ class Attention(nn.Module):
             q, k = self.position(q, ctx), self.position(k, ctx)
         k, v = ctx.put(layer, k, v)  # BKSD
         if ctx.begins is not None:
-            y = apart(q, k, v, ctx.begins, self.window)
+            y = apart(q, k, v, ctx.bands(q.dtype, self.window))
         else:
             y = attend(q, k, v, ctx.mask(self.window), self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dunes.ops.attention import Bands, bands
 from dunes.parts.cache import Cache
 
 
@@ -17,7 +18,8 @@ class Context:
 
     `at` holds positions (B or 1, T), -1 for padding. Without a cache, a position that does not
     follow its neighbour's begins another document, which sees only itself: that is how packed
-    examples stay apart. In a single row `begins` (T,) may say where each token's document does.
+    examples stay apart. In a single row `begins` (T,) may say where each token's document does; T is then
+    a multiple of `ops.attention.BAND`.
     """
 
     def __init__(
@@ -79,6 +81,13 @@ class Context:
             seen &= document[:, :, None] == document[:, None, :]
         # Padding sees something, whatever it is: a softmax over nothing would be NaN.
         return seen | (query < 0)
+
+    def bands(self, dtype: torch.dtype, window: int | None) -> list[Bands]:
+        """The same where `begins` says it."""
+        assert self.begins is not None
+        begins = self.begins
+        made: list[Bands] = self.once(("bands", dtype, window), lambda: bands(begins, dtype, window))
+        return made
 
     def close(self) -> None:
         """The forward is over: the cache, if there is one, now holds the new tokens."""

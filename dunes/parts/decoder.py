@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dunes.ops.attention import BAND
 from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.parts.attention import Attention
@@ -16,7 +17,7 @@ from dunes.parts.context import Context, at_hand, documents
 from dunes.parts.embedding import Embedding
 from dunes.parts.moe import imbalance, routing
 
-GRID = 64
+GRID = BAND
 """Numbers of tokens are multiples of it where that can be chosen."""
 
 
