@@ -12,6 +12,7 @@ shape.
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim.
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,9 @@ def bands(begins: Tensor, dtype: torch.dtype, window: int | None = None) -> list
     first = begins if window is None else torch.maximum(begins, place - window + 1)
     ends = place[::BAND] + BAND
     sizes, order = torch.sort(ends - first[::BAND] // BAND * BAND, stable=True)
-    few, many = order[sizes <= LONG].split(TOGETHER), order[sizes > LONG].split(1)
-    return [_together(some, first, dtype) for some in (*few, *many) if len(some)]
+    few = int((sizes <= LONG).sum())
+    cuts = [*range(0, few, TOGETHER), *range(few, len(order) + 1)]
+    return [_together(order[a:b], first, dtype) for a, b in itertools.pairwise(cuts)]
 
 
 def _together(numbers: Tensor, first: Tensor, dtype: torch.dtype) -> Bands:
