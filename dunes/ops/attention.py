@@ -114,9 +114,10 @@ def bands(begins: Tensor, dtype: torch.dtype, window: int | None = None) -> list
     place = torch.arange(len(begins), device=begins.device)
     first = begins if window is None else torch.maximum(begins, place - window + 1)
     ends = place[::BAND] + BAND
-    sizes, order = torch.sort(ends - first[::BAND] // BAND * BAND, stable=True)
-    few = int((sizes <= LONG).sum())
-    cuts = [*range(0, few, TOGETHER), *range(few, len(order) + 1)]
+    # What is left over are then bands of few keys, and shapes are fewer.
+    sizes, order = torch.sort(ends - first[::BAND] // BAND * BAND, descending=True, stable=True)
+    long = int((sizes > LONG).sum())
+    cuts = [*range(long), *range(long, len(order), TOGETHER), len(order)]
     return [_together(order[a:b], first, dtype) for a, b in itertools.pairwise(cuts)]
 
 
