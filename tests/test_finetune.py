@@ -210,6 +210,13 @@ def test_a_model_that_is_no_run_s_is_not_written_over(method, base, tokenizer, e
         finetune(asked(base, examples, method=method), tmp_path / "file" / "run", display()[0])
 
 
+def test_an_adapter_that_cannot_be_written_is_not_trained(tokenizer, examples, tmp_path):
+    base = base_in(tmp_path / "base", tokenizer, "mixtral")
+    with pytest.raises(ValueError, match="PEFT has no DoRA on experts"):
+        finetune(asked(base, examples, method="dora", steps=1), tmp_path / "run", display()[0])
+    assert not records(tmp_path / "run" / "metrics.jsonl")
+
+
 def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
     """A mean of means over unequal parts would."""
     for at_once in (4, 2, 1):

@@ -153,6 +153,14 @@ def save_adapter(
     settle(folder)
 
 
+def sayable(model: nn.Module, name: str = lora.NAME) -> None:
+    """Raises ValueError, before it is trained, for an adapter that `save_adapter` could not write."""
+    about = base_of(model)
+    ours = {place: _factors(outer, name) for place, outer in lora.wrapped(model, name).items()}
+    for target in _written(about, ours):
+        joined(target, ours, about.sizes)
+
+
 def _named(base: Path | str | None) -> str | None:
     """What PEFT is told of the base: the whole path of a folder, or the name on the Hub."""
     if base is None or not Path(base).is_dir():

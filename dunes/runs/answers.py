@@ -129,7 +129,7 @@ class Answers:
     @property
     def text(self) -> str:
         """The fingerprint of the base's own domain; empty without one."""
-        return "" if self.domain is None else sha256(self.domain.tobytes()).hexdigest()
+        return "" if self.domain is None else sha256(np.asarray(self.domain).tobytes()).hexdigest()
 
     def known(self, model: Decoder, dtype: torch.dtype) -> Score | None:
         """The score on the base's own domain, if there is one."""

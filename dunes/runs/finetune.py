@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dunes import checkpoint, measure
+from dunes.checkpoint.adapter import sayable
 from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
@@ -17,7 +18,7 @@ from dunes.runs.progress import Display
 from dunes.runs.run import Run, scheduled
 from dunes.runs.score import held_out
 from dunes.runs.spent import Spent
-from dunes.runs.tuning import Tuning
+from dunes.runs.tuning import METHODS, Tuning
 from dunes.train import Trainer
 
 BEFORE = Path("state") / "before.json"
@@ -57,6 +58,8 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
     task = Answers(lesson, known, stored)
     before = _asked(task, model, folder / BEFORE, show)
     model, notes = altered(model, plan)
+    if METHODS[plan.method].adapter is not None:
+        sayable(model)
     task = replace(task, before=before, notes=notes, base=checkpoint.identity(model))
     kept(model, plan)
     schedule = scheduled(plan)
@@ -66,7 +69,7 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
 
 
 def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
-    """What the base can do, or what it could when the states beside this file were saved: these know their base."""
+    """What the base can do, or what it could when the states beside this file were saved."""
     dtype = getattr(torch, task.plan.dtype or "float32")
     if not (path.is_file() and any(path.parent.glob("step-*"))):
         show.line("asking the base first")

@@ -35,7 +35,7 @@ ALONE = (
 
 ROLES = ("system", "user", "assistant")
 TOGETHER, LETTERS = 2048, 1 << 19
-"""How many texts one process renders, and of how many characters: its limits of time are those of a single text."""
+"""How many texts one process renders, and of how many characters: its limits of time are those of one text."""
 
 PRIVATE = 0xF0000
 """From here on, characters of private use stand for special tokens' spellings that somebody wrote."""
