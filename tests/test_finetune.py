@@ -154,10 +154,10 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
 def once(real):
     calls = []
 
-    def able(self, model, dtype):
+    def able(self, model, dtype, score=None):
         calls.append(1)
         assert len(calls) == 1, "only what it can do in the end is asked"
-        return real(self, model, dtype)
+        return real(self, model, dtype, score)
 
     return able
 
@@ -270,7 +270,7 @@ def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, exampl
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
     with pytest.raises(ValueError, match="an adapter, not a base; merge it first: dunes augment merge"):
         finetune(asked(tmp_path / "run", examples), tmp_path / "two", display()[0])
-    with pytest.raises(ValueError, match="is the base itself; choose another --out"):
+    with pytest.raises(ValueError, match="holds a model that no run here made"):
         finetune(asked(base, examples), base, display()[0])
 
 
@@ -410,6 +410,25 @@ def test_another_template_than_the_base_was_taught_with_is_told(base, examples, 
     assert "look: it takes the place" not in again
     other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry=True)
     assert "look: it takes the place of the template that the base was taught with: alpaca" in other
+
+
+def test_rows_that_are_written_as_they_are_read_leave_the_base_its_template(base, examples, tmp_path):
+    finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": r["instruction"]}) + "\n" for r in ROWS))
+    out = finetuned(asked(tmp_path / "alpaca", rows), tmp_path / "more")
+    assert "template: plain" in out
+    assert "look: it takes" not in out
+    assert checkpoint.load(tmp_path / "more").card["template"] == "alpaca"
+
+
+def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch):
+    stopping_at(3, monkeypatch)
+    show, out = display()
+    assert finetune(asked(base, examples), tmp_path / "run", show) == 130
+    assert "stopping, and keeping what was learned" in out.getvalue()
+    assert "held-out answers:" not in out.getvalue()
+    assert checkpoint.load(tmp_path / "run").card["finetuned"]["steps"] == 3
 
 
 def ready(base, examples, **changes):

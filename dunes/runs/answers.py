@@ -20,6 +20,7 @@ from dunes.generate import below, generate, sampler
 from dunes.parts import Decoder
 from dunes.runs.evaluate import Score, evaluate, scored, widths
 from dunes.runs.lesson import Lesson, memory
+from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
 from dunes.runs.progress import quantity
 from dunes.runs.run import Run, facts
@@ -121,10 +122,10 @@ class Answers:
     def sample(self, model: Decoder) -> str:
         return "\n".join(f"{_question(r.talk)}\n>>> {self._said(model, r.talk)}" for r in self.lesson.held[:1])
 
-    def able(self, model: Decoder, dtype: torch.dtype) -> Before:
-        """What the model can do by now."""
+    def able(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Before:
+        """What the model can do by now; of its score on the answers, if that is not known yet."""
         said = [self._said(model, record.talk) for record in self.lesson.held[:SHOWN]]
-        return Before(self.score(model, dtype), self.known(model, dtype), said, self.text)
+        return Before(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
 
     @property
     def text(self) -> str:
@@ -166,38 +167,43 @@ class Answers:
             f"{plan.dtype} on {run.trainer.device.type}, {plan.threads} threads; for {ends}"
         )
 
-    def close(self, run: Run, score: Score) -> list[str]:
-        assert self.before is not None, "asked at the beginning"
-        after = self.able(run.model, run.dtype)
-        about = self._facts(run, score, after)
-        if METHODS[self.plan.method].adapter is None:
-            run.model.to(self.stored)
-            checkpoint.save(run.model, run.folder, self.tokenizer, self.lesson.context, about)
-        else:
-            checkpoint.save_adapter(
-                run.model, run.folder, ADAPTER, self._base,
-                made_for=self.base, tokenizer=self.tokenizer, context=self.lesson.context, facts=about,
-            )  # fmt: skip
+    def close(self, run: Run, score: Score, hurried: bool) -> list[str]:
+        if METHODS[self.plan.method].adapter is None and self.stored != torch.float32:
+            run.model.to(self.stored)  # what is scored is what is kept
+            score = self.score(run.model, run.dtype, FINAL_TOKENS)
+        after = None if hurried else self.able(run.model, run.dtype, score)
+        self._save(run, self._facts(run, score, after))
+        if after is None:
+            return self._next(run.folder)
         with (run.folder / "samples.md").open("a") as file:
             file.write(self._page(after))
-        return [*self._lines(run, after), *self._next(run.folder)]
+        return [*self._lines(after), *self._next(run.folder)]
+
+    def _save(self, run: Run, about: Mapping[str, Any]) -> None:
+        context = self.lesson.context
+        if METHODS[self.plan.method].adapter is None:
+            checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
+            return
+        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context": context, "facts": about}
+        checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, made_for=self.base, **beside)
 
     @property
     def _base(self) -> Path | str:
         """Where the base is to be found again: a folder, or a name on the Hub."""
         return self.lesson.folder if Path(self.plan.model).is_dir() else self.plan.model
 
-    def _facts(self, run: Run, score: Score, after: Before) -> dict[str, Any]:
+    def _facts(self, run: Run, score: Score, after: Before | None) -> dict[str, Any]:
         assert self.before is not None, "asked at the beginning"
         about = facts(run, score, "finetuned")
-        about["measured"] |= {"before": self.before.score.loss}
-        if self.before.domain and after.domain:
+        if after is not None:
+            about["measured"] |= {"before": self.before.score.loss}
+        if after is not None and self.before.domain and after.domain:
             about["measured"] |= {"domain": {"before": self.before.domain.loss, "after": after.domain.loss}}
-        if isinstance(self.lesson.template, templates.Named):
-            about["template"] = self.lesson.template.name
+        if (speech := self.lesson.speech) is not None:
+            about["template"] = speech
         return about | {"changes": [*self.notes]}
 
-    def _lines(self, run: Run, after: Before) -> list[str]:
+    def _lines(self, after: Before) -> list[str]:
         """What a person wants to know: what was learned, what was forgotten, and how it answers."""
         assert self.before is not None, "asked at the beginning"
         lines = [

@@ -37,8 +37,6 @@ def finetune(
     def prepared(plan: Tuning, spent: Spent) -> Make | None:
         with spent("reading the examples"):
             lesson = Lesson.read(plan, show)
-            if lesson.folder.resolve() == folder.resolve():
-                raise ValueError(f"{folder}: is the base itself; choose another --out")
         for example in lesson.train[:examples]:
             show.coloured(f"--- {example.place}", coloured(example, lesson.tokenizer))
         with spent("choosing"):

@@ -21,6 +21,7 @@ from dunes.runs.memory import Learning, Shape, built_in, largest, process, train
 from dunes.runs.progress import Display
 from dunes.runs.run import learned
 from dunes.runs.tuning import (
+    BY_THEMSELVES,
     METHODS,
     Tuning,
     changed,
@@ -70,9 +71,11 @@ class Lesson:
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
         template = speaks(plan, records, base.tokenizer, base.card)
         show.line(f"template: {template.name}")
-        if (own := taught(base)) not in (None, template.name):
-            show.line(f"look: it takes the place of the template that the base was taught with: {own}")
-        tokenizer = templates.carried(template, base.tokenizer)
+        own, tokenizer = taught(base), base.tokenizer
+        if own is None or plan.template or records.kind not in BY_THEMSELVES:
+            tokenizer = templates.carried(template, tokenizer)
+            if own not in (None, template.name):
+                show.line(f"look: it takes the place of the template that the base was taught with: {own}")
         learn, valid = ([*tokenized(r, template, tokenizer, plan.train_on)] for r in (rows, held))
         return cls(plan, base, folder, tokenizer, template, learn, valid, held)
 
@@ -100,6 +103,14 @@ class Lesson:
         steps, lr = steps_of(self.plan, rows, batch), learning_rate(self.plan, self._width)
         plan = replace(self.plan, context=context, threads=threads, dtype=dtype, batch=batch, steps=steps, lr=lr)
         return replace(self, plan=_fitting(replace(self, plan=plan), show))
+
+    @property
+    def speech(self) -> str | None:
+        """The name of the template that the model speaks afterwards, if it has one; rows that are written as they
+        should be read leave it the base's."""
+        if self.tokenizer is self.base.tokenizer:
+            return self.base.card.get("template")
+        return self.template.name if isinstance(self.template, templates.Named) else None
 
     @property
     def context(self) -> int:

@@ -178,7 +178,10 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
             if over or step.number in SAMPLES:
                 mirror.sample(step.number, _sample(run, show))
         told(step)
-        if over or wish.signal:
+        if over:
+            return
+        if wish.signal:
+            show.line("stopping, and keeping what was learned; once more ends at once")
             return
         with run.spent("saves"):
             saver.look()
@@ -275,7 +278,7 @@ def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
             score = _last_score(run, hurried=bool(wish.signal))
         run.elapsed = monotonic() - run.began
         with run.spent("saves"):
-            there = run.task.close(run, score)
+            there = run.task.close(run, score, bool(wish.signal))
     except OSError as error:
         show.line(f"not saved: {error}")
         return NOT_SAVED

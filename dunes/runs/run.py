@@ -63,8 +63,11 @@ class Task(Protocol):
         """What the run is, in a line."""
         ...
 
-    def close(self, run: "Run", score: Score) -> list[str]:
-        """Write what was learned into the run's folder; what there is now and what to do next, in lines."""
+    def close(self, run: "Run", score: Score, hurried: bool) -> list[str]:
+        """Write what was learned into the run's folder; what there is now and what to do next, in lines.
+
+        `hurried`: somebody waits for the run to stop.
+        """
         ...
 
 

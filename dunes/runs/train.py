@@ -108,7 +108,7 @@ class Text:
             f"{self.plan.dtype} on {run.trainer.device.type}, {self.plan.threads} threads; for {ends}"
         )
 
-    def close(self, run: Run, score: Score) -> list[str]:
+    def close(self, run: Run, score: Score, hurried: bool) -> list[str]:
         checkpoint.save(run.model, run.folder, self.tokenizer, self.plan.context, facts(run, score, "trained"))
         folder = shlex.quote(str(run.folder))
         return [f"model {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
