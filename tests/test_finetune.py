@@ -106,6 +106,7 @@ def test_each_method_learns_and_leaves_what_was_measured(method, base, examples,
     assert "dunes chat" in out.splitlines()[-1]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -120,7 +121,7 @@ def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
     assert difference <= 1e-5
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_products_in_bfloat16(method, base, examples, tmp_path):
     finetuned(asked(base, examples, method=method, dtype="bfloat16", steps=30), tmp_path / "run")
     card = checkpoint.load(tmp_path / "run").card
@@ -129,7 +130,7 @@ def test_products_in_bfloat16(method, base, examples, tmp_path):
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("method", ["lora", "pissa", "qlora", "full"])
+@pytest.mark.parametrize("method", ["lora", "qlora", pytest.param("pissa", marks=pytest.mark.slow), "full"])
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
     plan = asked(base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, at_once=2)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
@@ -435,7 +436,7 @@ def ready(base, examples, **changes):
     return Lesson.read(asked(base, examples, **changes), display()[0]).chosen(display()[0])
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     """To the byte, but for activations: without numbers padding cannot be left out."""
     lesson = ready(base, examples, method=method)
