@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from conftest import display, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
+from dunes.cli import verbs
 from dunes.data.examples import split
 from dunes.models import FAMILIES
 from dunes.models.start import initialise
@@ -500,6 +502,11 @@ def test_what_is_chosen(base, examples):
     assert steps_of(replace(plan, epochs=1.0), 100, 8) == 12
     assert steps_of(replace(plan, minutes=1.0), 100, 8) is None
     assert ready(base, examples, steps=None, batch=0).plan.steps > 0
+
+
+def test_the_verb_offers_what_there_is():
+    assert get_args(verbs.Method) == tuple(METHODS)
+    assert get_args(verbs.Speech) == tuple(templates.TEMPLATES)
 
 
 def test_the_verb(base, examples, tmp_path):
