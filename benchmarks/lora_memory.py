@@ -9,24 +9,23 @@ The last line is JSON.
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dunes import measure, tree
 from dunes.augment import lora
-from dunes.augment.quantize import codebook
 from dunes.augment.quantize import decide as decided
 from dunes.augment.quantize import shape as quantized
 from dunes.bench.subject import of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.models import llama
 from dunes.parts import Decoder
-from dunes.train import Trainer, adamw
+from dunes.runs.memory import Learning, Shape, built_in, training
+from dunes.train import adamw
 
 LLAMA_1B = llama.Config(
     vocab=128256, dim=2048, depth=16, heads=32, kv_heads=8, head_dim=64, hidden=8192, tied=True
@@ -37,12 +36,7 @@ METHODS = ("full", "LoRA", "QLoRA")
 
 def prepared(build: Callable[[], Decoder], method: str, rank: int) -> Decoder:
     """A model as the method trains it. Numbers are neither read nor drawn."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if method == "full" else torch.bfloat16)
-    try:
-        model = build()
-    finally:
-        torch.set_default_dtype(before)
+    model = built_in(torch.float32 if method == "full" else torch.bfloat16, build)
     if method == "QLoRA":
         quantized(model, **decided(model, kind="nf4", double=True))
     if method != "full":
@@ -58,26 +52,15 @@ def nats(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Te
     return summed
 
 
-def step(trainer: Trainer, batch: Any) -> None:
-    """A step as the trainer does it, but for the look at its result, which has no data here."""
-    trainer.gradients([batch])
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad(set_to_none=True)
-
-
 def held(build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> Allocations:
     """The allocations of the second step: the optimizer has its averages then."""
-    without_data: AbstractContextManager[Any] = FakeTensorMode()
-    codebook.cache_clear()  # a tensor of one mode cannot be used in another
-    with without_data, torch.device(measure.device()):
-        model = prepared(build, method, rank)
-        trainer = Trainer(model, adamw(model, decay=0.0), nats, dtype=torch.bfloat16)
-        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
-        step(trainer, batch)
-        with measure.allocations(model) as log:
-            step(trainer, batch)
-    codebook.cache_clear()
-    return log
+
+    def batch(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.zeros(shape.batch, shape.context, dtype=torch.long)
+        return ids, torch.zeros_like(ids)
+
+    learning = Learning(partial(adamw, decay=0.0), nats, batch)
+    return training(lambda: prepared(build, method, rank), Shape(*shape, torch.bfloat16), True, learning)
 
 
 def row(name: str, build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> dict[str, Any]:
