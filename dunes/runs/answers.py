@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class Answers:
     def subject(self) -> str:
         return "answers"
 
-    @property
+    @cached_property
     def prints(self) -> Mapping[str, str]:
         every = sha256()
         for side in (self.lesson.train, self.lesson.valid):
