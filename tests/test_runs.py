@@ -385,7 +385,8 @@ def test_nonsense_in_a_plan_is_refused_by_name():
     with pytest.raises(ValueError, match="--vocab is 300, and bytes"):
         Plan(sources=("x",), vocab=300, tokenizer="bytes")
     nonsense = {"lr": float("nan"), "device": "tpu", "vocab": 0, "steps": 0}
-    for field, value in nonsense | {"minutes": 0, "context": 1, "family": "rnn", "split": "lines"}.items():
+    nonsense |= {"minutes": 0, "context": 1, "family": "rnn", "split": "lines"}
+    for field, value in nonsense.items():
         with pytest.raises(ValueError, match=f"--{field} is"):
             Plan(sources=("x",), **{field: value})
 
