@@ -1,5 +1,6 @@
 """Decoding equals the cache-less forward; sampling equals transformers' filters."""
 
+import itertools
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from dunes.generate import begun, generate, generate_all, sampler
 from dunes.models import FAMILIES, qwen3
 from dunes.models.start import initialise
+from dunes.parts import Rolling, cache_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -19,7 +21,11 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7]]
 
 @pytest.fixture(params=FAMILIES)
 def model(request):
-    module = FAMILIES[request.param]
+    return made(request.param)
+
+
+def made(family):
+    module = FAMILIES[family]
     model = initialise(module.build(module.Config.sized(VOCAB, 64, 2, CONTEXT)))
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -69,6 +75,61 @@ def test_a_row_that_stops_does_not_disturb_the_others(model):
     for i, ids in enumerate(want):
         ended = ids.index(stop) if stop in ids else 12
         assert [row[i].id for row in rows if row[i]] == ids[:ended]
+
+
+def alone(model, prompts, **settings):
+    """The text of each prompt by itself, by a sampler that draws as the row in the batch does."""
+    samplers = settings.pop("samplers", [None] * len(prompts))
+    pairs = zip(prompts, samplers, strict=True)
+    return [[t.id for t in generate(model, p, context=CONTEXT, sample=s, **settings)] for p, s in pairs]
+
+
+def together(model, prompts, **settings):
+    rows = list(generate_all(model, prompts, context=CONTEXT, **settings))
+    return [[row[i].id for row in rows if row[i]] for i in range(len(prompts))]
+
+
+CROSSING = [[(7 * i + n) % VOCAB for i in range(n)] for n in (20, CONTEXT, CONTEXT - 1, 50)]
+"""Prompts whose texts come to the context at different times."""
+
+
+def windowed(window):
+    model = made("mistral")
+    for block in model.blocks:
+        block.attn.window = window
+    return model
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_a_row_crosses_the_context_when_its_own_text_does(family):
+    model = made(family)
+    want = alone(model, CROSSING, limit=36)
+    assert together(model, CROSSING, limit=36) == want
+    stop = {want[0][25], want[1][3]}
+    ended = [list(itertools.takewhile(lambda id: id not in stop, ids)) for ids in want]
+    assert together(model, CROSSING, limit=36, stop=stop) == ended
+    assert len({len(ids) for ids in ended}) > 1, "rows end at different times"
+
+
+def test_a_row_that_crosses_the_context_draws_as_it_does_alone():
+    model, settings = made("llama"), {"top_k": 20, "penalty": 1.1}
+    samplers = [sampler(1.0, seed=3 + i, **settings) for i in range(len(CROSSING))]
+    drawn = together(model, CROSSING, limit=36, sample=sampler(1.0, seed=3, **settings))
+    assert drawn == alone(model, CROSSING, limit=36, samplers=samplers)
+
+
+@pytest.mark.parametrize("window", [5, 20])
+def test_a_row_crosses_the_context_by_itself_in_a_rolling_cache_too(window):
+    model = windowed(window)
+    assert type(cache_for(model, 1, CONTEXT)) is Rolling
+    assert together(model, CROSSING, limit=36) == alone(model, CROSSING, limit=36)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_the_smallest_contexts(context, monkeypatch):
+    monkeypatch.setitem(globals(), "CONTEXT", context)
+    model = windowed(5)
+    assert together(model, PROMPTS, limit=9) == alone(model, PROMPTS, limit=9)
 
 
 def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):

@@ -340,6 +340,25 @@ def test_what_a_rolling_cache_can_take_back(slack):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("make", [lambda: Cache(3, 40), lambda: Rolling(3, 5, slack=3)])
+def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
+    model, text = windowed(), ids(3, 40)
+    want, cache, rows = model(text), make(), torch.tensor([2, 0])
+    model(text[:, :20], cache=cache)
+    part = cache.take(rows)
+    assert part.keep(torch.zeros_like(rows)).tolist() == [0, 0]
+    again = text[rows, 20:]
+    model(again[:, :7], cache=part)
+    cache.write_rows(rows, part)
+    assert cache.length.tolist() == [7, 20, 7]
+    assert cache.keep(torch.tensor([3, 20, 6])).tolist() == [3, 20, 6], "nothing of their new text was overwritten"
+    got = model(torch.stack([text[0, 23:30], text[1, 20:27], text[2, 26:33]]), cache=cache)
+    assert (got[1] - want[1, 20:27]).abs().max() <= 1e-5
+    for row, first in ((0, 3), (2, 6)):
+        assert (got[row] - model(text[row : row + 1, 20:])[0, first : first + 7]).abs().max() <= 1e-5
+
+
+@torch.no_grad()
 def test_a_rolling_cache_refuses_a_layer_that_sees_more():
     with pytest.raises(ValueError, match="a layer sees 6"):
         windowed(6)(ids(), cache=Rolling(2, 5))

@@ -95,6 +95,13 @@ class Cache:
         new.values = [v[rows] for v in self.values]
         return new
 
+    def write_rows(self, rows: Tensor, other: Self) -> None:
+        """Replace these rows (N,) by those of another cache, which `take` made of them: the inverse of `take`."""
+        self.length[rows] = other.length
+        self.bound = int(self.length.max())
+        for kept, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            kept[rows] = new
+
 
 class Rolling(Cache):
     """The last `window` positions of each row and `slack` more, in memory that does not grow with the text.
@@ -165,3 +172,8 @@ class Rolling(Cache):
         new = super().take(rows)
         new.high = self.high[rows]
         return new
+
+    def write_rows(self, rows: Tensor, other: Self) -> None:
+        """Replace these rows (N,) by those of another cache, which `take` made of them: the inverse of `take`."""
+        super().write_rows(rows, other)
+        self.high[rows] = other.high
