@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from dunes.generate import begun, generate, generate_all, sampler
 from dunes.models import FAMILIES, qwen3
 from dunes.models.start import initialise
 from dunes.parts import Rolling, cache_for
+from dunes.parts.position import Dynamic
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -116,6 +118,13 @@ def test_a_row_that_crosses_the_context_draws_as_it_does_alone():
     samplers = [sampler(1.0, seed=3 + i, **settings) for i in range(len(CROSSING))]
     drawn = together(model, CROSSING, limit=36, sample=sampler(1.0, seed=3, **settings))
     assert drawn == alone(model, CROSSING, limit=36, samplers=samplers)
+
+
+def test_a_dynamic_base_follows_from_the_length_of_its_own_row():
+    model = made("llama")
+    for block in model.blocks:
+        block.attn.position = replace(block.attn.position, scaling=Dynamic(8.0, 6))
+    assert together(model, CROSSING, limit=20) == alone(model, CROSSING, limit=20)
 
 
 @pytest.mark.parametrize("window", [5, 20])
