@@ -12,6 +12,7 @@ from dunes.models import FAMILIES, qwen3
 from dunes.models.start import initialise
 from dunes.parts import Rolling, cache_for
 from dunes.parts.position import Dynamic
+from own_parts import OWN, of_own_parts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -139,6 +140,34 @@ def test_the_smallest_contexts(context, monkeypatch):
     monkeypatch.setitem(globals(), "CONTEXT", context)
     model = windowed(5)
     assert together(model, PROMPTS, limit=9) == alone(model, PROMPTS, limit=9)
+
+
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+@pytest.mark.parametrize("name", OWN.keys() - {"angles that follow the length"})
+def test_parts_of_ones_own_write_what_the_full_forward_does(name):
+    module = of_own_parts(name).float()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(2)
+    prompts = [[1, 2, 3], [9] * 11, [40, 2, 7, 7, 5]]
+    want = [greedy(module, p, 12) for p in prompts]
+    assert together(module, prompts, limit=12) == want
+    crossing = [[id % 50 for id in p[:28]] for p in CROSSING]
+    assert together(module, crossing, limit=20) == alone(module, crossing, limit=20)
+
+
+def test_a_cache_of_ids_serves_rollback_and_picked_rows():
+    module, ids = of_own_parts("shift").float().eval(), torch.randint(VOCAB - 20, (2, 12))
+    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so the whole text is read again"):
+        cache = cache_for(module, 2, CONTEXT)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        module(ids, cache=cache)
+        assert cache.keep(torch.tensor([7, 5])).tolist() == [7, 5]
+        picked = cache.take(torch.tensor([1, 0, 1]))
+        new = torch.stack([ids[1, 5:9], ids[0, 7:11], ids[1, 5:9]])
+        want = module(ids)
+        got = module(new, cache=picked)
+    assert (got - torch.stack([want[1, 5:9], want[0, 7:11], want[1, 5:9]])).abs().max() < 1e-5
 
 
 def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):

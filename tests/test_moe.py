@@ -64,6 +64,23 @@ def test_sizes_that_do_not_align_take_the_plain_form(sizes):
     assert not forms.adjacent([e.gate.weight for e in model.experts])
 
 
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_mixture_in_float64_is_exact(renormalise):
+    model = moe(experts=3, dim=16, hidden=24, renormalise=renormalise).double()
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model, (x,))
+    assert model.route(model.router(x))[1].dtype == torch.float64
+    assert (model(x) - copy.deepcopy(model).float()(x.float())).abs().max() < 1e-5
+
+
+def test_padding_that_overflowed_does_not_reach_the_balance():
+    logits, real = torch.randn(6, 4, requires_grad=True), torch.tensor([True] * 4 + [False] * 2)
+    want = load_balance([logits[:4]], 2)
+    found = load_balance([torch.cat([logits[:4], torch.full((2, 4), torch.inf)])], 2, real)
+    assert torch.equal(found, want)
+    assert torch.isfinite(torch.autograd.grad(found, logits)[0]).all()
+
+
 def test_the_grouped_product_is_an_operator_as_pytorch_wants_them():
     rows, weight = torch.randn(7, 8, requires_grad=True), torch.randn(3, 12, 8, requires_grad=True)
     ends = torch.tensor([2, 2, 7], dtype=torch.int32)

@@ -46,6 +46,11 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.position, self.window, self.dropout = head_dim, position, window, dropout
 
+    @property
+    def supports_packing(self) -> bool:
+        """Whether documents in a row do not see each other: unless their positions look at more than their own."""
+        return self.position is None or getattr(self.position, "supports_packing", False)
+
     def forward(self, x: Tensor, ctx: Context | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context: the whole sequence, from position 0."""
         ctx = ctx or Context.of(x)

@@ -103,6 +103,18 @@ class Cache:
             kept[rows] = new
 
 
+class IdCache(Cache):
+    """Remembers ids in the place of keys and values: for models that have to see a text whole each time."""
+
+    def put_ids(self, ids: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ids (B, T) at positions `at`; return all of them and their positions (B, S), -1 where none is."""
+        if not self.keys:
+            self.keys = [ids.new_zeros(self.batch, self.capacity + 1)]
+        self.keys[0].scatter_(1, torch.where(at >= 0, at, self.capacity), ids)
+        last = torch.maximum(at.amax(1), self.length - 1)
+        return self.keys[0][:, : self.readable], self.where(last)
+
+
 class Rolling(Cache):
     """The last `window` positions of each row and `slack` more, in memory that does not grow with the text.
 

@@ -156,6 +156,11 @@ class Rotary:
         if self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
 
+    @property
+    def supports_packing(self) -> bool:
+        """Whether a token's angles depend on its own position alone."""
+        return not isinstance(self.scaling, Dynamic)
+
     def angles(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, 1, T, D/2) in float32 for positions (B, T)."""
         angle = at[:, None, :, None].float() * self.scaling.inverse(self.head_dim, self.base, at)
