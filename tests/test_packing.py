@@ -12,7 +12,7 @@ from dunes.data import Batches, Example, packing
 from dunes.data.packing import best_fit, collated
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
-from dunes.parts import Checkpointed, decoder
+from dunes.parts import Cache, Checkpointed, decoder
 from dunes.parts.context import Context, documents, supports_packing
 from dunes.parts.moe import load_balance, routing
 from dunes.train import loss
@@ -90,6 +90,42 @@ def test_a_packed_loss_is_the_sum_of_separate_losses(family, in_rows, how):
     print(f"{family} {'packed' if in_rows else 'padded'}: loss {loss_off:.1e}, gradient {gradient_off:.1e}")
     assert loss_off < 1e-5
     assert gradient_off < 1e-5
+
+
+class WideNorm(nn.LayerNorm):
+    """Reduces in float32 and leaves it at that, as many do."""
+
+    supports_packing = True
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("normed", [("q_norm",), ("k_norm",), ("q_norm", "k_norm")])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, WideNorm])
+def test_norms_of_queries_and_keys_that_give_float32(norm, normed):
+    """Beside values in bfloat16, from autocast, and from weights in it."""
+    module = model("llama").float()
+    for p in module.parameters():
+        p.data.div_(3)  # bfloat16's rounding would be the larger part of such gradients
+    for block in module.blocks:
+        for name in normed:
+            setattr(block.attn, name, norm(block.attn.head_dim))
+    exact = taught(module, packed(), nats)
+    with torch.autocast("cpu", torch.bfloat16):
+        for batches in (packed(), packed(packed=False), alone(EXAMPLES)):
+            rough = taught(module, batches, nats)
+            assert abs(rough[0] / exact[0] - 1) < 0.01
+            assert (rough[2] - exact[2]).norm() < 0.03 * exact[2].norm()
+    module.to(torch.bfloat16)
+    for name in normed if norm is WideNorm else ():
+        for block in module.blocks:
+            getattr(block.attn, name).float()
+    assert abs(taught(module, packed(), nats)[0] / exact[0] - 1) < 0.02
+    cache, ids = Cache(1, CONTEXT), torch.arange(12)[None]
+    with torch.no_grad():
+        got = torch.cat([module(part, cache=cache) for part in ids.split([7, 1, 4], 1)], 1)
+        assert (got - module(ids)).abs().max() < 0.1 * module(ids).abs().max()
 
 
 def test_in_float32_too():
@@ -421,3 +457,15 @@ def test_the_loss_reads_the_head_as_the_logits_do():
         total, count = module.nats(ids[:, :-1], ids[:, 1:])
         want, _ = loss.next_token(module, ids)
         assert (float(total.detach()), int(count)) == pytest.approx((float(want.detach()), 16))
+
+
+def test_an_overflow_where_nothing_is_asked_stays_out_of_the_loss_of_any_head():
+    for head in (nn.Linear(32, VOCAB), nn.Linear(32, VOCAB, bias=False)):
+        module = of_own_parts("per token").float()
+        module.head, ids = head, torch.randint(VOCAB, (1, 9))
+        module.norm.register_forward_hook(lambda _, inputs, output: output.index_fill(1, torch.tensor(3), torch.inf))
+        targets = ids.index_fill(1, torch.tensor(3), IGNORE)
+        total, _ = module.nats(ids, targets)
+        total.backward()
+        assert torch.isfinite(total)
+        assert torch.isfinite(head.weight.grad).all()

@@ -60,6 +60,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # BHTD, BKTD, BKTD
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # norms may give float32, under autocast torch's do
         k, v = ctx.put(layer, k, v)  # BKSD
         if ctx.begins is not None:
             y = apart(q, k, v, ctx.bands(q.dtype, self.window))

@@ -130,6 +130,7 @@ class Decoder(nn.Module):
         if head is not None:
             total = linear_cross_entropy(x, head, y)
         else:
+            x = x.masked_fill((y == IGNORE)[:, None], 0.0)  # as there, what is ignored may be inf
             total = F.cross_entropy(self.logits(x).float(), y, ignore_index=IGNORE, reduction="sum")
         count = (y != IGNORE).sum()
         if routed:
