@@ -1,6 +1,7 @@
 """Decoding equals the cache-less forward; sampling equals transformers' filters."""
 
 import itertools
+import math
 import warnings
 from dataclasses import replace
 
@@ -227,12 +228,65 @@ def test_the_distribution_is_that_of_transformers(settings, monkeypatch):
     assert (torch.stack(seen) - want).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("seed", [10**22 + 7, -(10**22), 2**64 - 1, -1, -(2**63)])
+def test_any_seed_is_a_seed(seed):
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    draws = [sampler(1.0, seed=s)(logits, [[]] * 3).tolist() for s in (seed, seed, seed + 1)]
+    assert draws[0] == draws[1] != draws[2]
+    weights = [initialise(made("llama"), s).embed.token.weight for s in (seed, seed, seed + 1)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
 def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]])
     sample = sampler(1.0, seed=3)
     drawn = torch.tensor([int(sample(logits, [[]])) for _ in range(4000)])
     share = torch.bincount(drawn, minlength=4) / 4000
     assert (share - logits[0].softmax(-1)).abs().max() < 0.03
+
+
+TINY = (1e-3, 1e-30, 1e-39, 1e-40, 1e-45, 5e-324)
+
+
+@pytest.mark.parametrize("temperature", TINY)
+def test_the_limit_of_a_small_temperature_is_the_likeliest(temperature):
+    logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [-1e4, -5.0, -1e-3, 0.0], [3e4, 3e4 - 1, 0.0, 3e38]])
+    for rest in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 5e-324}, {"penalty": 1.2}):
+        assert sampler(temperature, **rest)(logits, [[], [], []]).tolist() == [1, 3, 3]
+    equal = torch.tensor([[2.0, 5.0, 5.0]])
+    sample = sampler(temperature)
+    assert {int(sample(equal, [[]])) for _ in range(40)} == {1, 2}, "of equals each is as likely"
+
+
+@pytest.mark.parametrize("temperature", [1e20, 1e39, 1e308])
+def test_the_limit_of_a_large_temperature_is_even(temperature):
+    logits = torch.tensor([[1.0, 300.0, 2.0, -torch.inf]])
+    sample = sampler(temperature)
+    assert {int(sample(logits, [[]])) for _ in range(60)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-39, 0.01])
+@pytest.mark.parametrize("penalty", TINY[1:])
+def test_the_limit_of_a_small_penalty_is_the_likeliest_of_the_seen(penalty, temperature):
+    sample = sampler(temperature, penalty=penalty)
+    logits = torch.tensor([[4.0, 9.0, 1.0, 2.0], [-3.0, 5.0, -2.0, -9.0], [-3.0, -5.0, -2.0, -torch.inf]])
+    assert sample(logits, [[2, 3], [3, 0], []]).tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-39, 1.0])
+@pytest.mark.parametrize("penalty", [1e20, 1e39, 1e308])
+def test_the_limit_of_a_large_penalty_is_what_was_not_seen(penalty, temperature):
+    sample = sampler(temperature, penalty=penalty)
+    logits = torch.tensor([[-4.0, -9.0, -torch.inf, -2.0], [-90.0, -80.0, -70.0, -100.0]])
+    assert sample(logits, [[3, 0], [0, 1, 2]]).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["temperature", "penalty", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_settings_that_are_no_numbers_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"sampling: {name} out of range"):
+        sampler(**{name: value})
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"min_p": 2}, {"penalty": 0}])

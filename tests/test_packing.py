@@ -463,7 +463,9 @@ def test_an_overflow_where_nothing_is_asked_stays_out_of_the_loss_of_any_head():
     for head in (nn.Linear(32, VOCAB), nn.Linear(32, VOCAB, bias=False)):
         module = of_own_parts("per token").float()
         module.head, ids = head, torch.randint(VOCAB, (1, 9))
-        module.norm.register_forward_hook(lambda _, inputs, output: output.index_fill(1, torch.tensor(3), torch.inf))
+        module.norm.register_forward_hook(
+            lambda _, inputs, output: output.index_fill(1, torch.tensor(3), torch.inf)
+        )
         targets = ids.index_fill(1, torch.tensor(3), IGNORE)
         total, _ = module.nats(ids, targets)
         total.backward()
