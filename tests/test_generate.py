@@ -1,6 +1,9 @@
 """Decoding equals the cache-less forward; sampling equals transformers' filters."""
 
+import itertools
+import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +11,9 @@ import torch
 from dunes.generate import begun, generate, generate_all, sampler
 from dunes.models import FAMILIES, qwen3
 from dunes.models.start import initialise
+from dunes.parts import Rolling, cache_for
+from dunes.parts.position import Dynamic
+from own_parts import OWN, of_own_parts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -19,7 +25,11 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7]]
 
 @pytest.fixture(params=FAMILIES)
 def model(request):
-    module = FAMILIES[request.param]
+    return made(request.param)
+
+
+def made(family):
+    module = FAMILIES[family]
     model = initialise(module.build(module.Config.sized(VOCAB, 64, 2, CONTEXT)))
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -69,6 +79,96 @@ def test_a_row_that_stops_does_not_disturb_the_others(model):
     for i, ids in enumerate(want):
         ended = ids.index(stop) if stop in ids else 12
         assert [row[i].id for row in rows if row[i]] == ids[:ended]
+
+
+def alone(model, prompts, **settings):
+    """The text of each prompt by itself, by a sampler that draws as the row in the batch does."""
+    samplers = settings.pop("samplers", [None] * len(prompts))
+    pairs = zip(prompts, samplers, strict=True)
+    return [[t.id for t in generate(model, p, context=CONTEXT, sample=s, **settings)] for p, s in pairs]
+
+
+def together(model, prompts, **settings):
+    rows = list(generate_all(model, prompts, context=CONTEXT, **settings))
+    return [[row[i].id for row in rows if row[i]] for i in range(len(prompts))]
+
+
+CROSSING = [[(7 * i + n) % VOCAB for i in range(n)] for n in (20, CONTEXT, CONTEXT - 1, 50)]
+"""Prompts whose texts come to the context at different times."""
+
+
+def windowed(window):
+    model = made("mistral")
+    for block in model.blocks:
+        block.attn.window = window
+    return model
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_a_row_crosses_the_context_when_its_own_text_does(family):
+    model = made(family)
+    want = alone(model, CROSSING, limit=36)
+    assert together(model, CROSSING, limit=36) == want
+    stop = {want[0][25], want[1][3]}
+    ended = [list(itertools.takewhile(lambda id: id not in stop, ids)) for ids in want]
+    assert together(model, CROSSING, limit=36, stop=stop) == ended
+    assert len({len(ids) for ids in ended}) > 1, "rows end at different times"
+
+
+def test_a_row_that_crosses_the_context_draws_as_it_does_alone():
+    model, settings = made("llama"), {"top_k": 20, "penalty": 1.1}
+    samplers = [sampler(1.0, seed=3 + i, **settings) for i in range(len(CROSSING))]
+    drawn = together(model, CROSSING, limit=36, sample=sampler(1.0, seed=3, **settings))
+    assert drawn == alone(model, CROSSING, limit=36, samplers=samplers)
+
+
+def test_a_dynamic_base_follows_from_the_length_of_its_own_row():
+    model = made("llama")
+    for block in model.blocks:
+        block.attn.position = replace(block.attn.position, scaling=Dynamic(8.0, 6))
+    assert together(model, CROSSING, limit=20) == alone(model, CROSSING, limit=20)
+
+
+@pytest.mark.parametrize("window", [5, 20])
+def test_a_row_crosses_the_context_by_itself_in_a_rolling_cache_too(window):
+    model = windowed(window)
+    assert type(cache_for(model, 1, CONTEXT)) is Rolling
+    assert together(model, CROSSING, limit=36) == alone(model, CROSSING, limit=36)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_the_smallest_contexts(context, monkeypatch):
+    monkeypatch.setitem(globals(), "CONTEXT", context)
+    model = windowed(5)
+    assert together(model, PROMPTS, limit=9) == alone(model, PROMPTS, limit=9)
+
+
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+@pytest.mark.parametrize("name", OWN.keys() - {"angles that follow the length"})
+def test_parts_of_ones_own_write_what_the_full_forward_does(name):
+    module = of_own_parts(name).float()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(2)
+    prompts = [[1, 2, 3], [9] * 11, [40, 2, 7, 7, 5]]
+    want = [greedy(module, p, 12) for p in prompts]
+    assert together(module, prompts, limit=12) == want
+    crossing = [[id % 50 for id in p[:28]] for p in CROSSING]
+    assert together(module, crossing, limit=20) == alone(module, crossing, limit=20)
+
+
+def test_a_cache_of_ids_serves_rollback_and_picked_rows():
+    module, ids = of_own_parts("shift").float().eval(), torch.randint(VOCAB - 20, (2, 12))
+    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so the whole text is read again"):
+        cache = cache_for(module, 2, CONTEXT)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        module(ids, cache=cache)
+        assert cache.keep(torch.tensor([7, 5])).tolist() == [7, 5]
+        picked = cache.take(torch.tensor([1, 0, 1]))
+        new = torch.stack([ids[1, 5:9], ids[0, 7:11], ids[1, 5:9]])
+        want = module(ids)
+        got = module(new, cache=picked)
+    assert (got - torch.stack([want[1, 5:9], want[0, 7:11], want[1, 5:9]])).abs().max() < 1e-5
 
 
 def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
@@ -128,12 +228,65 @@ def test_the_distribution_is_that_of_transformers(settings, monkeypatch):
     assert (torch.stack(seen) - want).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("seed", [10**22 + 7, -(10**22), 2**64 - 1, -1, -(2**63)])
+def test_any_seed_is_a_seed(seed):
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    draws = [sampler(1.0, seed=s)(logits, [[]] * 3).tolist() for s in (seed, seed, seed + 1)]
+    assert draws[0] == draws[1] != draws[2]
+    weights = [initialise(made("llama"), s).embed.token.weight for s in (seed, seed, seed + 1)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
 def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]])
     sample = sampler(1.0, seed=3)
     drawn = torch.tensor([int(sample(logits, [[]])) for _ in range(4000)])
     share = torch.bincount(drawn, minlength=4) / 4000
     assert (share - logits[0].softmax(-1)).abs().max() < 0.03
+
+
+TINY = (1e-3, 1e-30, 1e-39, 1e-40, 1e-45, 5e-324)
+
+
+@pytest.mark.parametrize("temperature", TINY)
+def test_the_limit_of_a_small_temperature_is_the_likeliest(temperature):
+    logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [-1e4, -5.0, -1e-3, 0.0], [3e4, 3e4 - 1, 0.0, 3e38]])
+    for rest in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 5e-324}, {"penalty": 1.2}):
+        assert sampler(temperature, **rest)(logits, [[], [], []]).tolist() == [1, 3, 3]
+    equal = torch.tensor([[2.0, 5.0, 5.0]])
+    sample = sampler(temperature)
+    assert {int(sample(equal, [[]])) for _ in range(40)} == {1, 2}, "of equals each is as likely"
+
+
+@pytest.mark.parametrize("temperature", [1e20, 1e39, 1e308])
+def test_the_limit_of_a_large_temperature_is_even(temperature):
+    logits = torch.tensor([[1.0, 300.0, 2.0, -torch.inf]])
+    sample = sampler(temperature)
+    assert {int(sample(logits, [[]])) for _ in range(60)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-39, 0.01])
+@pytest.mark.parametrize("penalty", TINY[1:])
+def test_the_limit_of_a_small_penalty_is_the_likeliest_of_the_seen(penalty, temperature):
+    sample = sampler(temperature, penalty=penalty)
+    logits = torch.tensor([[4.0, 9.0, 1.0, 2.0], [-3.0, 5.0, -2.0, -9.0], [-3.0, -5.0, -2.0, -torch.inf]])
+    assert sample(logits, [[2, 3], [3, 0], []]).tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-39, 1.0])
+@pytest.mark.parametrize("penalty", [1e20, 1e39, 1e308])
+def test_the_limit_of_a_large_penalty_is_what_was_not_seen(penalty, temperature):
+    sample = sampler(temperature, penalty=penalty)
+    logits = torch.tensor([[-4.0, -9.0, -torch.inf, -2.0], [-90.0, -80.0, -70.0, -100.0]])
+    assert sample(logits, [[3, 0], [0, 1, 2]]).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["temperature", "penalty", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_settings_that_are_no_numbers_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"sampling: {name} out of range"):
+        sampler(**{name: value})
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"min_p": 2}, {"penalty": 0}])

@@ -64,6 +64,23 @@ def test_sizes_that_do_not_align_take_the_plain_form(sizes):
     assert not forms.adjacent([e.gate.weight for e in model.experts])
 
 
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_mixture_in_float64_is_exact(renormalise):
+    model = moe(experts=3, dim=16, hidden=24, renormalise=renormalise).double()
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model, (x,))
+    assert model.route(model.router(x))[1].dtype == torch.float64
+    assert (model(x) - copy.deepcopy(model).float()(x.float())).abs().max() < 1e-5
+
+
+def test_padding_that_overflowed_does_not_reach_the_balance():
+    logits, real = torch.randn(6, 4, requires_grad=True), torch.tensor([True] * 4 + [False] * 2)
+    want = load_balance([logits[:4]], 2)
+    found = load_balance([torch.cat([logits[:4], torch.full((2, 4), torch.inf)])], 2, real)
+    assert torch.equal(found, want)
+    assert torch.isfinite(torch.autograd.grad(found, logits)[0]).all()
+
+
 def test_the_grouped_product_is_an_operator_as_pytorch_wants_them():
     rows, weight = torch.randn(7, 8, requires_grad=True), torch.randn(3, 12, 8, requires_grad=True)
     ends = torch.tensor([2, 2, 7], dtype=torch.int32)
@@ -337,6 +354,25 @@ def test_what_a_rolling_cache_can_take_back(slack):
     got = model(torch.stack([text[0, 1:9], text[1, 3:11]]), cache=cache)
     assert (got[0] - want[0, 1:9]).abs().max() <= 1e-5
     assert (got[1] - want[1, 3:11]).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [lambda: Cache(3, 40), lambda: Rolling(3, 5, slack=3)])
+def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
+    model, text = windowed(), ids(3, 40)
+    want, cache, rows = model(text), make(), torch.tensor([2, 0])
+    model(text[:, :20], cache=cache)
+    part = cache.take(rows)
+    assert part.keep(torch.zeros_like(rows)).tolist() == [0, 0]
+    again = text[rows, 20:]
+    model(again[:, :7], cache=part)
+    cache.write_rows(rows, part)
+    assert cache.length.tolist() == [7, 20, 7]
+    assert cache.keep(torch.tensor([3, 20, 6])).tolist() == [3, 20, 6], "nothing of their new text was overwritten"
+    got = model(torch.stack([text[0, 23:30], text[1, 20:27], text[2, 26:33]]), cache=cache)
+    assert (got[1] - want[1, 20:27]).abs().max() <= 1e-5
+    for row, first in ((0, 3), (2, 6)):
+        assert (got[row] - model(text[row : row + 1, 20:])[0, first : first + 7]).abs().max() <= 1e-5
 
 
 @torch.no_grad()

@@ -105,6 +105,33 @@ def test_cross_entropy(ignored, chunk, monkeypatch):
     both(cross_entropy.fused, cross_entropy.plain, [x, weight], targets)
 
 
+@pytest.mark.parametrize("chunk", [2 * 50, 1 << 20])
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 1e38])
+@pytest.mark.parametrize("form", [cross_entropy.fused, cross_entropy.plain])
+def test_cross_entropy_never_looks_at_an_ignored_state(form, wrong, chunk, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", chunk)
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(7, 16), torch.randn(50, 16, requires_grad=True), torch.randint(50, (7,))
+    asked = torch.tensor([True, False, True, True, False, True, True])
+    targets[~asked] = cross_entropy.IGNORE
+    x[~asked] = wrong
+    x.requires_grad_()
+    loss = form(x, weight, targets)
+    want = cross_entropy.plain(x[asked], weight, targets[asked])
+    close(loss, want)
+    for got, alone in zip(*(torch.autograd.grad(of, (x, weight)) for of in (loss, want)), strict=True):
+        close(got, alone)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.isfinite(form(x, weight, targets))
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_cross_entropy_shows_an_overflow_that_is_asked_for(wrong):
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    x[1] = wrong
+    assert not torch.isfinite(cross_entropy.fused(x, weight, torch.tensor([1, 2, 3])))
+
+
 def test_cross_entropy_of_a_frozen_head_or_of_frozen_states():
     torch.manual_seed(0)
     x, weight, targets = torch.randn(33, 16), torch.randn(50, 16), torch.randint(50, (33,))

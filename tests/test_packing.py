@@ -5,15 +5,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from dunes import augment, tree
 from dunes.data import Batches, Example, packing
 from dunes.data.packing import best_fit, collated
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
-from dunes.parts import decoder
-from dunes.parts.context import Context, documents
+from dunes.parts import Cache, Checkpointed, decoder
+from dunes.parts.context import Context, documents, supports_packing
+from dunes.parts.moe import load_balance, routing
 from dunes.train import loss
 from dunes.train.trainer import Trainer
+from own_parts import OWN, of_own_parts
 
 VOCAB, CONTEXT, END = 50, 24, 49
 FAMILY = ("llama", "gpt2", "mistral")
@@ -86,6 +90,42 @@ def test_a_packed_loss_is_the_sum_of_separate_losses(family, in_rows, how):
     print(f"{family} {'packed' if in_rows else 'padded'}: loss {loss_off:.1e}, gradient {gradient_off:.1e}")
     assert loss_off < 1e-5
     assert gradient_off < 1e-5
+
+
+class WideNorm(nn.LayerNorm):
+    """Reduces in float32 and leaves it at that, as many do."""
+
+    supports_packing = True
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("normed", [("q_norm",), ("k_norm",), ("q_norm", "k_norm")])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, WideNorm])
+def test_norms_of_queries_and_keys_that_give_float32(norm, normed):
+    """Beside values in bfloat16, from autocast, and from weights in it."""
+    module = model("llama").float()
+    for p in module.parameters():
+        p.data.div_(3)  # bfloat16's rounding would be the larger part of such gradients
+    for block in module.blocks:
+        for name in normed:
+            setattr(block.attn, name, norm(block.attn.head_dim))
+    exact = taught(module, packed(), nats)
+    with torch.autocast("cpu", torch.bfloat16):
+        for batches in (packed(), packed(packed=False), alone(EXAMPLES)):
+            rough = taught(module, batches, nats)
+            assert abs(rough[0] / exact[0] - 1) < 0.01
+            assert (rough[2] - exact[2]).norm() < 0.03 * exact[2].norm()
+    module.to(torch.bfloat16)
+    for name in normed if norm is WideNorm else ():
+        for block in module.blocks:
+            getattr(block.attn, name).float()
+    assert abs(taught(module, packed(), nats)[0] / exact[0] - 1) < 0.02
+    cache, ids = Cache(1, CONTEXT), torch.arange(12)[None]
+    with torch.no_grad():
+        got = torch.cat([module(part, cache=cache) for part in ids.split([7, 1, 4], 1)], 1)
+        assert (got - module(ids)).abs().max() < 0.1 * module(ids).abs().max()
 
 
 def test_in_float32_too():
@@ -349,3 +389,85 @@ def test_dropout_of_attention_keeps_the_rows_as_they_are():
     ids, targets, at = Batches(EXAMPLES, CONTEXT, 2, packed=False).at(0)
     module.nats(ids, targets, at)
     assert seen == [ids.shape]
+
+
+# Parts of one's own, which may mix tokens
+
+
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+@pytest.mark.parametrize("how", [loss.next_token, nats])
+@pytest.mark.parametrize("in_rows", [True, False])
+@pytest.mark.parametrize("name", OWN)
+def test_documents_do_not_see_each_other_through_parts_of_ones_own(name, in_rows, how):
+    module = of_own_parts(name).eval()
+    want = taught(module, alone(EXAMPLES), how)
+    found = taught(module, packed(packed=in_rows), how)
+    assert abs(found[0] / want[0] - 1) < 1e-6
+    assert (found[2] - want[2]).norm() < 1e-6 * want[2].norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+def test_a_mixture_beside_what_mixes_tokens_is_balanced_over_the_whole_batch():
+    module, (batch,) = of_own_parts("beside a mixture"), packed(batch=20)
+    added = module.train().nats(*batch)[0] - module.eval().nats(*batch)[0]
+    with routing(module.train()) as routed:
+        for ids, _ in alone(EXAMPLES):
+            module(ids)
+    layers = {layer: torch.cat([x for of, x in routed if of is layer]) for layer, _ in routed}
+    balance = torch.stack([load_balance([logits], 2) for logits in layers.values()]).mean()
+    assert float(added.detach()) == pytest.approx(0.1 * float(balance.detach()) * int((batch[1] != IGNORE).sum()))
+
+
+@pytest.mark.parametrize("name", ["attention with a context", "per token"])
+def test_parts_that_say_so_share_rows(name):
+    module, seen = of_own_parts(name), []
+    module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
+    batch = packed()[0]
+    module.nats(*batch)
+    assert seen == [(2, CONTEXT) if name == "attention with a context" else (1, decoder.GRID)]
+
+
+def test_who_may_mix_tokens_is_named_with_the_remedy():
+    module = of_own_parts("shift")
+    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so .* write supports_packing = True"):
+        module.nats(*packed()[0])
+    module(torch.zeros(2, 5, dtype=torch.long))  # without positions each row is a document
+
+
+def test_all_families_share_rows_with_what_is_put_on_them():
+    for family in FAMILIES:
+        module = model(family).float()
+        augment.quantize(module, where="blocks.*.attn.q")
+        augment.attach(module, rank=2)
+        tree.replace(module, "blocks.*", Checkpointed)
+        assert supports_packing(module)
+
+
+def test_the_loss_reads_the_head_as_the_logits_do():
+    """A head's bias counts, and what a subclass does in its forward."""
+
+    class Capped(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    ids = torch.randint(VOCAB, (2, 9))
+    for head in (nn.Linear(32, VOCAB), Capped(32, VOCAB, bias=False), nn.Linear(32, VOCAB, bias=False)):
+        module = of_own_parts("per token")
+        module.head = head.double()
+        total, count = module.nats(ids[:, :-1], ids[:, 1:])
+        want, _ = loss.next_token(module, ids)
+        assert (float(total.detach()), int(count)) == pytest.approx((float(want.detach()), 16))
+
+
+def test_an_overflow_where_nothing_is_asked_stays_out_of_the_loss_of_any_head():
+    for head in (nn.Linear(32, VOCAB), nn.Linear(32, VOCAB, bias=False)):
+        module = of_own_parts("per token").float()
+        module.head, ids = head, torch.randint(VOCAB, (1, 9))
+        module.norm.register_forward_hook(
+            lambda _, inputs, output: output.index_fill(1, torch.tensor(3), torch.inf)
+        )
+        targets = ids.index_fill(1, torch.tensor(3), IGNORE)
+        total, _ = module.nats(ids, targets)
+        total.backward()
+        assert torch.isfinite(total)
+        assert torch.isfinite(head.weight.grad).all()

@@ -47,6 +47,8 @@ class Adapter(nn.Module):
     B0: Tensor | None
     constant = True  # its buffers, for whoever would keep a copy of what a forward may change
 
+    supports_packing = True
+
     def __init__(self, base: nn.Module, form: Form, dtype: torch.dtype) -> None:
         super().__init__()
         wide, tall = sides(base)
@@ -129,6 +131,8 @@ def _exact(like: Tensor) -> torch.autocast:
 
 class Adapted(nn.Module):
     """A linear map or an embedding, and adapters by name; `active` names the one that acts, if any does."""
+
+    supports_packing = True
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

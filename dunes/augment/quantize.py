@@ -25,6 +25,7 @@ class Quantized(nn.Module, ABC):
     more on the way back."""
 
     remade = True  # `dense` gives a matrix that nobody else holds, and that nothing learns
+    supports_packing = True
     constant = True  # its buffers, for whoever would keep a copy of what a forward may change
 
     def __init__(self, base: nn.Linear) -> None:

@@ -50,21 +50,22 @@ def generate_all(
     sample: Sampler | None = None,
     stop: Container[int] = (),
 ) -> Iterator[list[Token | None]]:
-    """The same for several prompts at once, which may differ in length; None where a row has ended."""
+    """The same for several prompts at once, which may differ in length; None where a row has ended.
+
+    Each row's text is what it would be by itself: where it goes on from its last half depends on its own length,
+    and a sampler of `sampler` draws for row i as one whose seed is greater by i does for a single row.
+    """
     if not prompts or not all(prompts):
         raise ValueError("nothing to go on from: a prompt has no tokens; give it at least the end token")
     sample = sample or sampler(0.0)
     texts = [list(prompt) for prompt in prompts]
     live = [True] * len(texts)
-    cache: Cache | None = None
-    new = [text[-context:] for text in texts]
+    cache = cache_for(model, len(texts), min(context, max(map(len, texts)) + limit), _device(model))
+    unread = [text[-context:] for text in texts]
     for _ in range(limit):
-        if cache is None or cache.bound + 1 > context:
-            kept = context if cache is None else max(1, context // 2)
-            new = [text[-kept:] for text in texts]
-            cache = cache_for(model, len(texts), min(context, max(map(len, new)) + limit), _device(model))
         with torch.no_grad(), tree.mode(model, False):
-            logits = _forward(model, new, cache)
+            _drop_first_halves(model, texts, live, cache, context)
+            logits = _forward(model, unread, cache)
             chosen = sample(logits, texts)
             logprobs = logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
         row: list[Token | None] = []
@@ -74,15 +75,31 @@ def generate_all(
             row.append(Token(id, logprob) if live[i] else None)
         if not any(live):
             return
-        new = [[text[-1]] if alive else [] for text, alive in zip(texts, live, strict=True)]
+        unread = [[text[-1]] if alive else [] for text, alive in zip(texts, live, strict=True)]
         yield row
 
 
-def _forward(model: nn.Module, new: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-    """Logits (B, V) after the new ids, which are padded on the left to a rectangle."""
-    width, device = max(map(len, new)), _device(model)
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in new], device=device)
-    real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in new], device=device)
+def _drop_first_halves(
+    model: nn.Module, texts: Sequence[Sequence[int]], live: Sequence[bool], cache: Cache, context: int
+) -> None:
+    """Read rows that fill the context again from their last half, all but the newest id. Other rows stay."""
+    lengths = cache.length.tolist()
+    full = [i for i, length in enumerate(lengths) if live[i] and length == context]
+    if not full:
+        return
+    half, rows = max(1, context // 2), torch.tensor(full, device=cache.length.device)
+    part = cache.take(rows)
+    part.keep(torch.zeros_like(rows))
+    if half > 1:
+        _forward(model, [texts[i][-half:-1] for i in full], part)
+    cache.write_rows(rows, part)
+
+
+def _forward(model: nn.Module, unread: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+    """Logits (B, V) after the unread ids, which are padded on the left to a rectangle."""
+    width, device = max(map(len, unread)), _device(model)
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in unread], device=device)
+    real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in unread], device=device)
     logits: Tensor = model(ids, at=cache.start(real), cache=cache, last=1)
     return logits[:, -1]
 

@@ -2,10 +2,17 @@
 
 # Shapes: B batch, V vocabulary.
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+COLD, HOT = 1e-37, 1e37
+"""Temperatures beyond these choose as these do; dividing by them stays within float32."""
+
+WEAK, STRONG = 1e-30, 1e30
+"""And penalties, which leave room for the logits that they act on."""
 
 History = Sequence[Sequence[int]]
 Sampler = Callable[[Tensor, History], Tensor]
@@ -27,29 +34,31 @@ def sampler(
     (https://arxiv.org/abs/1909.05858); temperature; the `top_k` likeliest; the fewest that reach the
     probability `top_p`; those with at least `min_p` of the likeliest's. Each row draws from its own
     generator, so that its text does not depend on the rows beside it. Raises ValueError for
-    settings without a meaning.
+    settings without a meaning. Any whole number is a seed; those that are equal modulo 2^64 draw alike.
     """
     checks = {
-        "temperature": temperature >= 0,
+        "temperature": 0 <= temperature < math.inf,
         "top_k": top_k is None or top_k >= 1,
         "top_p": top_p is None or 0 < top_p <= 1,
         "min_p": min_p is None or 0 <= min_p <= 1,
-        "penalty": penalty > 0,
+        "penalty": 0 < penalty < math.inf,
     }
     if wrong := [name for name, good in checks.items() if not good]:
         raise ValueError(f"sampling: {', '.join(wrong)} out of range")
+    penalty = min(max(penalty, WEAK), STRONG)
     generators: list[torch.Generator] = []
 
     def sample(logits: Tensor, history: History) -> Tensor:
         logits = _penalised(logits.float(), history, penalty)
         if temperature == 0:
             return logits.argmax(-1)
-        logits = logits / temperature
+        # The greatest is zero before it is divided: by however little, it stays.
+        logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, COLD), HOT)
         logits = logits if top_k is None else _top_k(logits, top_k)
         logits = logits if top_p is None else _top_p(logits, top_p)
         logits = logits if min_p is None else _min_p(logits, min_p)
         while len(generators) < len(logits):
-            generators.append(torch.Generator(logits.device).manual_seed(seed + len(generators)))
+            generators.append(torch.Generator(logits.device).manual_seed((seed + len(generators)) % 2**64))
         probabilities = logits.softmax(-1)
         rows = [torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, generators, strict=False)]
         return torch.cat(rows)
@@ -104,6 +113,7 @@ def _top_p(logits: Tensor, p: float) -> Tensor:
     falling, order = logits.sort(descending=True, stable=True)
     likely = falling.softmax(-1)
     surplus = likely.cumsum(-1) - likely >= p  # what comes before already reaches p
+    surplus[:, 0] = False  # which zero does if p is so small that float32 has no number for it
     return logits.masked_fill(surplus.scatter(-1, order, surplus), -torch.inf)
 
 

@@ -9,13 +9,13 @@ from dunes.parts import Decoder
 
 
 def initialise(model: Decoder, seed: int = 0) -> Decoder:
-    """Fill the weights for a start from scratch, in place; the same seed gives the same weights.
+    """Fill the weights for a start from scratch, in place; the same seed (modulo 2^64) gives the same weights.
 
     Matrices get normal noise of deviation 1/sqrt(inputs), embeddings 0.02, biases zero, and what a
     branch adds to the residual stream (attention's `out`, each MLP's `down`) starts at zero, so that
     every block begins as the identity. https://arxiv.org/abs/2203.03466
     """
-    noise = torch.Generator().manual_seed(seed)
+    noise = torch.Generator().manual_seed(seed % 2**64)
 
     def normal(weight: Tensor, deviation: float) -> None:
         weight.copy_(torch.randn(weight.shape, generator=noise) * deviation)

@@ -23,13 +23,14 @@ WIDE = 1 << 28  # and where launching a kernel costs more than its memory
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    x = x.masked_fill((targets == IGNORE)[:, None], 0.0)
     return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
 def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Summed loss (nats, float32) of states x (N, D) under the head (V, D) for targets (N,).
 
-    Targets equal to IGNORE count nothing.
+    Targets equal to IGNORE count nothing, and their states are not looked at: they may be inf or NaN.
     """
     loss: Tensor = _Fused.apply(x, weight, targets, computing(x))  # type: ignore[no-untyped-call]
     return loss
@@ -50,14 +51,15 @@ class _Fused(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for start in range(0, len(x), size):
                 rows = slice(start, start + size)
-                states = x[rows].to(dtype)
                 counted = targets[rows] != IGNORE
+                # Infinity times zero is NaN: what is ignored is taken out before any product, not after.
+                states = x[rows].to(dtype).masked_fill(~counted[:, None], 0.0)
                 part, slope = _chunk(states, head, targets[rows], counted, any(wanted))
                 loss += part
                 if dx is not None and slope is not None:
                     dx[rows] = slope @ head * counted[:, None]
                 if dw is not None and slope is not None:
-                    dw += slope.T @ (states * counted[:, None])
+                    dw += slope.T @ states
         ctx.save_for_backward(dx, dw)
         ctx.dtypes = x.dtype, weight.dtype
         return loss

@@ -175,7 +175,7 @@ def fits(x: Tensor, weights: Sequence[Tensor], each: float) -> bool:
     to FSDP, and must stay where they are.
     """
     dtype = computing(x)
-    able = x.device.type == "cpu" or dtype == torch.bfloat16
+    able = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
     # A model that runs with one module's weights at a time has the others on the meta device.
     there = all(w.device == x.device for w in weights)
     if not able or not there or not all(aligned(w, dtype) for w in weights) or _in_a_group():

@@ -1,7 +1,7 @@
 """The pieces a transformer is put together from. They take plain arguments or built parts, never a config."""
 
 from dunes.parts.attention import Attention
-from dunes.parts.cache import Cache, Rolling
+from dunes.parts.cache import Cache, IdCache, Rolling
 from dunes.parts.checkpointed import Checkpointed
 from dunes.parts.context import Context
 from dunes.parts.decoder import Block, Decoder, cache_for
@@ -21,6 +21,7 @@ __all__ = [
     "Decoder",
     "Embedding",
     "GatedMLP",
+    "IdCache",
     "MoE",
     "RMSNorm",
     "Rolling",

@@ -46,6 +46,11 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.position, self.window, self.dropout = head_dim, position, window, dropout
 
+    @property
+    def supports_packing(self) -> bool:
+        """Whether documents in a row do not see each other: unless their positions look at more than their own."""
+        return self.position is None or getattr(self.position, "supports_packing", False)
+
     def forward(self, x: Tensor, ctx: Context | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context: the whole sequence, from position 0."""
         ctx = ctx or Context.of(x)
@@ -55,6 +60,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # BHTD, BKTD, BKTD
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # norms may give float32, under autocast torch's do
         k, v = ctx.put(layer, k, v)  # BKSD
         if ctx.begins is not None:
             y = apart(q, k, v, ctx.bands(q.dtype, self.window))

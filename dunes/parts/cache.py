@@ -95,6 +95,25 @@ class Cache:
         new.values = [v[rows] for v in self.values]
         return new
 
+    def write_rows(self, rows: Tensor, other: Self) -> None:
+        """Replace these rows (N,) by those of another cache, which `take` made of them: the inverse of `take`."""
+        self.length[rows] = other.length
+        self.bound = int(self.length.max())
+        for kept, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            kept[rows] = new
+
+
+class IdCache(Cache):
+    """Remembers ids in the place of keys and values: for models that have to see a text whole each time."""
+
+    def put_ids(self, ids: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ids (B, T) at positions `at`; return all of them and their positions (B, S), -1 where none is."""
+        if not self.keys:
+            self.keys = [ids.new_zeros(self.batch, self.capacity + 1)]
+        self.keys[0].scatter_(1, torch.where(at >= 0, at, self.capacity), ids)
+        last = torch.maximum(at.amax(1), self.length - 1)
+        return self.keys[0][:, : self.readable], self.where(last)
+
 
 class Rolling(Cache):
     """The last `window` positions of each row and `slack` more, in memory that does not grow with the text.
@@ -165,3 +184,8 @@ class Rolling(Cache):
         new = super().take(rows)
         new.high = self.high[rows]
         return new
+
+    def write_rows(self, rows: Tensor, other: Self) -> None:
+        """Replace these rows (N,) by those of another cache, which `take` made of them: the inverse of `take`."""
+        super().write_rows(rows, other)
+        self.high[rows] = other.high

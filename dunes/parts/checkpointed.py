@@ -14,6 +14,8 @@ class Checkpointed(nn.Module):
     same; a forward pass more is paid.
     """
 
+    supports_packing = True
+
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base

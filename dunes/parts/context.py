@@ -2,12 +2,13 @@
 
 # Shapes: B batch, T new tokens, S readable keys, K key/value heads, D head dim.
 
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dunes.ops.attention import Bands, bands
 from dunes.parts.cache import Cache
@@ -77,7 +78,8 @@ class Context:
         if window is not None:
             seen &= key > query - window
         if self.cache is None:
-            document = (self.at.diff(prepend=self.at[:, :1]) != 1).cumsum(1)
+            restarts = self.at.diff(prepend=self.at[:, :1]) != 1
+            document = restarts.cumsum(1) if self.begins is None else self.begins[None]
             seen &= document[:, :, None] == document[:, None, :]
         # Padding sees something, whatever it is: a softmax over nothing would be NaN.
         return seen | (query < 0)
@@ -101,6 +103,53 @@ def documents(at: Tensor) -> Tensor:
     fresh = ((before < 0) | (at != before + 1))[at >= 0]
     place = torch.arange(len(fresh), device=at.device)
     return torch.where(fresh, place, 0).cummax(0).values
+
+
+def documents_by_length(at: Tensor) -> list[Tensor]:
+    """Where in a flattened batch of tokens at positions (B, T) the documents of each length lie: (D, length)."""
+    begins, real = documents(at), (at >= 0).flatten().nonzero()[:, 0]
+    first = torch.unique(begins)
+    lengths = first.diff(append=first.new_tensor([len(begins)]))
+    return [
+        real[first[lengths == n, None] + torch.arange(n, device=at.device)] for n in torch.unique(lengths).tolist()
+    ]
+
+
+PER_TOKEN = {
+    *(nn.Module, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity, nn.Dropout, nn.Linear, nn.Embedding),
+    *(nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus),
+}
+"""Modules of torch that treat each token by itself; nn.Module itself has no forward."""
+
+
+def supports_packing(model: nn.Module) -> bool:
+    """Whether documents that share a row of positions do not see each other, as far as modules say so.
+
+    A class says `supports_packing = True` where its forward treats each token by itself, or looks at others by
+    its context alone. A subclass with another forward has to say it anew.
+    """
+    return all(getattr(m, "supports_packing", True) for m in model.modules()) and not undeclared(model)
+
+
+def undeclared(model: nn.Module) -> list[nn.Module]:
+    """The modules of which it is not known how they mix tokens: they say nothing, and are not of torch."""
+    return [m for m in model.modules() if not _declares_packing(m)]
+
+
+def _declares_packing(module: nn.Module) -> bool:
+    author = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    several = len(getattr(module, "normalized_shape", "D")) > 1  # a norm over more than a token's last dimension
+    return (author in PER_TOKEN and not several) or "supports_packing" in vars(author)
+
+
+def warn_of_mixing(model: nn.Module, consequence: str) -> None:
+    """Name the modules that are undeclared, if there are any, and what comes of it."""
+    if names := ", ".join(sorted({type(m).__name__ for m in undeclared(model)})):
+        warnings.warn(
+            f"{names} may mix tokens, so {consequence}; if each token is treated by itself, write "
+            "supports_packing = True in the class",
+            stacklevel=3,
+        )
 
 
 def at_hand(x: Tensor) -> bool:

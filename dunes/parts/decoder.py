@@ -12,8 +12,16 @@ from dunes.ops.attention import BAND
 from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.parts.attention import Attention
-from dunes.parts.cache import Cache, Rolling
-from dunes.parts.context import Context, at_hand, documents
+from dunes.parts.cache import Cache, IdCache, Rolling
+from dunes.parts.context import (
+    Context,
+    at_hand,
+    documents,
+    documents_by_length,
+    supports_packing,
+    undeclared,
+    warn_of_mixing,
+)
 from dunes.parts.embedding import Embedding
 from dunes.parts.moe import imbalance, routing
 
@@ -23,6 +31,8 @@ GRID = BAND
 
 class Block(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)); `dropout` acts on both branches, in training only."""
+
+    supports_packing = True
 
     def __init__(
         self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, dropout: float = 0.0
@@ -39,7 +49,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model. With head=None the token embedding is read backwards as the head (tied)."""
+    """A language model. With head=None the token embedding is read backwards as the head (tied).
+
+    Documents that share a row do not see each other. Where a module's class does not say that it
+    `supports_packing`, each goes through the model in a row of its own, which takes longer.
+    """
+
+    supports_packing = True
 
     def __init__(
         self, embed: Embedding, blocks: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None = None
@@ -62,7 +78,25 @@ class Decoder(nn.Module):
 
     def hidden(self, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The normalised states (B, T, dim) that the head reads."""
+        if isinstance(cache, IdCache):
+            at = cache.start(torch.ones_like(ids, dtype=torch.bool)) if at is None else at
+            whole = self.hidden(*cache.put_ids(ids, at))
+            cache.advance((at >= 0).sum(1))
+            return whole.gather(1, at.clamp(min=0)[..., None].expand(-1, -1, whole.shape[-1]))
+        if at is not None and cache is None and not supports_packing(self):
+            warn_of_mixing(self, "documents of one length at a time go through the model")
+            return self._by_length(ids, at.expand_as(ids))
         return self._states(ids, Context.of(ids, at, cache))
+
+    def _by_length(self, ids: Tensor, at: Tensor) -> Tensor:
+        """The states with each document in a row of its own, without padding: nothing is there to be seen."""
+        places = documents_by_length(at)
+        if not places:
+            return self._states(ids, Context(at))
+        parts = [self._states(ids.flatten()[i], Context(at.flatten()[i])).flatten(0, 1) for i in places]
+        states = torch.cat(parts)
+        index = torch.cat([i.flatten() for i in places])
+        return states.new_zeros(ids.numel(), states.shape[1]).index_copy(0, index, states).view(*ids.shape, -1)
 
     def _states(self, ids: Tensor, ctx: Context) -> Tensor:
         x = self.embed(ids, ctx)
@@ -84,27 +118,40 @@ class Decoder(nn.Module):
         if at is not None and self._apart(at := at.expand_as(ids)):
             ids, targets, at, begins = _row(ids, targets, at)
         with routing(self) as routed:
-            ctx = Context.of(ids) if at is None else Context(at, begins=begins)
-            x, y = self._states(ids, ctx).flatten(0, 1), targets.flatten()
+            if at is None or begins is None:
+                x = self.hidden(ids, at)
+            else:
+                x = self._states(ids, Context(at, begins=begins))
+        x, y = x.flatten(0, 1), targets.flatten()
         if begins is not None:
             asked = _asked(y)
             x, y = (x, y) if len(asked) == len(y) else (x[asked], y[asked])
-        head = self.embed.token if self.head is None else self.head
-        if isinstance(head, nn.Embedding | nn.Linear):
-            total = linear_cross_entropy(x, head.weight, y)
-        else:  # a head with something wrapped around it
+        head = self._head_weight()
+        if head is not None:
+            total = linear_cross_entropy(x, head, y)
+        else:
+            x = x.masked_fill((y == IGNORE)[:, None], 0.0)  # as there, what is ignored may be inf
             total = F.cross_entropy(self.logits(x).float(), y, ignore_index=IGNORE, reduction="sum")
         count = (y != IGNORE).sum()
         if routed:
-            total = total + count * imbalance(routed, None if at is None else at.flatten() >= 0)
+            real = None if at is None or not supports_packing(self) else at.flatten() >= 0
+            total = total + count * imbalance(routed, real)
         return total, count
+
+    def _head_weight(self) -> Tensor | None:
+        """The matrix (V, dim) that is all of the head; None where a bias or something else is in it."""
+        if self.head is None:
+            return self.embed.token.weight if isinstance(self.embed.token, nn.Embedding) else None
+        plain = isinstance(self.head, nn.Linear) and type(self.head).forward is nn.Linear.forward
+        return self.head.weight if plain and self.head.bias is None else None
 
     def _apart(self, at: Tensor) -> bool:
         """Whether all documents can stand in one row: attention must then take each by itself."""
         if not at_hand(at) or not (at >= 0).any():
             return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
-        return len(attentions) == len(self.blocks) and not any(m.dropout and m.training for m in attentions)
+        dropped = any(m.dropout and m.training for m in attentions)
+        return len(attentions) == len(self.blocks) and not dropped and supports_packing(self)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., V)."""
@@ -134,7 +181,13 @@ def _asked(targets: Tensor) -> Tensor:
 
 
 def cache_for(model: nn.Module, batch: int, context: int, device: torch.device | str = "cpu") -> Cache:
-    """An empty cache for `batch` texts of up to `context` tokens: rolling if every layer's window is smaller."""
+    """An empty cache for `batch` texts of up to `context` tokens: rolling if every layer's window is smaller.
+
+    Of ids alone where modules may mix tokens in ways that keys and values do not hold.
+    """
+    if isinstance(model, Decoder) and undeclared(model):
+        warn_of_mixing(model, "the whole text is read again for each new token")
+        return IdCache(batch, context, device)
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
     sees = [w for w in windows if w is not None]
     depth = len(model.blocks) if isinstance(model, Decoder) else -1

@@ -13,6 +13,8 @@ class Embedding(nn.Module):
     `dropout` acts on the sum, in training only.
     """
 
+    supports_packing = True
+
     def __init__(self, vocab: int, dim: int, positions: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab, dim)

@@ -18,6 +18,8 @@ def squared_relu(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """down(act(up(x)))."""
 
+    supports_packing = True
+
     def __init__(self, dim: int, hidden: int, act: Act = F.gelu, bias: bool = True) -> None:
         super().__init__()
         self.up = nn.Linear(dim, hidden, bias)
@@ -31,6 +33,8 @@ class MLP(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)): SwiGLU with silu. https://arxiv.org/abs/2002.05202"""
+
+    supports_packing = True
 
     def __init__(self, dim: int, hidden: int, act: Act = F.silu, bias: bool = False) -> None:
         super().__init__()

@@ -18,11 +18,13 @@ Routed = list[tuple["MoE", Tensor]]
 class MoE(nn.Module):
     """Each token goes to the `top_k` experts that the router likes best, and gets their weighted sum.
 
-    `router` gives (N, E) logits, of which a softmax in float32 makes weights; with `renormalise` those of
+    `router` gives (N, E) logits, of which a softmax in float32 or wider makes weights; with `renormalise` those of
     the chosen experts are made to add up to one. (With one expert a token that leaves its router
     without a gradient.) Of equally liked experts the first is taken. `balance` weighs the loss that
     `Decoder.nats` adds in training. Raises ValueError for a top_k that cannot be.
     """
+
+    supports_packing = True
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
         tokens = x.flatten(0, -2)
-        logits = self.router(tokens).float()
+        logits = _widened(self.router(tokens))
         if self._routed is not None:
             self._routed.append((self, logits))
         chosen, weights = self.route(logits)
@@ -55,8 +57,8 @@ class MoE(nn.Module):
         return y.view_as(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logits (N, E), the chosen experts (N, k), the likeliest first, and their weights in float32."""
-        likely = logits.float().softmax(-1)
+        """Of logits (N, E), the chosen experts (N, k), likeliest first, and their weights in float32 or wider."""
+        likely = _widened(logits).softmax(-1)
         # topk leaves open which of equals it takes.
         chosen = torch.sort(likely.detach(), dim=-1, descending=True, stable=True).indices[:, : self.top_k]
         weights = likely.gather(-1, chosen)
@@ -115,8 +117,17 @@ def routing(model: nn.Module) -> Iterator[Routed]:
 
 
 def imbalance(routed: Routed, real: Tensor | None = None) -> Tensor:
-    """The mean over layers of their weighted `load_balance`, layer by layer; `real` (N,) excludes padding."""
-    losses = [layer.balance * load_balance([logits], layer.top_k, real) for layer, logits in routed]
+    """The mean over layers of their weighted `load_balance`, layer by layer; `real` (N,) excludes padding.
+
+    What a layer routed in several calls counts together; with `real` each call is of the same N tokens.
+    """
+    calls: dict[MoE, list[Tensor]] = {}
+    for layer, logits in routed:
+        calls.setdefault(layer, []).append(logits)
+    losses = []
+    for layer, parts in calls.items():
+        counted = None if real is None else real.repeat(len(parts))
+        losses.append(layer.balance * load_balance([torch.cat(parts)], layer.top_k, counted))
     return torch.stack(losses).mean()
 
 
@@ -136,10 +147,16 @@ def load_balance(layers: Sequence[Tensor], top_k: int, real: Tensor | None = Non
 
 def _shares(logits: Tensor, top_k: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """The share of tokens that each expert (E,) is chosen by, and its mean probability."""
-    likely = logits.float().softmax(-1)
+    if real is not None:  # NaN times zero is NaN, forward and backward
+        logits = logits.masked_fill(~real[:, None], 0.0)
+    likely = _widened(logits).softmax(-1)
     chosen = torch.sort(likely.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
     load = torch.zeros_like(likely).scatter_(-1, chosen, 1.0)
     if real is None:
         return load.mean(0), likely.mean(0)
     count = real.sum().clamp(min=1)
     return (load * real[:, None]).sum(0) / count, (likely * real[:, None]).sum(0) / count
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

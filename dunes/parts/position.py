@@ -26,7 +26,7 @@ class Scaling(Protocol):
         """What cosines and sines are multiplied by."""
 
     def inverse(self, dim: int, base: float, at: Tensor) -> Tensor:
-        """The angle of each pair of dimensions (D/2,) at position 1, when positions (B, T) are turned."""
+        """The angle of each pair of dimensions, (D/2,) or (B, 1, 1, D/2), at position 1 when (B, T) are turned."""
 
 
 def unscaled(dim: int, base: float | Tensor, device: torch.device) -> Tensor:
@@ -61,10 +61,10 @@ class Dynamic:
 
     https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr/
 
-    The base follows from the newest position of the forward, of all rows together, as in transformers. So past
-    `length` a step with a cache turns its own query and key by a larger base than the keys that lie
-    in the cache were turned by, and its logits are not those of a forward over the whole text. (In transformers
-    a model also remembers the longest text it has met since a short one; here nothing is remembered.)
+    The base follows from the newest position of each row in the forward. So past `length` a step with a cache
+    turns its own query and key by a larger base than the keys that lie in the cache were turned by, and its
+    logits are not those of a forward over the whole text. (In transformers the base is that of all rows together,
+    and a model remembers the longest text it has met since a short one; here a row depends on itself alone.)
     """
 
     factor: float
@@ -72,7 +72,7 @@ class Dynamic:
     attention: float = 1.0
 
     def inverse(self, dim: int, base: float, at: Tensor) -> Tensor:
-        now = (at.max() + 1).clamp(min=self.length)
+        now = (at.amax(1)[:, None, None, None] + 1).clamp(min=self.length)
         grown = base * (self.factor * now / self.length - (self.factor - 1)) ** (dim / (dim - 2))
         return unscaled(dim, torch.where(now > self.length, grown, base), at.device)
 
@@ -155,6 +155,11 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+
+    @property
+    def supports_packing(self) -> bool:
+        """Whether a token's angles depend on its own position alone."""
+        return not isinstance(self.scaling, Dynamic)
 
     def angles(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, 1, T, D/2) in float32 for positions (B, T)."""

@@ -1,0 +1,131 @@
+"""Models of a user's own parts: some mix tokens where ours do not, some go by the context, some say so."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, MoE, RMSNorm, Rotary
+from dunes.parts.position import Dynamic
+
+VOCAB = 50
+
+
+class Shifted(nn.Module):
+    """A user's own mlp: each token and the one before it in the row."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.inside = nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return self.inside(torch.cat([x, F.pad(x[:, :-1], (0, 0, 1, 0))], -1)).tanh()
+
+
+class ShiftedMLP(GatedMLP):
+    """One of ours with another forward: what the original says of itself does not hold for it."""
+
+    def forward(self, x):
+        return super().forward(x + F.pad(x[:, :-1], (0, 0, 1, 0)))
+
+
+class Convolution(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.inside = nn.Conv1d(dim, dim, 3)
+
+    def forward(self, x):
+        return self.inside(F.pad(x.mT, (2, 0))).mT.tanh()
+
+
+class RunningNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.cumsum(1))
+
+
+class Average(nn.Module):
+    """A user's own attention that looks at no context: each token gets the mean of all before it."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.value = nn.Linear(dim, dim)
+
+    def forward(self, x, ctx=None, layer=0):
+        return self.value(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+class ShiftedAttention(Attention):
+    def forward(self, x, ctx=None, layer=0):
+        return super().forward(x + F.pad(x[:, :-1], (0, 0, 1, 0)), ctx, layer)
+
+
+class OwnAttention(nn.Module):
+    """A user's own attention that goes by its context."""
+
+    supports_packing = True
+
+    def __init__(self, dim):
+        super().__init__()
+        self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x, ctx=None, layer=0):
+        k, v = ctx.put(layer, self.k(x)[:, None], self.v(x)[:, None])
+        mask = ctx.mask()
+        mask = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril() if mask is None else mask
+        scores = (x @ k[:, 0].mT).masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v[:, 0]
+
+
+class OwnMLP(nn.Module):
+    """A user's own mlp that says it treats each token by itself."""
+
+    supports_packing = True
+
+    def __init__(self, dim):
+        super().__init__()
+        self.inside = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.inside(x).tanh()
+
+
+def plain_attention(dim):
+    return Attention(dim, 4, 2, position=Rotary(8))
+
+
+def dynamic_attention(dim):
+    return Attention(dim, 4, 2, position=Rotary(8, scaling=Dynamic(8.0, 4)))
+
+
+def plain_mlp(dim):
+    return GatedMLP(dim, 48)
+
+
+def shifted_inside(dim):
+    return nn.Sequential(nn.Linear(dim, dim), Shifted(dim))
+
+
+def mixture(dim):
+    return MoE(nn.Linear(dim, 4, bias=False), [GatedMLP(dim, 32) for _ in range(4)], 2, balance=0.1)
+
+
+OWN = {
+    "shift": {"mlp": Shifted},
+    "shift in one of ours": {"mlp": lambda dim: ShiftedMLP(dim, 48)},
+    "shift inside": {"mlp": shifted_inside},
+    "convolution": {"mlp": Convolution},
+    "norm": {"norm": RunningNorm},
+    "attention without a context": {"attention": Average},
+    "attention in one of ours": {"attention": lambda dim: ShiftedAttention(dim, 4, 2, position=Rotary(8))},
+    "attention with a context": {"attention": OwnAttention},
+    "angles that follow the length": {"attention": dynamic_attention},
+    "beside a mixture": {"attention": Average, "mlp": mixture},
+    "per token": {"mlp": OwnMLP},
+}
+
+
+def of_own_parts(name):
+    torch.manual_seed(0)
+    parts = {"attention": plain_attention, "mlp": plain_mlp, "norm": RMSNorm} | OWN[name]
+    norm, attention, mlp = (parts[part] for part in ("norm", "attention", "mlp"))
+    blocks = [Block(norm(32), attention(32), norm(32), mlp(32)) for _ in range(2)]
+    return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), nn.Linear(32, VOCAB)).double()
