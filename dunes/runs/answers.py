@@ -20,6 +20,7 @@ from dunes.data.packing import Batch, Batches
 from dunes.generate import below, generate, sampler
 from dunes.parts import Decoder
 from dunes.runs.evaluate import Score, evaluate, scored, widths
+from dunes.runs.json_lines import append_text
 from dunes.runs.lesson import Lesson, memory
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
@@ -176,8 +177,14 @@ class Answers:
         self._save(run, self._facts(run, score, after))
         if after is None:
             return self._next(run.folder)
-        with (run.folder / "samples.md").open("a") as file:
-            file.write(self._page(after))
+        try:
+            append_text(run.folder / "samples.md", self._page(after))
+        except OSError as error:  # what was learned is kept by now
+            return [
+                f"warning: the answers are not in samples.md: {error}",
+                *self._lines(after),
+                *self._next(run.folder),
+            ]
         return [*self._lines(after), *self._next(run.folder)]
 
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
