@@ -1,8 +1,12 @@
 """The command. Torch is loaded by the verb that needs it, so that help comes at once."""
 
 import os
+import platform
 import sys
+from importlib import metadata
 from typing import Any
+
+from dunes import __version__
 
 VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
@@ -15,6 +19,9 @@ def main() -> None:
     from dunes.cli import verbs
 
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(version())
+            sys.exit(0)
         if sys.argv[1:2] == ["bench"]:
             from dunes.cli import bench
 
@@ -34,11 +41,18 @@ def main() -> None:
     sys.exit(status)
 
 
+def version() -> str:
+    """The releases of dunes, torch and Python."""
+    return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
+
+
 def run(arguments: list[str], verbs: dict[str, Any]) -> int:
     """Parse the arguments and call the verb they name."""
     import tyro
 
-    description = "Build, train, change and use small transformers on your own machine."
+    description = (
+        "Build, train, change and use small transformers on your own machine. --version says which this is."
+    )
     chosen = tyro.extras.subcommand_cli_from_dict(
         verbs, args=arguments, prog="dunes", description=description, config=(tyro.conf.FlagCreatePairsOff,)
     )

@@ -91,6 +91,7 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
         show.line(f"the run in {folder}: {earlier.about}; {newest}")
         if plan.lacks:
             return 0
+    measure.use_device(plan.device)
     measure.keep_memory()
     measure.quick_small_numbers()
     spent = Spent()
