@@ -26,12 +26,13 @@ from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
 from dunes.runs.progress import quantity
 from dunes.runs.run import Run, facts
+from dunes.runs.stored_state import is_score
 from dunes.runs.tuning import (
     ADAPTER,
     METHODS,
     Tuning,
 )
-from dunes.text import Tokenizer, templates
+from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Talk
 
 SHOWN = 3
@@ -65,8 +66,12 @@ class Before:
     @classmethod
     def read(cls, path: Path) -> "Before":
         """Raises ValueError for a file that is none."""
-        found = json.loads(path.read_text())
-        domain = found["domain"] and Score(*found["domain"])
+        found = json_file.read(path)
+        said = found.get("said")
+        whole = isinstance(said, list) and all(isinstance(words, str) for words in [*said, found.get("text")])
+        if not whole or not found.get("score") or not all(is_score(found.get(n)) for n in ("score", "domain")):
+            raise ValueError(f"{path}: expected score, domain, said and text as a finetune writes them")
+        domain = found.get("domain") and Score(*found["domain"])
         return cls(Score(*found["score"]), domain, found["said"], found["text"])
 
     def write(self, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,20 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = [r for r in records if "loss" in r and not r["skipped"] and isfinite(r["loss"])]
+    steps = [r for r in records if "loss" in r and not r["skipped"] and _drawable(r["loss"])]
     x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
     axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
     axes.plot(x, centred(losses), color=TRAINING, label="training loss")
     bits = score.bits_per_byte / score.loss if score.loss else 0.0
     if checks := _checks(records, bits):
         axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
-    if isfinite(score.loss):
+    if _drawable(score.loss):
         figures = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
         axes.plot(
             [step], [score.loss], "*", color=VALIDATION, markersize=12, label=f"kept: step {step}, {figures}"
         )
     axes.set(xlabel="step", ylabel="loss, nats/token")
-    if isfinite(bits) and bits > 0:
+    if 0 < bits < inf:
         turned: tuple[Any, Any] = (lambda loss: loss * bits, lambda value: value / bits)
         axes.secondary_yaxis("right", functions=turned).set_ylabel("bits/byte")
     axes.grid(alpha=0.3)
@@ -51,9 +51,14 @@ def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, f
         loss = record.get("validation_loss")
         if loss is None and bits and record.get("bits_per_byte") is not None:
             loss = record["bits_per_byte"] / bits
-        if loss is not None and isfinite(loss):
+        if loss is not None and _drawable(loss):
             found.append((record["step"], loss))
     return found
+
+
+def _drawable(loss: float) -> bool:
+    """Whether axes can hold it: not what is not finite, nor what only a damaged file says."""
+    return abs(loss) < 1e30
 
 
 def centred(values: Sequence[float], reach: int = 10) -> list[float]:

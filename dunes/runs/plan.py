@@ -74,7 +74,7 @@ class Terms:
         for f in fields(self):
             value, types = getattr(self, f.name), get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
             if not any(_TYPES[t][1](value) for t in types):
-                raise ValueError(f"--{option(f.name)} is {_short(value)}; it must be {_TYPES[types[0]][0]}")
+                raise ValueError(f"--{option(f.name)} is {value!r:.60}; it must be {_TYPES[types[0]][0]}")
         for name in there & self.LEAST.keys():
             value, minimum = getattr(self, name), self.LEAST[name]
             left_open = value is None or (value == 0 and name in self.CHOSEN)
@@ -132,13 +132,6 @@ class Terms:
             )
         told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**told)
-
-
-def _short(value: object) -> str:
-    """A value for a message; an integer too long for its digits to be written is told by its size."""
-    if type(value) is int and value.bit_length() > 1 << 12:
-        return f"a number of {value.bit_length()} bits"
-    return repr(value)[:60]
 
 
 def _whole(name: str) -> str:

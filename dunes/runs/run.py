@@ -275,8 +275,8 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         told("nothing was saved yet; beginning anew")
         cut(run.folder / METRICS, 0, told)
         return
-    state = read_state(folder)
-    differences = run.plan.differences(type(run.plan).of(state["plan"]))
+    state = read_state(folder, type(run.plan))
+    differences = run.plan.differences(state["plan"])
     if others := [name for name, found in run.task.prints.items() if state["corpus"].get(name) != found]:
         differences["corpus"] = f"{' and '.join(others)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:

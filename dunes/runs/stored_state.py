@@ -11,24 +11,29 @@ from torch.optim import Optimizer
 
 from dunes import checkpoint
 from dunes.runs.evaluate import Score
+from dunes.runs.plan import Terms
 from dunes.train import Record
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The state in a folder `step-000123`, its scores and records as such.
+def read_state(folder: Path, kind: type[Terms]) -> dict[str, Any]:
+    """The state in a folder `step-000123`, its plan (of that kind), scores and records as such.
 
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
-    state = checkpoint.restore(folder)
-    if state.get("trainer") and isinstance(state["trainer"], dict):
+    state = {"spent": {}} | checkpoint.restore(folder)  # older states have no `spent`
+    if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
     for name, (expected, fits) in FIELDS.items():
         if name not in state or not fits(state[name]):
             raise wrong_state(folder, f"{name} is {repr(state.get(name))[:60]}; expected {expected}")
     if state["number"] != int(folder.name.removeprefix("step-")):
         raise wrong_state(folder, f"it is of step {state['number']}")
+    try:
+        plan = kind.of(state["plan"])
+    except ValueError as error:
+        raise wrong_state(folder, str(error)) from None
     scores = {name: state[name] and Score(*state[name]) for name in ("best", "last")}
-    return state | scores | {"records": [Record(*pair) for pair in state["records"]]}
+    return state | scores | {"plan": plan, "records": [Record(*pair) for pair in state["records"]]}
 
 
 def wrong_state(folder: Path, words: str) -> ValueError:
@@ -44,7 +49,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 53
 
 
-def _is_score(value: Any) -> bool:
+def is_score(value: Any) -> bool:
     """[nats, tokens, bytes]; the nats of a model that went wrong may be no number."""
     return value is None or (
         isinstance(value, list) and len(value) == 3 and type(value[0]) is float and value[1] > 0
@@ -61,7 +66,7 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values())
 
 
-_SCORE = ("[nats, tokens, bytes] or null", _is_score)
+_SCORE = ("[nats, tokens, bytes] or null", is_score)
 _TENSORS = ("tensors by their names", _is_tensors)
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "plan": ("the run's plan", lambda v: isinstance(v, dict)),
