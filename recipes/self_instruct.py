@@ -14,13 +14,16 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from dunes import checkpoint
+from dunes.checkpoint.atomic import write_file
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, Ask, Round
 from dunes.generate import sampler
+from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage
 from dunes.runs.write import write
 
 
@@ -71,13 +74,19 @@ def server(url: str, name: str, limit: int = TOKENS) -> Ask:
 
 
 def before(path: Path) -> list[Round]:
-    """The rounds of the run before; a line that was not written to its end is cut off."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    os.truncate(path, len(whole))
-    return [Round.of(json.loads(line)) for line in whole.splitlines()]
+    """The rounds of the run before; lines that are damaged are told and skipped."""
+    lines = [(line, _round(line.record)) for line in read_lines(path)]
+    warn_of_damage(path, [line for line, found in lines if found is None], "a round", print_warning)
+    return [found for _, found in lines if found is not None]
+
+
+def _round(row: Any) -> Round | None:
+    try:
+        found = Round.of(row)
+    except (LookupError, TypeError):
+        return None
+    texts = [text for task in found.kept for text in (task.instruction, task.input, task.output)]
+    return found if isinstance(found.number, int) and all(isinstance(text, str) for text in texts) else None
 
 
 def main(seeds: str, out: str, ask: Ask, wanted: int = 1000) -> int:
@@ -86,15 +95,14 @@ def main(seeds: str, out: str, ask: Ask, wanted: int = 1000) -> int:
     kept = [task for found in past for task in found.kept]
     try:
         for found in self_instruct.generate(ask, self_instruct.seed_tasks(seeds), wanted=wanted, before=past):
-            with rounds.open("a") as file:
-                file.write(json.dumps(found.row()) + "\n")
+            append_record(rounds, found.row())
             kept += found.kept
             why = Counter(item.reason.partition(":")[0] for item in found.items if item.reason)
             said = ", ".join(f"{reason} {n}" for reason, n in why.most_common())
             print(f"round {found.number}: {len(kept)} of {wanted} tasks, {len(found.kept)} new; dropped: {said}")
     finally:
         rows = [{"instruction": t.instruction, "input": t.input, "output": t.output} for t in kept]
-        Path(out).write_text(json.dumps(rows, indent=1))
+        write_file(Path(out), json.dumps(rows, indent=1).encode())
     return len(kept)
 
 

@@ -521,3 +521,25 @@ def test_the_verb(base, examples, tmp_path):
     done = subprocess.run([*map(str, command), "--steps", "3"], **how)
     assert done.returncode == 2
     assert done.stderr.startswith(f"dunes: {tmp_path / 'run'}: holds a run already")
+
+
+def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, tmp_path):
+    finetuned(asked(base, examples, steps=3), tmp_path / "run")
+    note = tmp_path / "run" / "state" / "before.json"
+    whole = json.loads(note.read_text())
+    note.write_bytes(note.read_bytes()[:30])
+    said = finetuned(Tuning(), tmp_path / "run", again=True)
+    assert f"warning: {note}: not JSON" in said
+    assert "asking the base first" in said
+    assert json.loads(note.read_text()) == whole
+
+
+def test_answers_that_do_not_fit_on_the_disk_do_not_cost_the_adapter(base, examples, tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("dunes.runs.answers.append_text", full)
+    said = finetuned(asked(base, examples, steps=2), tmp_path / "run")
+    assert "warning: the answers are not in samples.md: [Errno 28]" in said
+    assert "done after 2 steps" in said
+    checkpoint.load(tmp_path / "run")

@@ -1,7 +1,6 @@
 """A training run as one HTML page that opens without a network."""
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -9,12 +8,14 @@ from string import Template
 from typing import Any
 
 from dunes.bench import plot
+from dunes.checkpoint.card import read as read_card
 from dunes.measure import fingerprint
 from dunes.runs.plan import Plan, Terms
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
 from dunes.runs.track import SAMPLES, written
 from dunes.runs.tuning import Tuning
+from dunes.text import json_file
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -50,8 +51,11 @@ def page(run: Path) -> str:
     points = plot.points(lines)
     if not points:
         raise ValueError(f"{run}: the run has not taken a step yet")
-    card = json.loads((run / "dunes.json").read_text()) if (run / "dunes.json").is_file() else {}
-    sections = [("Learning", _images(run, lines, points)), ("Where the time went", _spent(card.get("spent", {})))]
+    card = read_card(run)
+    sections = [
+        ("Learning", _images(run, lines, points)),
+        ("Where the time went", _spent(_numbers(card, "spent"))),
+    ]
     sections += [
         ("What it wrote", _samples(run)),
         ("The plan", _table(_facts(plan))),
@@ -68,19 +72,17 @@ def page(run: Path) -> str:
 
 
 def _plan(run: Path) -> Terms | None:
-    """The plan of a run of either kind, if there is one."""
-    try:
-        return begun(run, Plan)
-    except ValueError:
-        return begun(run, Tuning)
+    """The plan of a run of either kind, if there is one. Raises ValueError if what is there is none."""
+    path = run / "state" / "plan.json"
+    return begun(run, Tuning if path.is_file() and "model" in json_file.read(path) else Plan)
 
 
 def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list[tuple[str, str]]:
-    last, measured = points[-1], card.get("measured", {})
+    last, measured = points[-1], _numbers(card, "measured")
     best = min((p["bits_per_byte"] for p in points if p["bits_per_byte"] is not None), default=None)
     bits = measured.get("bits_per_byte", best)
     found = [("bits a byte, held out", f"{bits:.3f}" if bits else "not measured")]
-    found += [("perplexity", f"{measured['perplexity']:.1f}")] if measured else []
+    found += [("perplexity", f"{measured['perplexity']:.1f}")] if "perplexity" in measured else []
     seconds = 60 * last["minutes"]
     return [
         *found,
@@ -89,6 +91,12 @@ def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list
         ("tokens/s of training", quantity(last["tokens"] / seconds)),
         ("training steps took", duration(seconds)),
     ]
+
+
+def _numbers(card: Mapping[str, Any], name: str) -> dict[str, float]:
+    """What of a part of the card is numbers."""
+    part = card.get(name)
+    return {k: v for k, v in part.items() if type(v) in (int, float)} if isinstance(part, dict) else {}
 
 
 def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> str:

@@ -168,7 +168,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
             if point["bits_per_byte"] is not None:
                 records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
     if not records:
-        raise ValueError("no run measured bits a byte yet; let it train for 10 steps at least")
+        raise ValueError(f"{', '.join(runs)}: no run measured bits a byte yet; let it train for 10 steps at least")
     return (
         _base(_frame(records), x="x", y="y", color="run")
         + p.geom_line(size=0.9)

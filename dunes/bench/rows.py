@@ -4,62 +4,70 @@ A row says what was measured (`benchmark` and the columns in SETTING), where (`m
 known of it), in which round, and what came out (`seconds` of one run, `amount` of `unit`, ...).
 """
 
-import json
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeGuard
 
 from dunes.runs.extra import extra
+from dunes.runs.json_lines import Line, Warn, append_record, print_warning, read_lines, warn_of_damage
 
 Row = dict[str, Any]
 
 SETTING = ("benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device")
 """What tells one measured thing from another."""
 
+TEXTS = ("benchmark", "unit", "subject", "family", "dtype", "device")
+NUMBERS = (
+    "seconds", "amount", "parameters", "batch", "context", "threads", "round", "matmul", "read", "flop_share",
+    "byte_share", "joules", "peak_bytes",
+)  # fmt: skip
+
 
 def append(path: Path, row: Row) -> None:
     """Add a row to the file; an interrupted run keeps what it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_record(path, row)
 
 
-def read(path: Path) -> list[Row]:
-    """All rows of a .jsonl or .parquet file. Raises ValueError that names the line which is not a row."""
+def read(path: Path, warn: Warn = print_warning) -> list[Row]:
+    """All rows of a .jsonl or .parquet file; `warn` gets a line about those that are no measurements.
+
+    Raises ValueError that names the file, if it holds none.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; `dunes bench train --size 3m --out {path}` would make it")
-    rows = []
-    for number, (row, line) in enumerate(_parquet(path) if path.suffix == ".parquet" else _lines(path), 1):
-        if not isinstance(row, dict) or not {"benchmark", "seconds", "amount", "unit"} <= row.keys():
-            raise ValueError(
-                f"{path}:{number}: expected a measurement as `dunes bench` writes it, found {line[:60]!r}"
-            )
-        rows.append(row)
+    lines = _parquet(path) if path.suffix == ".parquet" else read_lines(path)
+    damaged = [line for line in lines if not _is_row(line.record)]
+    rows = [line.record for line in lines if _is_row(line.record)]
+    if not rows and damaged:
+        number, text = damaged[0].number, damaged[0].text[:60]
+        raise ValueError(f"{path}:{number}: expected a measurement as `dunes bench` writes it, found {text!r}")
     if not rows:
         raise ValueError(f"{path}: holds no measurement")
+    warn_of_damage(path, damaged, "a measurement", warn)
     return rows
 
 
-def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
+def _is_row(record: Row | None) -> TypeGuard[Row]:
+    """Whether a record is a lap, with texts and numbers where readers expect them."""
+    if record is None or not {"benchmark", "seconds", "amount", "unit"} <= record.keys():
+        return False
+    texts = [record[name] for name in TEXTS if record.get(name) is not None]
+    numbers = [record[name] for name in NUMBERS if record.get(name) is not None]
+    sound = all(type(n) in (int, float) and 0 <= n < 1e300 for n in numbers)
+    return sound and all(isinstance(text, str) for text in texts) and record["seconds"] > 0
+
+
+def _parquet(path: Path) -> list[Line]:
     polars = extra("polars", "plot")
     try:
         frame = polars.read_parquet(path)
     except polars.exceptions.PolarsError as error:
         raise ValueError(f"{path}: not a parquet file: {error}") from None
-    yield from ((row, str(row)) for row in frame.to_dicts())
-
-
-def _lines(path: Path) -> Iterator[tuple[Any, str]]:
-    """Each line read as JSON, None where it is none; a last line that was cut short is left out."""
-    text = path.read_text(errors="replace")
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        try:
-            yield json.loads(line), line
-        except ValueError:
-            yield None, line
+    return [Line(number, str(row).encode(), row) for number, row in enumerate(frame.to_dicts(), 1)]
 
 
 def key(row: Row) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Running a named benchmark over settings: estimate first, then race, each lap a row in the file."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -146,7 +147,7 @@ def bench(
         extra("polars", "plot")  # now, not after an hour
     lines = out.with_suffix(".jsonl")
     for path in {out, lines}:
-        if path.exists():
+        if os.path.lexists(path):
             raise ValueError(f"{path}: is there already; choose another --out")
     field = {f"{number}": c for number, c in enumerate(contestants(name, request))}
     works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}

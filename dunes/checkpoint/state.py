@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -95,14 +96,23 @@ def _whole(folder: Path) -> bool:
 
 
 def restore(folder: Path) -> dict[str, Any]:
-    """The nested dict that was stored. Raises ValueError if it was written in another format."""
-    plain = json.loads((folder / "state.json").read_text())
-    if plain.get("format") != FORMAT:
+    """The nested dict that was stored. Raises ValueError if it was written in another format, or is none."""
+    path = folder / "state.json"
+    try:
+        plain = json.loads(path.read_bytes())
+        known = plain["format"] == FORMAT
+        state = _join(plain["state"], load_file(folder / TENSORS)) if known else {}
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} is missing, in it or in {TENSORS}") from None
+    except (ValueError, TypeError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{path}: not the state of a run: {error}") from None
+    if not known:
         raise ValueError(
-            f"{folder}: its format is {plain.get('format')}, and this version reads {FORMAT}; "
+            f"{folder}: its format is {plain['format']}, and this version reads {FORMAT}; "
             "go on with the version that wrote it"
         )
-    state: dict[str, Any] = _join(plain["state"], load_file(folder / TENSORS))
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: not the state of a run, but a {type(state).__name__}")
     return state
 
 

@@ -104,9 +104,9 @@ def seed_tasks(path: Path | str) -> list[Task]:
     Raises ValueError that names the line.
     """
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
             instance = row["instances"][0] if "instances" in row else row
             texts = (row["instruction"], instance["input"], instance["output"])
             if not all(isinstance(t, str) for t in texts):
@@ -115,7 +115,7 @@ def seed_tasks(path: Path | str) -> list[Task]:
         except (ValueError, LookupError, TypeError):
             raise ValueError(
                 f"{path}, line {number}: expected an object with instruction, input and output, "
-                f"or with instruction and instances, found {line[:60]!r}"
+                f"or with instruction and instances, found {line[:60].decode(errors='replace')!r}"
             ) from None
     return found
 

@@ -20,17 +20,19 @@ from dunes.data.packing import Batch, Batches
 from dunes.generate import below, generate, sampler
 from dunes.parts import Decoder
 from dunes.runs.evaluate import Score, evaluate, scored, widths
+from dunes.runs.json_lines import append_text
 from dunes.runs.lesson import Lesson, memory
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
 from dunes.runs.progress import quantity
 from dunes.runs.run import Run, facts
+from dunes.runs.stored_state import is_score
 from dunes.runs.tuning import (
     ADAPTER,
     METHODS,
     Tuning,
 )
-from dunes.text import Tokenizer, templates
+from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Talk
 
 SHOWN = 3
@@ -64,8 +66,12 @@ class Before:
     @classmethod
     def read(cls, path: Path) -> "Before":
         """Raises ValueError for a file that is none."""
-        found = json.loads(path.read_text())
-        domain = found["domain"] and Score(*found["domain"])
+        found = json_file.read(path)
+        said = found.get("said")
+        whole = isinstance(said, list) and all(isinstance(words, str) for words in [*said, found.get("text")])
+        if not whole or not found.get("score") or not all(is_score(found.get(n)) for n in ("score", "domain")):
+            raise ValueError(f"{path}: expected score, domain, said and text as a finetune writes them")
+        domain = found.get("domain") and Score(*found["domain"])
         return cls(Score(*found["score"]), domain, found["said"], found["text"])
 
     def write(self, path: Path) -> None:
@@ -176,8 +182,14 @@ class Answers:
         self._save(run, self._facts(run, score, after))
         if after is None:
             return self._next(run.folder)
-        with (run.folder / "samples.md").open("a") as file:
-            file.write(self._page(after))
+        try:
+            append_text(run.folder / "samples.md", self._page(after))
+        except OSError as error:  # what was learned is kept by now
+            return [
+                f"warning: the answers are not in samples.md: {error}",
+                *self._lines(after),
+                *self._next(run.folder),
+            ]
         return [*self._lines(after), *self._next(run.folder)]
 
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:

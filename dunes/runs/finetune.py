@@ -69,16 +69,28 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
 def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
     """What the base can do, or what it could when the states beside this file were saved."""
     dtype = getattr(torch, task.plan.dtype or "float32")
-    if not (path.is_file() and any(path.parent.glob("step-*"))):
+    before = _earlier(path, show)
+    if before is None:
         show.line("asking the base first")
         before = task.able(model, dtype)
-    elif (before := Before.read(path)).text != task.text:
+    elif before.text != task.text:
         show.line("the text of the base's own domain is another one now: asking the base again")
         before = replace(before, domain=task.known(model, dtype), text=task.text)
     else:
         return before
     before.write(path)
     return before
+
+
+def _earlier(path: Path, show: Display) -> Before | None:
+    """What the file says, if there are states beside it and it is whole."""
+    if not (path.is_file() and any(path.parent.glob("step-*"))):
+        return None
+    try:
+        return Before.read(path)
+    except ValueError as error:
+        show.line(f"warning: {error}")
+        return None
 
 
 def domain(lesson: Lesson, show: Display) -> Ids | None:

@@ -11,13 +11,27 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from dunes import measure
+from dunes import checkpoint, measure
 from dunes.runs.dial import flops
 from dunes.runs.evaluate import Score
+from dunes.runs.json_lines import append_text
 from dunes.runs.picture import loss_picture, smoothed
 from dunes.runs.plan import T
 from dunes.runs.progress import Display, duration, quantity
-from dunes.runs.run import FALL, METRICS, Run, admitted, alone, begin, note, records, relearned, resume
+from dunes.runs.run import (
+    FALL,
+    METRICS,
+    Occupied,
+    Run,
+    admitted,
+    alone,
+    begin,
+    begun,
+    note,
+    records,
+    relearned,
+    resume,
+)
 from dunes.runs.saver import Saver
 from dunes.runs.spent import Spent, lines
 from dunes.runs.track import Mirror
@@ -65,10 +79,20 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
     """
     start = monotonic()
     mirror = Mirror(folder if how.tensorboard else None, Aside(show))
-    plan = admitted(plan.placed(), folder, how.again, how.asked, how.override)
+    plan = plan.placed()
+    with _occupied(show, how.dry):
+        plan = admitted(plan, folder, how.again, how.asked, how.override)
     if (folder / "state" / "lock").exists():
-        with alone(folder):  # refused now, not after the text was read
+        with _occupied(show, how.dry), alone(folder):  # refused now, not after the text was read
             pass
+    if how.dry and (earlier := begun(folder, type(plan))) is not None:
+        state = checkpoint.latest(folder, show.line)
+        newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
+        end = f"{plan.steps} steps" if plan.steps else f"{plan.minutes:g} minutes"
+        goes_on = f"; with --resume it goes on from there to its end after {end}" if how.again else ""
+        show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
+        if plan.lacks:
+            return 0
     measure.use_device(plan.device)
     measure.keep_memory()
     measure.quick_small_numbers()
@@ -93,6 +117,17 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
             for line in ("where the time went:", *lines(run.spent.seconds)) if how.profile else ():
                 show.line(line)
             return status
+
+
+@contextmanager
+def _occupied(show: Display, dry: bool) -> Iterator[None]:
+    """A dry run only says that there is a run already."""
+    try:
+        yield
+    except Occupied as error:
+        if not dry:
+            raise
+        show.line(f"warning: {error}")
 
 
 @dataclass
@@ -121,7 +156,7 @@ def _run(run: Run, saver: Saver, show: Display, mirror: Mirror) -> int:
             if not measure.out_of_memory(error):
                 raise
             raise ValueError(f"out of memory in step {run.trainer.number + 1}; {run.task.needs()}") from None
-        return _finish(run, wish, saver, show)
+        return _finish(run, wish, saver, show, mirror)
 
 
 @contextmanager
@@ -173,11 +208,11 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
         with run.spent("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
         with aside("noted"):
-            _note(run.folder, step, checked.bits_per_byte if checked else None)
+            _note(run.folder, step, checked)
         mirror.step(step, checked.bits_per_byte if checked else None)
         with run.spent("samples"), aside("sampled"):
-            if over or step.number in SAMPLES:
-                mirror.sample(step.number, _sample(run, show))
+            if step.number in SAMPLES and not over:
+                mirror.sample(step.number, _sample(run, show, step.number))
         told(step)
         if over:
             return
@@ -223,11 +258,13 @@ def _check_due(step: int) -> bool:
     return step % 50 == 0 or step in (10, 25)
 
 
-def _note(folder: Path, step: Step, bits_per_byte: float | None) -> None:
+def _note(folder: Path, step: Step, checked: Score | None) -> None:
     """Note a step. The loss stands there twice: to read, and exactly."""
     record: dict[str, Any] = asdict(step)
     record = {"step": record.pop("number")} | record | {"exact": step.loss.hex()}
-    note(folder, record if bits_per_byte is None else record | {"bits_per_byte": bits_per_byte})
+    if checked:
+        record |= {"validation_loss": checked.loss, "bits_per_byte": checked.bits_per_byte}
+    note(folder, record)
 
 
 def _teller(run: Run, show: Display) -> Callable[[Step], None]:
@@ -256,19 +293,20 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
     return told
 
 
-def _sample(run: Run, show: Display) -> str:
-    """What the model writes by now, on the screen and into samples.md."""
-    step = run.trainer.number
+def _sample(run: Run, show: Display, weights_step: int) -> str:
+    """What the model writes with its weights, those of `weights_step`, on the screen and into samples.md."""
+    steps = f"{run.trainer.number} steps"
+    if weights_step != run.trainer.number:
+        steps += f", with the best weights (step {weights_step})"
     text = run.task.sample(run.model)
-    with (run.folder / "samples.md").open("a") as file:
-        file.write(f"## After {step} steps\n\n```\n{text}\n```\n\n")
-    show.line(f"\n--- after {step} steps, it writes ---\n{text}\n---")
+    append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
+    show.line(f"\n--- after {steps}, it writes ---\n{text}\n---")
     return text
 
 
-def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
+def _finish(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> int:
     """Save the state and what was learned, draw the picture, and say what there is and what to do next."""
-    step = run.trainer.number
+    step, aside = run.trainer.number, Aside(show)
     status = 128 + wish.signal if wish.signal else 0
     try:
         with run.spent("saves"):
@@ -277,14 +315,18 @@ def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
             status = NOT_SAVED
         with run.spent("last score"):
             score = _last_score(run, hurried=bool(wish.signal))
+            kept_step = run.best_step if run.best_weights else step
+        with run.spent("samples"), aside("sampled"):
+            if run.warm and not wish.signal:
+                mirror.sample(step, _sample(run, show, kept_step))
         run.elapsed = monotonic() - run.began
         with run.spent("saves"):
             there = run.task.close(run, score, bool(wish.signal))
     except OSError as error:
         show.line(f"not saved: {error}")
         return NOT_SAVED
-    with run.spent("picture"):
-        loss_picture(records(run.folder / METRICS), run.folder / "loss.png")
+    with run.spent("picture"), aside("drawn"):
+        loss_picture(records(run.folder / METRICS, show.line), score, kept_step, run.folder / "loss.png")
     over = "stopped" if wish.signal else "done"
     show.line(
         f"\n{over} after {step} steps, {duration(run.elapsed)}: on held-out {run.task.subject} "

@@ -1,40 +1,71 @@
 """Pictures of a run."""
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from dunes.runs.evaluate import Score
 
-def loss_picture(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Training loss (nats a token) and validation bits a byte over the steps, as a PNG."""
+TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
+
+
+def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
+    """Training and validation loss in nats/token over the steps, with bits/byte on the right, as a PNG.
+
+    `records` are lines of metrics.jsonl. `score` is that of the weights that are kept, which are those of `step`.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = [r for r in records if "loss" in r and not r["skipped"]]
-    axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="#c9b28f", linewidth=0.8)
-    axes.plot(
-        [r["step"] for r in steps],
-        smoothed([r["loss"] for r in steps]),
-        color="#8c5a1f",
-        label="training loss",
-    )
-    axes.set(xlabel="step", ylabel="training loss, nats a token")
-    checks = [r for r in records if "bits_per_byte" in r]
-    if checks:
-        other = axes.twinx()
-        x, y = [r["step"] for r in checks], [r["bits_per_byte"] for r in checks]
-        other.plot(x, y, "o-", color="#2f6f8f", markersize=3, label="validation")
-        other.set_ylabel("validation, bits a byte", color="#2f6f8f")
-        best = min(checks, key=lambda r: float(r["bits_per_byte"]))
-        text = f"{best['bits_per_byte']:.3f}"
-        other.annotate(text, (best["step"], best["bits_per_byte"]), (0, 8), textcoords="offset points", ha="right")
+    steps = [r for r in records if "loss" in r and not r["skipped"] and _drawable(r["loss"])]
+    x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
+    axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
+    axes.plot(x, centred(losses), color=TRAINING, label="training loss")
+    bits = score.bits_per_byte / score.loss if score.loss else 0.0
+    if checks := _checks(records, bits):
+        axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
+    if _drawable(score.loss):
+        figures = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+        axes.plot(
+            [step], [score.loss], "*", color=VALIDATION, markersize=12, label=f"kept: step {step}, {figures}"
+        )
+    axes.set(xlabel="step", ylabel="loss, nats/token")
+    if 0 < bits < inf:
+        turned: tuple[Any, Any] = (lambda loss: loss * bits, lambda value: value / bits)
+        axes.secondary_yaxis("right", functions=turned).set_ylabel("bits/byte")
     axes.grid(alpha=0.3)
     axes.spines[["top"]].set_visible(False)
-    figure.legend(loc="upper center", ncols=2, frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
+
+
+def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
+    """Steps and validation losses in nats/token; a run of before these were noted has them in bits/byte alone."""
+    found = []
+    for record in records:
+        loss = record.get("validation_loss")
+        if loss is None and bits and record.get("bits_per_byte") is not None:
+            loss = record["bits_per_byte"] / bits
+        if loss is not None and _drawable(loss):
+            found.append((record["step"], loss))
+    return found
+
+
+def _drawable(loss: float) -> bool:
+    """Whether axes can hold it: not what is not finite, nor what only a damaged file says."""
+    return abs(loss) < 1e30
+
+
+def centred(values: Sequence[float], reach: int = 10) -> list[float]:
+    """Means of each value and up to `reach` on either side, as many on both, so that no curve lags behind."""
+    sums = [0.0, *accumulate(values)]
+    near = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
+    return [(sums[i + n + 1] - sums[i - n]) / (2 * n + 1) for i, n in enumerate(near)]
 
 
 def smoothed(values: Sequence[float], keep: float = 0.95) -> list[float]:

@@ -1,11 +1,12 @@
 """What a run is asked to do and, for training from scratch, the model that follows from it."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from math import log
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, get_args
 
 from dunes.measure import DEVICES
 from dunes.models import FAMILIES
@@ -21,6 +22,17 @@ WIDTH_STEP = 32
 """What widths are multiples of: the smallest head."""
 
 T = TypeVar("T", bound="Terms")
+
+
+_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number below 2^63", lambda v: type(v) is int and abs(v) < 1 << 63),
+    float: ("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e300),
+    bool: ("true or false", lambda v: isinstance(v, bool)),
+    str: ("a text", lambda v: isinstance(v, str)),
+    tuple[str, ...]: ("a tuple of texts", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
+    type(None): ("none", lambda v: v is None),
+}
+"""What a field of each type may hold, in words and checked: a plan may come from a file that somebody edited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +57,9 @@ class Terms:
 
     LEAST: ClassVar[dict[str, float]] = {
         "context": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "size": 1, "vocab": 1, "lr": 1e-12,
+        "depth": 1, "width": 1,
     }  # fmt: skip
-    CHOSEN: ClassVar[tuple[str, ...]] = ("size", "context", "batch")
+    CHOSEN: ClassVar[tuple[str, ...]] = ("size", "depth", "width", "context", "batch")
     """Fields in which 0 leaves it open."""
     KNOWN: ClassVar[dict[str, Collection[str]]] = {"device": DEVICES}
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
@@ -58,6 +71,10 @@ class Terms:
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be done, before anything is."""
         there = {f.name for f in fields(self)}
+        for f in fields(self):
+            value, types = getattr(self, f.name), get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
+            if not any(_TYPES[t][1](value) for t in types):
+                raise ValueError(f"--{option(f.name)} is {value!r:.60}; it must be {_TYPES[types[0]][0]}")
         for name in there & self.LEAST.keys():
             value, minimum = getattr(self, name), self.LEAST[name]
             left_open = value is None or (value == 0 and name in self.CHOSEN)
@@ -107,8 +124,12 @@ class Terms:
     @classmethod
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
         """From their JSON. Raises ValueError if that is of another kind of run."""
+        if not isinstance(stored, Mapping):
+            raise ValueError(f"holds no plan, but a {type(stored).__name__}")
         if odd := stored.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"a run of another kind, or of another version: it has {', '.join(sorted(odd))}")
+            raise ValueError(
+                f"holds a run of another kind, or of another version: it has {', '.join(sorted(odd))}"
+            )
         told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**told)
 

@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from filelock import FileLock, Timeout
@@ -17,12 +18,16 @@ from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.evaluate import Score
+from dunes.runs.json_lines import Warn, append_record, print_warning, read_lines, warn_of_damage
 from dunes.runs.plan import MEASURED, T, Terms
 from dunes.runs.spent import Spent
-from dunes.text import Tokenizer
-from dunes.train import Record, Schedule, Trainer
+from dunes.runs.stored_state import check_optimizer, check_tensors, read_state, wrong_state
+from dunes.text import Tokenizer, json_file
+from dunes.train import Schedule, Trainer
 
 METRICS = "metrics.jsonl"
+METRIC = "the metrics of a step"
+SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
 WARMUP = 20
 
@@ -143,8 +148,7 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
 def relearned(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Put back what `learned` gave. Raises ValueError if that was of another model."""
     there = learned(model)
-    if odd := sorted(there.keys() ^ weights.keys()):
-        raise ValueError(f"the state is of another model: {odd[0]} is in only one of them, of {len(odd)}")
+    check_tensors(there, weights)
     with torch.no_grad():
         for name, tensor in there.items():
             tensor.copy_(weights[name])
@@ -155,15 +159,19 @@ def scheduled(plan: Terms) -> Schedule:
     return Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
 
 
+class Occupied(ValueError):
+    """There is a run in the folder already, or a process at work on it."""
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the run's lock, which a dead process lets go by itself. Raises ValueError if another has it."""
+    """Hold the run's lock, which a dead process lets go by itself. Raises Occupied if another has it."""
     (folder / "state").mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "state" / "lock", timeout=0):
             yield
     except Timeout:
-        raise ValueError(
+        raise Occupied(
             f"{folder}: another process is training here; wait for it or choose another --out"
         ) from None
 
@@ -175,14 +183,18 @@ def begin(plan: Terms, folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def begun(folder: Path, kind: type[T]) -> T | None:
-    """The plan of the run in this folder, if there is a run. Raises ValueError if that is of another kind."""
+    """The plan of the run in this folder, if there is a run.
+
+    Raises ValueError if that is of another kind, or no plan.
+    """
     path = folder / "state" / "plan.json"
     if not path.is_file():
         return None
+    stored = json_file.read(path)
     try:
-        return kind.of(json.loads(path.read_text()))
+        return kind.of(stored)
     except ValueError as error:
-        raise ValueError(f"{folder}: holds {error}; choose another --out") from None
+        raise ValueError(f"{path}: {error}; choose another --out") from None
 
 
 def admitted(
@@ -190,12 +202,14 @@ def admitted(
 ) -> T:
     """The plan to follow: this one in a new folder, the run's own when going on.
 
-    Raises ValueError if there is a run and it is not to go on, if there is none, or if something
+    Raises Occupied if there is a run and it is not to go on, ValueError if there is none, or if something
     was asked for that is not as in the run and not in `override`. What is in `override` and measured is
     left open, to be measured anew.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is not a folder; choose another --out")
+    for path in (folder, folder / "state"):
+        if os.path.lexists(path) and not path.is_dir():
+            words = "is a link to what is not there" if path.is_symlink() else "is not a folder"
+            raise ValueError(f"{path}: {words}; choose another --out")
     if wrong := sorted(set(override) - set(plan.MAY_CHANGE)):
         raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(plan.MAY_CHANGE)} can")
     earlier = begun(folder, type(plan))
@@ -207,7 +221,7 @@ def admitted(
         _free(folder)
         return plan
     if not again:
-        raise ValueError(f"{folder}: holds a run already; go on with --resume, or choose another --out")
+        raise Occupied(f"{folder}: holds a run already; go on with --resume, or choose another --out")
     differences = plan.differences(earlier, plan.changed() if asked is None else asked)
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
@@ -223,7 +237,7 @@ def _free(folder: Path) -> None:
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
             raise ValueError(f"{folder}: holds a model that no run here made ({name}); choose another --out")
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    there = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{there}: is not a folder that can be written to; choose another --out")
 
@@ -259,26 +273,32 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
 
     if (folder := checkpoint.latest(run.folder, damaged)) is None:
         told("nothing was saved yet; beginning anew")
-        cut(run.folder / METRICS, 0)
+        cut(run.folder / METRICS, 0, told)
         return
-    state = checkpoint.restore(folder)
-    differences = run.plan.differences(type(run.plan).of(state["plan"]))
-    if others := [name for name, found in run.task.prints.items() if state["corpus"][name] != found]:
+    state = read_state(folder, type(run.plan))
+    differences = run.plan.differences(state["plan"])
+    if others := [name for name, found in run.task.prints.items() if state["corpus"].get(name) != found]:
         differences["corpus"] = f"{' and '.join(others)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{run.folder}: cannot go on: {'; '.join(refused)}; begin anew with another --out, or say --override "
             f"{' '.join(d for d in differences if d in run.plan.MAY_CHANGE) or 'of what may change'}"
         )
-    relearned(run.model, state["weights"])
+    try:
+        check_optimizer(run.trainer.optimizer, state["optimizer"])
+        if state["best_weights"]:
+            check_tensors(learned(run.model), state["best_weights"])
+        relearned(run.model, state["weights"])
+    except ValueError as error:
+        raise wrong_state(folder, str(error)) from None
     run.trainer.load_state_dict(state["trainer"])
     if not {"steps", "minutes"} & differences.keys():  # else the rate goes up again, and falls towards the new end
-        run.schedule.records[:] = [Record(*r) for r in state["records"]]
+        run.schedule.records[:] = state["records"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
-    run.best, run.last = (Score(*state[k]) if state[k] else None for k in ("best", "last"))
-    run.spent.seconds.update(state.get("spent", {}))
+    run.best, run.last = state["best"], state["last"]
+    run.spent.seconds.update(state["spent"])
     run.data = run.spent.seconds["data"]
-    cut(run.folder / METRICS, run.trainer.number)
+    cut(run.folder / METRICS, run.trainer.number, told)
     told(f"going on after step {run.trainer.number}")
     if differences:
         note(run.folder, {"step": run.trainer.number, "changed": differences})
@@ -307,22 +327,36 @@ def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
 
 def note(folder: Path, record: dict[str, Any]) -> None:
     """Append a line to the run's metrics."""
-    with (folder / METRICS).open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    append_record(folder / METRICS, record)
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that a crash cut short, and what follows, is left out."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+def records(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, those that are damaged left out; `warn` gets a line about these."""
+    lines = read_lines(path)
+    warn_of_damage(path, [line for line in lines if not _is_metric(line.record)], METRIC, warn)
+    return [line.record for line in lines if _is_metric(line.record)]
 
 
-def cut(path: Path, step: int) -> None:
-    """Keep the metrics up to this step: those after it will be made again."""
-    kept = [r for r in records(path) if r["step"] <= step]
-    write_file(path, "".join(json.dumps(r) + "\n" for r in kept).encode())
+def _is_metric(record: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether a line is a step's, or a note about one, with numbers where readers compute with them."""
+    if record is None or type(record.get("step")) is not int or not _is_number(record["step"]):
+        return False
+    if not all(_is_number(record[name]) for name in SCORES if record.get(name) is not None):
+        return False
+    if "loss" not in record:
+        return True
+    steps = all(_is_number(record.get(name)) for name in ("loss", "norm", "rate", "count", "seconds"))
+    return steps and "skipped" in record and 0 < record["seconds"] < inf
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
+
+
+def cut(path: Path, step: int, warn: Warn = print_warning) -> None:
+    """Take away the metrics after this step, which will be made again, and lines that are no objects."""
+    lines = read_lines(path)
+    warn_of_damage(path, [line for line in lines if line.record is None], METRIC, warn)
+    kept = [x for x in lines if x.record is not None and not (_is_metric(x.record) and x.record["step"] > step)]
+    if len(kept) < len(lines):
+        write_file(path, b"".join(line.text + b"\n" for line in kept))

@@ -1,0 +1,82 @@
+"""Files of one JSON object a line that grow line by line, such as metrics: a damaged line costs itself alone."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dunes.checkpoint.atomic import naming
+
+Warn = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file, counted from 1: its bytes without the line end, and the object it holds or None."""
+
+    number: int
+    text: bytes
+    record: dict[str, Any] | None
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add text at the end of a file, on a line of its own.
+
+    A file whose last line was cut short by a crash gets its line end first. Raises OSError that names the file,
+    and leaves nothing of the text there, if it cannot be written whole.
+    """
+    with naming(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            size = os.fstat(file).st_size
+            torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+            try:
+                _write(file, b"\n" * torn + text.encode())
+            except BaseException:
+                with suppress(OSError):
+                    os.ftruncate(file, size)
+                raise
+        finally:
+            os.close(file)
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Add an object as a line. Raises what `append_text` does."""
+    append_text(path, json.dumps(record) + "\n")
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file that are not blank; none if there is no file."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else ()
+    return [Line(n, text, _object(text)) for n, text in enumerate(lines, 1) if text.strip()]
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def print_warning(line: str) -> None:
+    """Print a line on standard error."""
+    print(line, file=sys.stderr)
+
+
+def warn_of_damage(path: Path, damaged: Sequence[Line], expected: str, warn: Warn) -> None:
+    """Say in one line that these lines are skipped, with the first one's place; nothing if there are none."""
+    if damaged:
+        first, more = damaged[0], f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        warn(
+            f"warning: {path}, line {first.number}: expected {expected}, found {first.text[:60]!r}; skipped{more}"
+        )

@@ -1,0 +1,139 @@
+"""loss.png: both curves in nats/token, bits/byte on the right, and the figures that the terminal says."""
+
+import math
+import re
+
+import pytest
+from matplotlib.figure import Figure
+
+from conftest import display, toy
+from dunes.runs.evaluate import Score
+from dunes.runs.picture import centred, loss_picture
+from dunes.runs.run import Run, records
+from dunes.runs.track import written
+from dunes.runs.train import train
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved."""
+    figures, real = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or real(self, *a, **k))
+    return figures
+
+
+def step(number, loss, **more):
+    return {"step": number, "loss": loss, "skipped": False} | more
+
+
+def lines(figure):
+    """The points of each labelled line."""
+    return {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}
+
+
+def test_both_curves_are_in_one_unit_and_bits_stand_on_the_right(drawn, tmp_path):
+    score = Score(nats=6.0, tokens=3, size=4)  # 2 nats a token, of 4/3 bytes each
+    metrics = [step(i, 10.0 / i) for i in range(1, 31)]
+    metrics[9] |= {"validation_loss": 2.5, "bits_per_byte": 2.7}
+    metrics[19] |= {"bits_per_byte": score.bits_per_byte * 1.5}  # noted before validation losses were
+    loss_picture([*metrics, {"step": 30, "changed": {}}], score, 20, tmp_path / "loss.png")
+    found = lines(drawn[0])
+    assert [x for x, _ in found["training loss"]] == list(range(1, 31))
+    assert found["training loss"][0] == [1, 10.0]
+    assert found["training loss"][-1] == [30, pytest.approx(10.0 / 30)], "it does not lag behind"
+    assert found["validation loss"] == [[10, 2.5], [20, pytest.approx(3.0)]]
+    assert found["kept: step 20, 2.000 nats/token, 2.164 bits/byte"] == [[20, 2.0]]
+    axes = drawn[0].axes[0]
+    (right,) = axes.child_axes
+    assert "nats/token" in axes.get_ylabel()
+    assert "bits/byte" in right.get_ylabel()
+    drawn[0].canvas.draw()
+    left_low, left_high = axes.get_ylim()
+    bits_a_nat = score.bits_per_byte / score.loss
+    assert right.get_ylim() == pytest.approx((left_low * bits_a_nat, left_high * bits_a_nat))
+
+
+ODD = {
+    "nothing": [],
+    "one step": [step(1, 2.0)],
+    "skipped": [step(1, math.nan) | {"skipped": True}, step(2, 2.0)],
+    "not finite": [step(1, math.inf), step(2, math.nan), step(3, 1.0, validation_loss=math.inf)],
+    "huge": [step(1, 1e308), step(2, -1e308)],
+    "notes": [{"step": 0, "changed": {}}],
+}
+
+
+@pytest.mark.parametrize(
+    "score", [Score(6.0, 3, 4), Score(math.nan, 3, 4), Score(math.inf, 3, 4), Score(0.0, 3, 0)]
+)
+@pytest.mark.parametrize("metrics", ODD)
+def test_odd_metrics_make_a_picture(metrics, score, tmp_path):
+    loss_picture(ODD[metrics], score, 1, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_means_are_of_what_lies_on_both_sides():
+    assert centred([]) == []
+    assert centred([3.0]) == [3.0]
+    assert centred([1.0, 2.0, 9.0], 10) == [1.0, 4.0, 9.0]
+    assert centred([float(i) for i in range(50)]) == pytest.approx(list(range(50))), "no lag on a slope"
+    assert centred([0.0] * 10 + [21.0] + [0.0] * 10)[10] == 1.0
+
+
+def worse_and_worse(monkeypatch):
+    """Validation that is best at the first check."""
+    scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
+    monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
+
+
+def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(code, tmp_path, monkeypatch, drawn):
+    worse_and_worse(monkeypatch)
+    best = {}
+    real_check = Run.check
+
+    def check(self, limit):
+        score = real_check(self, limit)
+        best.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
+        return score
+
+    def sample(model, *rest, **named):
+        kept = best.get("weights", {})
+        same = bool(kept) and all(bool((v == kept[k]).all()) for k, v in model.state_dict().items())
+        return f"the best weights: {same}"
+
+    monkeypatch.setattr(Run, "check", check)
+    monkeypatch.setattr("dunes.runs.train.sample_text", sample)
+    show, out = display()
+    assert train(toy(code, steps=60), tmp_path / "run", show) == 0
+    found = written(tmp_path / "run" / "samples.md")
+    assert list(found) == [5, 50, 60]
+    assert found[60] == "the best weights: True"
+    assert found[50] == "the best weights: False"
+    said = out.getvalue()
+    assert "--- after 60 steps, with the best weights (step 10), it writes ---" in said
+    loss, bits = re.search(r"text (\S+) nats a token, perplexity \S+, (\S+) bits a byte", said).groups()
+    assert f"kept: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
+    checks = [
+        [r["step"], r["validation_loss"]]
+        for r in records(tmp_path / "run" / "metrics.jsonl")
+        if r.get("validation_loss")
+    ]
+    assert lines(drawn[-1])["validation loss"] == checks
+    assert [n for n, _ in checks] == [10, 25, 50, 60]
+    before = (tmp_path / "run" / "samples.md").read_bytes()
+    assert train(toy(code, steps=60), tmp_path / "run", display()[0], again=True) == 0
+    assert (tmp_path / "run" / "samples.md").read_bytes() == before, "nothing was trained"
+
+
+def test_a_picture_or_sample_that_cannot_be_written_does_not_cost_the_last_words(code, tmp_path, monkeypatch):
+    def full(*arguments, **named):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    monkeypatch.setattr("dunes.runs.loop.append_text", full)
+    show, out = display()
+    assert train(toy(code), tmp_path / "run", show) == 0
+    assert "could not be drawn: [Errno 28] No space left on device" in out.getvalue()
+    assert "could not be sampled: [Errno 28]" in out.getvalue()
+    assert "done after 12 steps" in out.getvalue()
+    assert "dunes generate" in out.getvalue().splitlines()[-1]

@@ -1,0 +1,387 @@
+"""What somebody wrote into a run's files by hand, digests and all: right, or one line that names the place."""
+
+import json
+import shutil
+from math import inf, nan
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from conftest import display, toy
+from dunes import checkpoint
+from dunes.bench.page import page
+from dunes.checkpoint import atomic
+from dunes.cli import bench as bench_verbs
+from dunes.runs import dial
+from dunes.runs import loop as loop_module
+from dunes.runs.finetune import finetune
+from dunes.runs.plan import Plan
+from dunes.runs.run import alone
+from dunes.runs.train import train
+from dunes.runs.tuning import Tuning
+
+
+def refused(call, *arguments, **named):
+    """What is said, in one line, of what cannot be done."""
+    with pytest.raises((ValueError, OSError)) as error:
+        call(*arguments, **named)
+    words = str(error.value)
+    assert "\n" not in words
+    assert len(words) < 600, words
+    return words
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run of twelve steps on forty small programs, and its text."""
+    base = tmp_path_factory.mktemp("whole")
+    (base / "code").mkdir()
+    for i in range(40):
+        text = "\n".join(f"def task_{i}_{j}(value):\n    return value * {i + j}\n" for j in range(12))
+        (base / "code" / f"module_{i}.py").write_text(text)
+    assert train(toy(base / "code"), base / "run", display()[0]) == 0
+    return base / "run"
+
+
+@pytest.fixture
+def run(run_folder, tmp_path):
+    return shutil.copytree(run_folder, tmp_path / "run")
+
+
+def resumed(folder, show=None):
+    return train(Plan(sources=()), folder, show or display()[0], again=True)
+
+
+WRONG_PLANS = {
+    "endless steps": ("steps", 1e400),
+    "endless minutes": ("minutes", 1e400),
+    "no number": ("minutes", nan),
+    "text for steps": ("steps", "12"),
+    "text for a size": ("size", "3m"),
+    "text for a context": ("context", "32"),
+    "text for minutes": ("minutes", "1e400"),
+    "a share of a step": ("steps", 12.5),
+    "true": ("batch", True),
+    "null": ("seed", None),
+    "a long seed": ("seed", 10**23),
+    "a list": ("dtype", ["float32"]),
+    "an object": ("threads", {}),
+    "a number for text": ("family", 3),
+    "a source": ("sources", "code"),
+    "sources that are numbers": ("sources", [1]),
+    "a text for the rate": ("matmul", "fast"),
+    "a negative depth": ("depth", -2),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PLANS)
+def test_a_plan_that_was_edited_wrongly_is_refused_by_file_and_field(case, run):
+    name, value = WRONG_PLANS[case]
+    path = run / "state" / "plan.json"
+    text = json.dumps(json.loads(path.read_text()) | {name: value})
+    path.write_text(text.replace("Infinity", "1e400"))
+    words = refused(resumed, run)
+    assert words.startswith(f"{path}: ")
+    assert f"--{name} is " in words
+    assert str(path) in refused(page, run)
+    assert str(path) in refused(train, toy(run.parent), run, display()[0], dry=True)
+
+
+def test_a_number_too_long_for_python_is_refused_by_its_file(run):
+    path = run / "state" / "plan.json"
+    path.write_text(path.read_text().replace('"seed": 0', f'"seed": 1{"0" * 5000}'))
+    assert refused(resumed, run).startswith(f"{path}: not JSON")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"3", b"null", b"\xff", b"[" * 99_999, b'{"steps": 1, "steps": 2}']
+)
+def test_a_plan_that_is_none_is_refused_by_its_file(text, run):
+    path = run / "state" / "plan.json"
+    path.write_bytes(text)
+    for call in (resumed, page):
+        assert refused(call, run).startswith(f"{path}: ")
+
+
+def test_a_plan_from_python_is_checked_alike():
+    for fields in ({"minutes": inf}, {"steps": "3"}, {"seed": 10**23}, {"sources": ["x"]}, {"context": 32.0}):
+        with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
+            Plan(**{"sources": ("x",)} | fields)
+    for fields in ({"alpha": inf}, {"lr": "1e-3"}, {"model": None}, {"packed": 1}, {"where": "**"}):
+        with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
+            Tuning(**fields)
+
+
+def resealed(run, change):
+    """Change the newest state, and write digests that agree with it."""
+    folder = checkpoint.latest(run)
+    tensors = load_file(folder / "tensors.safetensors")
+    content = json.loads((folder / "state.json").read_text())
+    state = dict(content["state"]["dict"])
+    state["trainer"] = dict(state["trainer"]["dict"])
+    change(state, tensors)
+    state["trainer"] = {"dict": [[k, v] for k, v in state["trainer"].items()]}
+    content["state"] = {"dict": [[k, v] for k, v in state.items()]}
+    save_file(tensors, folder / "tensors.safetensors")
+    (folder / "state.json").write_text(json.dumps(content).replace('"1e400"', "1e400"))
+    (folder / "manifest.json").unlink()
+    atomic._seal_folder(folder, {"tensors.safetensors": tensors})
+    assert checkpoint.latest(run) == folder, "its digests are right"
+    return folder
+
+
+def setting(name, value):
+    def change(state, tensors):
+        (state["trainer"] if name in state["trainer"] else state)[name] = value
+
+    return change
+
+
+def without(prefix):
+    def change(state, tensors):
+        del tensors[next(name for name in tensors if name.startswith(prefix))]
+
+    return change
+
+
+def replaced(prefix, value, where=""):
+    def change(state, tensors):
+        name = next(name for name in tensors if name.startswith(prefix) and where in name)
+        tensors[name] = value(tensors[name]).contiguous()
+
+    return change
+
+
+def entry_gone(state, tensors):
+    """One parameter's momentum is gone, from the tensors and from what names them."""
+    text = json.dumps(state["trainer"]["optimizer"])
+    name = next(n for n in tensors if n.endswith("exp_avg_sq"))
+    del tensors[name]
+    text = text.replace(f', ["exp_avg_sq", {{"tensor": "{name}"}}]', "")
+    assert name not in text
+    state["trainer"]["optimizer"] = json.loads(text)
+
+
+def option(old, new):
+    def change(state, tensors):
+        text = json.dumps(state["trainer"]["optimizer"])
+        assert old in text
+        state["trainer"]["optimizer"] = json.loads(text.replace(old, new))
+
+    return change
+
+
+WRONG_STATES = {
+    "another step": (setting("number", 7), "it is of step 7"),
+    "text for a step": (setting("number", "12"), "number is '12'"),
+    "an endless step": (setting("number", "1e400"), "number is inf"),
+    "a step below none": (setting("number", -1), "number is -1"),
+    "text for bad": (setting("bad", "0"), "bad is '0'"),
+    "elapsed": (setting("elapsed", "1e400"), "elapsed is inf"),
+    "elapsed text": (setting("elapsed", "3"), "elapsed is '3'"),
+    "elapsed below": (setting("elapsed", -3.0), "elapsed is -3.0"),
+    "records": (setting("records", {"list": [{"list": [0, "12"]}]}), "records is "),
+    "records of one": (setting("records", {"list": [{"list": [0]}]}), "records is "),
+    "records backwards": (setting("records", {"list": [{"list": [12, 6]}]}), "records is "),
+    "records no list": (setting("records", 5), "records is 5"),
+    "best": (setting("best", {"list": [1.0, 2]}), "best is "),
+    "best of nothing": (setting("best", {"list": [1.0, 0, 5]}), "best is "),
+    "last": (setting("last", "none"), "last is 'none'"),
+    "best step": (setting("best_step", 1.5), "best_step is 1.5"),
+    "spent": (setting("spent", {"dict": [["data", "long"]]}), "spent is "),
+    "plan": (setting("plan", 3), "plan is 3"),
+    "plan's number": (setting("plan", {"dict": [["steps", "12"]]}), "--steps is '12'"),
+    "corpus": (setting("corpus", None), "corpus is None"),
+    "weights": (setting("weights", {"list": []}), "weights is []"),
+    "weights of another": (setting("weights", {"dict": []}), "the state is of another model"),
+    "no optimizer": (setting("optimizer", {"dict": []}), "an optimizer's state is missing"),
+    "a missing weight": (without("weights."), "is missing, in it or in tensors.safetensors"),
+    "a missing best weight": (without("best_weights."), "is missing, in it or in tensors.safetensors"),
+    "a missing momentum": (without("trainer.optimizer"), "is missing, in it or in tensors.safetensors"),
+    "a momentum unnamed": (entry_gone, "the optimizer's parameters have different entries"),
+    "a shape that broadcasts": (
+        replaced("weights.", lambda t: t[:1], "norm"),
+        "the state is of another model: the shape",
+    ),
+    "another dtype": (replaced("weights.", lambda t: t.double()), "the state is of another model: the dtype"),
+    "best of another shape": (
+        replaced("best_weights.", lambda t: t[:1]),
+        "the state is of another model: the shape",
+    ),
+    "a weight that is none": (replaced("weights.", lambda t: t * nan), "not finite"),
+    "a best weight that is none": (replaced("best_weights.", lambda t: t * nan), "not finite"),
+    "a momentum that is none": (replaced("trainer.", lambda t: t * inf, "exp_avg"), "not finite"),
+    "a momentum of another shape": (
+        replaced("trainer.", lambda t: t.flatten()[:3], "exp_avg"),
+        "has the shape (3,)",
+    ),
+    "a rate": (option('["lr", 0.0', '["lr", "x'.replace('"x', '"1"], ["was", 0.0')), "the optimizer's groups"),
+    "a group": (option('"params", {"list": [0', '"params", {"list": [99'), "the optimizer's groups"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_a_state_with_a_wrong_number_is_refused_by_name(case, run):
+    change, words = WRONG_STATES[case]
+    folder = resealed(run, change)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
+    said = refused(resumed, run)
+    assert words in said
+    assert str(folder) in said
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"} == before
+
+
+NO_STATES = [
+    "3", "[]", "null", "{}", '{"format": 1}', '{"format": 1, "state": 3}', '{"format": 1, "state": {"dict": [1]}}',
+    '{"format": 1, "state": {"list": []}}', '{"format": 1, "state": {"dict": []}}', "[" * 99_999,
+    '{"format": 1, "state": {"tensor": []}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_STATES)
+def test_a_state_that_is_none_is_refused_by_name(text, run):
+    folder = checkpoint.latest(run)
+    (folder / "state.json").write_text(text)
+    (folder / "manifest.json").unlink()
+    atomic._seal_folder(folder, {})
+    assert str(folder) in refused(resumed, run)
+
+
+def test_a_state_that_is_resealed_as_it_was_goes_on(run):
+    before = (run / "model.safetensors").read_bytes()
+    resealed(run, lambda state, tensors: None)
+    assert resumed(run) == 0
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_a_state_without_fields_of_later_versions_goes_on(run):
+    resealed(run, lambda state, tensors: state.pop("spent"))
+    assert resumed(run) == 0
+
+
+def out_folders(tmp_path):
+    """Places for a run that are none, and the words that say which."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state").symlink_to(tmp_path / "gone")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "state").write_text("x")
+    return {
+        "file": "file",
+        "link": "link",
+        "loop": "loop",
+        "link/run": "link",
+        "run": "run/state",
+        "other": "other/state",
+    }
+
+
+def test_a_link_to_nothing_is_no_place_for_a_run(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_module.measure, "keep_memory", lambda: pytest.fail("work was begun"))
+    rows = tmp_path / "rows.json"
+    rows.write_text("[]")
+    for name, place in out_folders(tmp_path).items():
+        for verb, plan in ((train, toy(code)), (finetune, Tuning(model=str(tmp_path), data=str(rows)))):
+            for how in ({}, {"dry": True}, {"strict": True}):
+                words = refused(verb, plan, tmp_path / name, display()[0], **how)
+                assert words.startswith(f"{tmp_path / place}: is "), words
+                assert words.endswith("choose another --out")
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_link_to_a_folder_is_a_place_for_a_run(code, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert train(toy(code, steps=2), tmp_path / "link", display()[0]) == 0
+    assert (tmp_path / "real" / "model.safetensors").is_file()
+
+
+def test_measurements_do_not_go_through_a_link_to_nothing(tmp_path):
+    from dunes.bench.run import Request, bench
+
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "gone" / "x.jsonl")
+    with pytest.raises(ValueError, match=r"out\.jsonl: is there already"):
+        bench("train", Request(sizes=["60k"]), 1, tmp_path / "out.jsonl")
+
+
+def test_readers_of_what_is_no_run_say_so(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    for name in ("link", "empty"):
+        assert refused(bench_verbs.report, tmp_path / name).startswith(
+            f"{tmp_path / name}: there is no training run"
+        )
+        assert str(tmp_path / name) in refused(bench_verbs.plot, (tmp_path / name,), tmp_path / "pictures")
+
+
+def test_a_card_with_words_for_numbers_still_makes_a_page(run):
+    pytest.importorskip("plotnine")
+    card = json.loads((run / "dunes.json").read_text())
+    for part in ({"measured": 3, "spent": []}, {"measured": {"bits_per_byte": "low"}, "spent": {"data": "long"}}):
+        (run / "dunes.json").write_text(json.dumps(card | part))
+        assert "perplexity" not in page(run)
+    (run / "dunes.json").write_text("[")
+    assert refused(page, run).startswith(str(run / "dunes.json"))
+
+
+def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
+    from dunes.runs.answers import Before
+    from dunes.runs.evaluate import Score
+
+    path = tmp_path / "before.json"
+    whole = Before(Score(1.0, 2, 3), None, ["x"], "")
+    whole.write(path)
+    assert Before.read(path) == whole
+    good = json.loads(path.read_text())
+    for wrong in (
+        3,
+        [],
+        {},
+        good | {"score": [1]},
+        good | {"said": 5},
+        good | {"score": ["x", 1, 2]},
+        good | {"domain": "x"},
+    ):
+        path.write_text(json.dumps(wrong))
+        assert refused(Before.read, path).startswith(f"{path}: ")
+    path.write_bytes(b"\xff{")
+    assert refused(Before.read, path).startswith(f"{path}: ")
+
+
+def dry(plan, folder, **how):
+    show, out = display()
+    assert train(plan, folder, show, dry=True, **how) == 0
+    return out.getvalue()
+
+
+def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, run_folder, monkeypatch):
+    machine = dial.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
+    monkeypatch.setattr(dial, "measured", lambda plan: machine)
+    code = run_folder.parent / "code"
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    plan = Plan(sources=(str(code),), minutes=1, dtype="float32", threads=1)
+    said = dry(plan, run)
+    assert f"warning: {run}: holds a run already; go on with --resume, or choose another --out" in said
+    assert "newest state is of step 12" in said
+    assert "chosen for 1 minutes" in said
+    assert "chosen for" not in dry(Plan(), run), "nothing was asked but what is there"
+    again = dry(Plan(), run, again=True)
+    assert "holds a run already" not in again
+    assert "newest state is of step 12" in again
+    assert "goes on from there to its end after 12 steps" in again
+    with alone(run):
+        assert "another process is training here" in dry(plan, run)
+        assert "another process is training here" in dry(Plan(), run, again=True)
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"} == {
+        p: t for p, t in before.items() if p.name != "lock"
+    }
+    assert "no sources" in refused(train, Plan(), run.parent / "new", display()[0], dry=True)
+    assert "steps was 12, now 3" in refused(train, Plan(steps=3), run, display()[0], again=True, dry=True)
+
+
+def test_a_dry_run_into_a_run_that_never_saved_says_so(run):
+    shutil.rmtree(checkpoint.latest(run))
+    shutil.rmtree(checkpoint.latest(run), ignore_errors=True)
+    assert "nothing was saved yet" in dry(Plan(), run, again=True)
