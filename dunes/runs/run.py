@@ -25,6 +25,8 @@ from dunes.train import Record, Schedule, Trainer
 METRICS = "metrics.jsonl"
 FALL = 0.5
 WARMUP = 20
+WORSE = 1.01
+"""Validation loss over the best one from which a check is called worse: above the noise between checks."""
 
 
 class Task(Protocol):
@@ -77,7 +79,7 @@ class Run:
 
     `began` is when it would have begun, by the clock, had it never been interrupted. `spent` is over all
     its processes, `data` what of it batches took up to the last step, and `warm` whether this process has
-    taken a step.
+    taken a step. `worse_checks` counts the last checks in a row that were worse than the best one by WORSE.
     """
 
     folder: Path
@@ -93,6 +95,7 @@ class Run:
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     last: Score | None = None
+    worse_checks: int = 0
     spent: Spent = field(default_factory=Spent)
     data: float = 0.0
     warm: bool = False
@@ -122,7 +125,13 @@ class Run:
         if self.best is None or score.bits_per_byte < self.best.bits_per_byte:
             self.best, self.best_step = score, self.trainer.number
             self.best_weights = {k: v.detach().cpu().clone() for k, v in learned(self.model).items()}
+        self.worse_checks = self.worse_checks + 1 if self.is_worse else 0
         return score
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the last check was clearly worse than the best one; a score that is not a number is."""
+        return bool(self.best and self.last) and not self.last.bits_per_byte < self.best.bits_per_byte * WORSE
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
@@ -240,6 +249,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "spent": dict(run.spent.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
+        "worse_checks": run.worse_checks,
         "best_step": run.best_step,
         "best_weights": run.best_weights,
     }
@@ -276,6 +286,7 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         run.schedule.records[:] = [Record(*r) for r in state["records"]]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = (Score(*state[k]) if state[k] else None for k in ("best", "last"))
+    run.worse_checks = state.get("worse_checks", 0)
     run.spent.seconds.update(state.get("spent", {}))
     run.data = run.spent.seconds["data"]
     cut(run.folder / METRICS, run.trainer.number)
