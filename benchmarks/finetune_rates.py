@@ -11,7 +11,6 @@ to the file when it is over, and is not run again, so that a sweep goes on where
 import json
 import time
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,7 +95,7 @@ def read(out: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The loss at the end by rate, of each method and length; in brackets the highest one after the first check."""
+    """The loss at the end by rate, of each method and length; in brackets the highest of all checks."""
     rates = sorted({r["lr"] for r in rows})
     lines = [f"| | {' | '.join(f'{rate:.2g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
     for method, steps in sorted({(r["method"], r["steps"]) for r in rows}):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -340,6 +341,27 @@ def test_overfitting_is_said_in_words():
     assert "best after 50 steps" in overfitting(Fake)
     Fake.last = Score(100.1, 10, 10)
     assert overfitting(Fake) == ""
+
+
+@pytest.mark.parametrize(
+    ("bits", "worse", "best"),
+    [
+        ([3.0, 2.0, 2.01, 2.03, 2.1, 2.5], [0, 0, 0, 1, 2, 3], 2),
+        ([3.0, 3.5, 4.0, 2.9, 3.5], [0, 1, 2, 0, 1], 4),
+        ([3.0, float("nan"), float("inf")], [0, 1, 2], 1),
+        ([float("nan"), 3.0, 2.0], [1, 0, 0], 3),
+    ],
+)
+def test_checks_that_are_worse_than_the_best_are_counted(bits, worse, best):
+    scores, model, trainer = iter(bits), torch.nn.Linear(2, 2), SimpleNamespace(number=0, dtype=None)
+    task = SimpleNamespace(score=lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores)))
+    run, counts = run_module.Run(Path(), Plan(), task, model, trainer, None), []
+    for number in range(1, len(bits) + 1):
+        trainer.number = number
+        run.check(1)
+        counts.append(run.worse_checks)
+    assert counts == worse
+    assert run.best_step == best
 
 
 def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):

@@ -317,12 +317,13 @@ def _last_score(run: Run, hurried: bool) -> Score:
 
 def rising(run: Run) -> str:
     """The warning that validation loss stays above its best."""
-    assert run.best and run.last, "there were checks"
+    assert run.best, "there were checks"
+    assert run.last, "there were checks"
     return (
         f"warning: validation loss was worse than its best ({run.best.bits_per_byte:.3f} bits/byte after step "
-        f"{run.best_step}) at the last {run.worse_checks} checks and is {run.last.bits_per_byte:.3f} now; the best "
-        f"weights are kept. A lower learning rate ({run.trainer.base[0]:.2g}) if it jumped, fewer steps or more "
-        "data if it crept up"
+        f"{run.best_step}) at the last {run.worse_checks} checks and is {run.last.bits_per_byte:.3f} now; the "
+        f"best weights are kept. A lower learning rate ({run.trainer.base[0]:.2g}) helps if it jumped, fewer "
+        "steps or more data if it crept up"
     )
 
 
@@ -331,7 +332,7 @@ def overfitting(run: Run) -> str:
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""
     return (
-        f"validation loss was best after {run.best_step} steps ({run.best.bits_per_byte:.3f} bits/byte) and ended at "
-        f"{run.last.bits_per_byte:.3f}: the weights of step {run.best_step} were saved. A lower learning rate, "
-        "fewer steps or more data would help"
+        f"validation loss was best after {run.best_step} steps ({run.best.bits_per_byte:.3f} bits/byte) and "
+        f"{run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved. A lower "
+        "learning rate, fewer steps or more data would help"
     )

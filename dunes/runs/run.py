@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from math import isnan
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -122,16 +123,13 @@ class Run:
         start = perf_counter()
         self.last = score = self.score(limit)
         self.second_a_token = (perf_counter() - start) / score.tokens
-        if self.best is None or score.bits_per_byte < self.best.bits_per_byte:
+        best = float("inf") if self.best is None else self.best.bits_per_byte
+        if self.best is None or score.bits_per_byte < best or isnan(best):
             self.best, self.best_step = score, self.trainer.number
             self.best_weights = {k: v.detach().cpu().clone() for k, v in learned(self.model).items()}
-        self.worse_checks = self.worse_checks + 1 if self.is_worse else 0
+        # A score that is not a number is worse than any.
+        self.worse_checks = 0 if score.bits_per_byte < self.best.bits_per_byte * WORSE else self.worse_checks + 1
         return score
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether the last check was clearly worse than the best one; a score that is not a number is."""
-        return bool(self.best and self.last) and not self.last.bits_per_byte < self.best.bits_per_byte * WORSE
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
