@@ -69,13 +69,19 @@ def test_what_a_save_costs_is_said():
     assert last_line("save.py", "--size", "300k", "--rounds", 1, "--steps", 2)["blocked_seconds"] > 0
 
 
-@pytest.mark.slow
-def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_path):
-    base, data, out = tmp_path / "base", tmp_path / "data.jsonl", tmp_path / "rows.jsonl"
+def finetuning_in(folder, code):
+    """A file for results, a base, and examples."""
+    base, data = folder / "base", folder / "data.jsonl"
     size = ("--size", "300k", "--context", "64", "--batch", "4", "--steps", "3")
     command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(base), *size]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     data.write_text("".join(f'{{"prompt": "{i} and 1?", "completion": "{i + 1}"}}\n' for i in range(300)))
+    return folder / "rows.jsonl", base, data
+
+
+@pytest.mark.slow
+def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_path):
+    out, base, data = finetuning_in(tmp_path, code)
     sweep = (out, base, data, "--epochs", 1, "--ranks", 0, 4, "--full-rates", 1e-3, "--rates", 1e-2)
     first = last_line("lora_gap.py", *sweep)["rows"]
     full, lora = first
@@ -83,6 +89,18 @@ def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_pat
     assert full["trainable"] == full["parameters"] > 4 * lora["trainable"] > 0
     assert full["cuts"]["rank 1000000, embedding changed"] == pytest.approx(full["loss"], abs=0.02)
     assert last_line("lora_gap.py", *sweep)["rows"] == first
+    assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_the_sweep_of_rates_runs_tells_a_wild_one_and_leaves_out_what_is_known(code, tmp_path):
+    out, base, data = finetuning_in(tmp_path, code)
+    sweep = (out, base, data, "--context", 64, "--steps", 16, "--methods", "full", "--rates", 1e-3, 10)
+    rows = last_line("finetune_rates.py", *sweep)["rows"]
+    usual, wild = rows
+    assert usual["checks"][-1] < usual["before"] < wild["checks"][-1]
+    assert len(usual["checks"]) == 8
+    assert last_line("finetune_rates.py", *sweep)["rows"] == rows
     assert len(out.read_text().splitlines()) == 2
 
 

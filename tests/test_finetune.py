@@ -21,11 +21,12 @@ from dunes.models import FAMILIES
 from dunes.models.start import initialise
 from dunes.runs import lesson as lesson_module
 from dunes.runs import loop as loop_module
-from dunes.runs.answers import Answers
+from dunes.runs.answers import Answers, Before
+from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.lesson import Lesson, answered, memory, optimizer
 from dunes.runs.memory import Learning, Shape, training
-from dunes.runs.run import learned, records
+from dunes.runs.run import Run, learned, records
 from dunes.runs.train import train
 from dunes.runs.tuning import METHODS, Tuning, learning_rate, rows_a_step, steps_of
 from dunes.text import Tokenizer, templates
@@ -218,6 +219,48 @@ def test_an_adapter_that_cannot_be_written_is_not_trained(tokenizer, examples, t
     with pytest.raises(ValueError, match="PEFT has no DoRA on experts"):
         finetune(asked(base, examples, method="dora", steps=1), tmp_path / "run", display()[0])
     assert not records(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp_path, monkeypatch):
+    """A learning rate at which the loss falls during the warm-up and then jumps."""
+    monkeypatch.setattr(loop_module, "_check_due", lambda step: step % 3 == 0)
+    plan, folder = asked(base, examples, method="full", steps=24, lr=3.0), tmp_path / "run"
+    out = finetuned(plan, folder)
+    checks = {r["step"]: r["bits_per_byte"] for r in records(folder / "metrics.jsonl") if "bits_per_byte" in r}
+    best = min(checks, key=checks.get)
+    (warning,) = (line for line in out.splitlines() if line.startswith("warning: validation loss"))
+    assert f"after step {best}" in warning
+    assert "learning rate (3)" in warning
+    card = checkpoint.load(folder).card
+    assert card["finetuned"]["best_step"] == best
+    assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
+    plan = replace(plan, context=card["finetuned"]["context"])
+    assert score_of(folder, plan).bits_per_byte == pytest.approx(checks[best], rel=1e-5)
+    assert checks[24] > 2 * checks[best]
+    assert f"the weights of step {best} were saved" in out
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples, tmp_path, monkeypatch):
+    """Validation that is best at the second check and worse ever after."""
+    monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
+    scores = iter([Score(11.0, 10, 10), Score(10.0, 10, 10), *(Score(20.0 + i, 10, 10) for i in range(9))])
+    check, kept = Run.check, {}
+
+    def remembered(run, limit):
+        score = check(run, limit)
+        kept[run.trainer.number] = {k: v.clone() for k, v in run.model.state_dict().items() if ".adapters." in k}
+        return score
+
+    plan, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
+    monkeypatch.setattr(Answers, "able", lambda self, *a: Before(Score(30.0, 10, 10), None, [], ""))
+    monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(Run, "check", remembered)
+    out = finetuned(plan, folder)
+    assert "warning: that is no better than the base" in out
+    saved = checkpoint.load(folder).model.state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())
+    assert not all(torch.equal(saved[name], tensor) for name, tensor in kept[6].items())
 
 
 def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
@@ -492,9 +535,13 @@ def test_what_is_chosen(base, examples):
     full = replace(plan, method="full")
     assert learning_rate(full, 4096) == 2e-5
     assert learning_rate(full, 192) == pytest.approx(1e-3, rel=0.02)
-    assert learning_rate(plan, 512) == pytest.approx(10 * learning_rate(full, 512))
-    assert learning_rate(plan, 32) == 0.01
-    assert learning_rate(replace(plan, lr=0.5), 512) == 0.5
+    assert learning_rate(plan, 2000) == 5e-4
+    assert learning_rate(plan, 192) == pytest.approx(3.1e-3, rel=0.02)
+    assert learning_rate(plan, 32) == 0.005
+    assert learning_rate(replace(plan, lr=0.5, method="rslora", alpha=8.0), 512) == 0.5
+    assert learning_rate(replace(plan, rank=64), 192) == learning_rate(plan, 192), "alpha / rank evens that out"
+    assert learning_rate(replace(plan, alpha=64.0), 192) == learning_rate(plan, 192) / 2
+    assert learning_rate(replace(plan, method="rslora"), 192) == learning_rate(plan, 192) / 4
     assert rows_a_step(plan, 512, 10_000) == 8
     assert rows_a_step(plan, 512, 64) == 2
     assert rows_a_step(plan, 8192, 10_000) == 1

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -343,6 +344,27 @@ def test_overfitting_is_said_in_words():
     assert overfitting(Fake) == ""
 
 
+@pytest.mark.parametrize(
+    ("bits", "worse", "best"),
+    [
+        ([3.0, 2.0, 2.01, 2.03, 2.1, 2.5], [0, 0, 0, 1, 2, 3], 2),
+        ([3.0, 3.5, 4.0, 2.9, 3.5], [0, 1, 2, 0, 1], 4),
+        ([3.0, float("nan"), float("inf")], [0, 1, 2], 1),
+        ([float("nan"), 3.0, 2.0], [1, 0, 0], 3),
+    ],
+)
+def test_checks_that_are_worse_than_the_best_are_counted(bits, worse, best):
+    scores, model, trainer = iter(bits), torch.nn.Linear(2, 2), SimpleNamespace(number=0, dtype=None)
+    task = SimpleNamespace(score=lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores)))
+    run, counts = run_module.Run(Path(), Plan(), task, model, trainer, None), []
+    for number in range(1, len(bits) + 1):
+        trainer.number = number
+        run.check(1)
+        counts.append(run.worse_checks)
+    assert counts == worse
+    assert run.best_step == best
+
+
 def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     """Validation that is best at the first check and worse ever after."""
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
@@ -360,7 +382,7 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     train(toy(code, steps=30), tmp_path / "run", show)
     saved = checkpoint.load(tmp_path / "run").model.state_dict()
     assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
-    assert "learn its text by heart" in out.getvalue()
+    assert "the weights of step 10 were saved" in out.getvalue()
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     train(toy(code, steps=30), tmp_path / "run", show, again=True)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before, "the best is kept over a resume"

@@ -222,6 +222,8 @@ class Answers:
         lines = [
             f"held-out answers: {self.before.score.loss:.3f} nats a token before, {after.score.loss:.3f} after"
         ]
+        if not after.score.loss < self.before.score.loss:
+            lines.append("warning: that is no better than the base; try a lower --lr, or look at the examples")
         if self.before.domain and after.domain:
             was, now = self.before.domain.loss, after.domain.loss
             lines.append(f"the base's own domain: {was:.3f} before, {now:.3f} after ({now - was:+.3f})")

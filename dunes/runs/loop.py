@@ -44,6 +44,9 @@ SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 CLOSING = 3.0
 """Seconds that the end of a run takes beside the last score: the model, the picture."""
 
+PATIENCE = 3
+"""Checks in a row with a validation loss worse than the best before there is a warning."""
+
 NOT_SAVED = 3
 DIVERGED = 4
 
@@ -207,6 +210,8 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
         over, checked = run.schedule.over(step.number), None
         with run.spent("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
+        if checked and run.worse_checks == PATIENCE:
+            show.line(rising(run))
         with aside("noted"):
             _note(run.folder, step, checked)
         mirror.step(step, checked.bits_per_byte if checked else None)
@@ -353,12 +358,24 @@ def _last_score(run: Run, hurried: bool) -> Score:
     return run.score(FINAL_TOKENS)
 
 
+def rising(run: Run) -> str:
+    """The warning that validation loss stays above its best."""
+    assert run.best, "there were checks"
+    assert run.last, "there were checks"
+    return (
+        f"warning: validation loss was worse than its best ({run.best.bits_per_byte:.3f} bits/byte after step "
+        f"{run.best_step}) at the last {run.worse_checks} checks and is {run.last.bits_per_byte:.3f} now; the "
+        f"best weights are kept. A lower learning rate ({run.trainer.base[0]:.2g}) helps if it jumped, fewer "
+        "steps or more data if it crept up"
+    )
+
+
 def overfitting(run: Run) -> str:
-    """In words, if the held-out loss has risen since its best; else empty."""
+    """Which weights were saved, if validation loss has risen since they were the best; else empty."""
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""
     return (
-        f"the model began to learn its text by heart: held-out text was best after {run.best_step} steps "
-        f"({run.best.bits_per_byte:.3f} bits a byte) and is at {run.last.bits_per_byte:.3f} now. "
-        "The best was kept; more text, a smaller model or fewer steps would help"
+        f"validation loss was best after {run.best_step} steps ({run.best.bits_per_byte:.3f} bits/byte) and "
+        f"{run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved. A lower "
+        "learning rate, fewer steps or more data would help"
     )

@@ -20,7 +20,7 @@ def read_state(folder: Path, kind: type[Terms]) -> dict[str, Any]:
 
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
-    state = {"spent": {}} | checkpoint.restore(folder)  # older states have no `spent`
+    state = {"spent": {}, "worse_checks": 0} | checkpoint.restore(folder)  # which older states do not have
     if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
     for name, (expected, fits) in FIELDS.items():
@@ -82,6 +82,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "best": _SCORE,
     "last": _SCORE,
     "best_step": ("a number of steps", _is_count),
+    "worse_checks": ("a number of checks", _is_count),
 }
 """What a state holds, in words and checked."""
 

@@ -29,7 +29,7 @@ TOKENS, STEPS = 4096, 32
 WIDEST, NARROWEST = 2048, 128
 """Of a context that is chosen."""
 
-STEEPEST = 0.01
+STEEPEST = 0.005
 """The largest learning rate of adapters that is chosen."""
 
 SPEECH = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
@@ -183,14 +183,24 @@ def only(model: nn.Module, where: Sequence[str]) -> None:
 def learning_rate(plan: Tuning, width: int) -> float:
     """The rate that was asked for, or the usual one for a model of this width.
 
-    For full finetuning a power of the width through two points: Alpaca's 2e-5 at 4,096
+    Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
-    full"). Adapters learn at ten times that, as https://thinkingmachines.ai/blog/lora/ found, up to STEEPEST.
+    full"). Adapters' is the fit of https://thinkingmachines.ai/blog/lora/ up to STEEPEST, divided by `_gain`;
+    LOG.md, "Learning rates of finetuning", has what that does from 100 to 5,000 steps.
     """
     if plan.lr is not None:
         return plan.lr
-    full: float = 2e-5 * (4096 / width) ** 1.28
-    return full if METHODS[plan.method].adapter is None else min(10 * full, STEEPEST)
+    if METHODS[plan.method].adapter is None:
+        full: float = 2e-5 * (4096 / width) ** 1.28
+        return full
+    lora: float = min(5e-4 * (2000 / width) ** 0.78, STEEPEST)
+    return lora / _gain(plan)
+
+
+def _gain(plan: Tuning) -> float:
+    """The adapter's scale over that of LoRA with an alpha of 32: a change of B is multiplied by as much."""
+    adapter = METHODS[plan.method].adapter or {}
+    return plan.alpha / 32 * (plan.rank**0.5 if adapter.get("rslora") else 1.0)
 
 
 def wide_enough(plan: Tuning, longest: int, model: Decoder, known: int) -> int:

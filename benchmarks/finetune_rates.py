@@ -1,0 +1,148 @@
+"""Finetuning at several learning rates and lengths: which rates learn most, and which ones diverge.
+
+    dunes train stdlib --out runs/base --size 1m --context 256 --steps 1000
+    python benchmarks/finetune_rates.py runs/rates.jsonl runs/base gsm8k_train.json.gz --methods lora full \\
+        --steps 100 500 2000 --rates 3e-4 1e-3 3e-3 1e-2 3e-2
+
+Each run takes the steps that `dunes finetune` takes, and is scored on held-out answers eight times. It adds a line
+to the file when it is over, and is not run again, so that a sweep goes on where it was stopped.
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from dunes import checkpoint, measure
+from dunes.runs.answers import Answers
+from dunes.runs.lesson import Lesson, altered, answered, kept, optimizer
+from dunes.runs.progress import Display
+from dunes.runs.run import scheduled
+from dunes.runs.tuning import Tuning
+from dunes.train import Diverged, Trainer
+
+Row = dict[str, Any]
+CHECKS = 8
+CHECK_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs share.
+
+    Args:
+        context: Tokens in a row.
+        batch: Rows in a step.
+        rank: Of adapters.
+        alpha: Of adapters.
+        beta2: Adam's; 0 is the one of `dunes finetune`.
+        template: Of the examples.
+        held_out: Share of the examples for validation.
+        seed: Of the order of the examples and of the adapters' first numbers.
+    """
+
+    context: int = 256
+    batch: int = 2
+    rank: int = 16
+    alpha: float = 32.0
+    beta2: float = 0.0
+    template: str = ""
+    held_out: float = 0.05
+    seed: int = 0
+
+
+def planned(base: str, data: str, setting: Setting) -> Tuning:
+    given = {k: v for k, v in asdict(setting).items() if k != "beta2" and v != ""}
+    return Tuning(model=base, data=data, truncated=1.0, threads=1, steps=1, **given)
+
+
+def losses(lesson: Lesson, method: str, steps: int, rate: float | None, beta2: float) -> Row:
+    """One finetune: its rate, the loss before it, and after each eighth of its steps."""
+    plan = replace(lesson.plan, method=method, steps=steps, lr=rate, dtype=None)
+    lesson = replace(lesson, plan=plan, base=checkpoint.load(lesson.folder)).chosen(QUIET)
+    plan, dtype = lesson.plan, getattr(torch, lesson.plan.dtype or "float32")
+    task = Answers(lesson, None, dtype)
+    before = task.score(lesson.base.model, dtype, CHECK_TOKENS).loss
+    model, _ = altered(lesson.base.model, plan)
+    kept(model, plan)
+    schedule, adam = scheduled(plan), optimizer(plan, model)
+    for group in adam.param_groups:
+        group["betas"] = (group["betas"][0], beta2 or group["betas"][1])
+    trainer = Trainer(model, adam, answered, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    checks, start = list[float](), time.perf_counter()
+    try:
+        for step in trainer.run(task.batches(0)):
+            if step.number % max(1, steps // CHECKS) == 0 or step.number == steps:
+                checks.append(task.score(model, dtype, CHECK_TOKENS).loss)
+            if step.number == steps:
+                break
+    except Diverged:
+        checks.append(float("inf"))
+    seconds = time.perf_counter() - start
+    return {"lr": plan.lr, "before": before, "checks": checks, "seconds": seconds, "dtype": plan.dtype}
+
+
+QUIET = Display()
+QUIET.line = lambda text="": None  # type: ignore[method-assign]
+
+
+def read(out: Path) -> list[Row]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def table(rows: list[Row]) -> str:
+    """The loss at the end by rate, of each method and length; in brackets the highest of all checks."""
+    rates = sorted({r["lr"] for r in rows})
+    lines = [f"| | {' | '.join(f'{rate:.2g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
+    for method, steps in sorted({(r["method"], r["steps"]) for r in rows}):
+        cells = {r["lr"]: r["checks"] for r in rows if (r["method"], r["steps"]) == (method, steps)}
+        words = [f"{cells[x][-1]:.3f} ({max(cells[x]):.2f})" if x in cells else "" for x in rates]
+        lines.append(f"| {method}, {steps} steps | {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+def main(
+    out: Path,
+    base: str,
+    data: str,
+    setting: Annotated[Setting, tyro.conf.OmitArgPrefixes],
+    methods: tuple[str, ...] = ("lora",),
+    steps: tuple[int, ...] = (100, 500, 2000),
+    rates: tuple[float, ...] = (),
+) -> None:
+    """Measure.
+
+    Args:
+        out: File of the results, one run a line.
+        base: Folder of a model.
+        data: Records.
+        methods: Ways to finetune.
+        steps: Lengths of runs.
+        rates: Learning rates; none is the default one of each method.
+    """
+    measure.keep_memory()
+    measure.quick_small_numbers()
+    shared = asdict(setting) | {"base": Path(base).name, "data": Path(data).name}
+    lesson = Lesson.read(planned(base, data, setting), QUIET)
+    for method, length, rate in [(m, n, r) for n in steps for m in methods for r in rates or (None,)]:
+        key = shared | {"method": method, "steps": length, "asked": rate}
+        if not any(all(row[k] == v for k, v in key.items()) for row in read(out)):
+            row = key | losses(lesson, method, length, rate, setting.beta2)
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            shown = " ".join(f"{loss:.3f}" for loss in row["checks"])
+            print(
+                f"{method} {length} {row['lr']:.2g}: {row['before']:.3f} -> {shown}  {row['seconds']:.0f} s",
+                flush=True,
+            )
+    rows = [r for r in read(out) if all(r[k] == v for k, v in shared.items())]
+    print(table(rows))
+    print(json.dumps({"benchmark": "finetune_rates", "rows": rows}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, config=(tyro.conf.PositionalRequiredArgs,))
