@@ -393,7 +393,7 @@ def test_a_base_in_any_dtype_proves_to_be_the_one_or_is_refused(dtype, saved):
     checkpoint.load_adapter(same, folder)
     assert difference(same(IDS), ours(IDS)) > 0.05
     other = random_like(ours, dtype)
-    with pytest.raises(ValueError, match="made for other weights.*--any-base") as error:
+    with pytest.raises(ValueError, match=r"made for other weights.*--any-base") as error:
         checkpoint.load_adapter(other, folder)
     assert "\n" not in str(error.value)
     assert not any(isinstance(m, Adapted) for m in other.modules())

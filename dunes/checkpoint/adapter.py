@@ -108,8 +108,8 @@ def save_adapter(
 ) -> None:
     """Write the adapter of that name; `base` is the folder, or the name on the Hub, of the model it belongs to.
 
-    `made_for` is what `identity` said of that model, where its numbers have been rounded since; where they have been
-    quantized, `identity` before that | `identity` after, so that the dense base is proven first. The tokenizer's
+    `made_for` is what `identity` said of that model, where its numbers have been rounded since; where they have
+    been quantized, `identity` before that | `identity` after: the dense base is proven first. The tokenizer's
     files and the context are those to be used with the adapter. `facts` go into the card; its "changes" are notes
     of what was done to the base before, which opening the folder repeats. PiSSA is written as plain LoRA of twice
     the rank, for the base as it was. Whole or not at all, like `save`.

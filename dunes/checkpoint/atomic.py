@@ -56,9 +56,9 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = BLOCK) -> list[str]:
-    """SHA-256 of a tensor's bytes in each of the dtypes, in hex; so many numbers at a time, which stay in the cache."""
+    """SHA-256 of a tensor's bytes in each of the dtypes, in hex; `block` numbers at a time stay in the cache."""
     hashes = [sha256() for _ in dtypes]
-    for part in tensor.detach().cpu().contiguous().flatten().split(block):
+    for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
         for seen, dtype in zip(hashes, dtypes, strict=True):
             seen.update(part.to(dtype).view(torch.uint8).numpy().data)
     return [seen.hexdigest() for seen in hashes]

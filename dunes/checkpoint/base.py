@@ -1,4 +1,4 @@
-"""Which base an adapter belongs to: its card holds digests of the base's weights, which prove a base when it is opened.
+"""Which base an adapter belongs to: its card holds digests of the base's weights, by which a base is proven.
 
 A digest in each of three dtypes makes a base known that was rounded since, or widened again.
 """
@@ -41,7 +41,7 @@ class BaseWeights:
         return next(iter(self.dtypes)) if len(self.dtypes) == 1 and not self.quantized else None
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
-        """Over names, dtypes, shapes and numbers, these rounded to each of the dtypes in one pass; None keeps them."""
+        """Over names, dtypes, shapes and numbers, rounded to each of the dtypes in one pass; None keeps them."""
         asked = [dtype or self.dtype for dtype in dtypes]
         if new := [dtype for dtype in dict.fromkeys(asked) if dtype not in self._known]:
             self._known |= dict(zip(new, self._digests(new), strict=True))
@@ -94,18 +94,20 @@ class Record:
         if not base.keys() & {"kind", "sha256", "digests"}:
             return None
         kind, digest, digests = base.get("kind"), base.get("sha256"), base.get("digests", {})
-        if not isinstance(digests, dict) or not all(isinstance(d, str) for d in (kind, digest, *digests.values())):
+        if not (isinstance(kind, str) and isinstance(digest, str) and isinstance(digests, dict)):
+            raise _damaged(folder)
+        if not all(isinstance(d, str) for d in digests.values()):
             raise _damaged(folder)
         # Older cards have one digest, in the base's own dtype.
         own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
     def made_of(self, weights: BaseWeights) -> bool:
-        """Whether what was quantized and then digested were exactly these weights, so that it must be exact again."""
-        names = {*self.kind.split(", ")}
-        dtypes = {name for name in names if name.startswith("torch.")}
-        same = weights.dtype in self.digests and weights.sha256(weights.dtype) == [self.digests[weights.dtype]]
-        return same and dtypes != names and dtypes == {str(weights.dtype)}
+        """Whether these very weights were quantized and then digested, so that quantizing must give the same."""
+        quantized, _, dtype = self.kind.rpartition(", ")
+        if weights.dtype is None or not quantized or dtype != str(weights.dtype):
+            return False
+        return weights.sha256(weights.dtype) == [self.digests.get(weights.dtype)]
 
 
 def recorded(card: Mapping[str, Any], folder: Path) -> Record | None:

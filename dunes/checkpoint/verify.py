@@ -50,6 +50,12 @@ class Verified:
     def relative(self) -> float:
         return self.largest_difference / self.size if self.size else self.largest_difference
 
+    @property
+    def verdict(self) -> str:
+        """What a comparison that passed says in words: how far the result is from the source, with rounding."""
+        moved = max(self.largest_difference, self.rounding or 0.0)
+        return f"equal within rounding: {moved / (self.size or 1.0):.1e} relative" if moved else "equal"
+
     def card(self) -> dict[str, Any]:
         return asdict(self) | {"tolerance": EXACT}
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from typing import Any
 
 VERBS = (
@@ -14,6 +15,7 @@ def main() -> None:
     """Run the command line; exit with 2 and one line for a user's mistake."""
     from dunes.cli import verbs
 
+    warnings.formatwarning = _warning  # type: ignore[assignment]  # without a place in our code
     try:
         if sys.argv[1:2] == ["bench"]:
             from dunes.cli import bench
@@ -32,6 +34,10 @@ def main() -> None:
     except KeyboardInterrupt:
         status = 130
     sys.exit(status)
+
+
+def _warning(message: Warning | str, *place: Any) -> str:
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def run(arguments: list[str], verbs: dict[str, Any]) -> int:
