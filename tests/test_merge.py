@@ -13,7 +13,8 @@ from dunes import checkpoint
 from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint.verify import EXACT, held_logits
+from dunes.checkpoint.source import opened
+from dunes.checkpoint.verify import EXACT, Unmerged, held_logits
 from dunes.runs.merge import merge
 from dunes.text.templates import named, of, prompt
 from test_adapter import IDS, pair
@@ -189,3 +190,13 @@ def test_the_verb(tmp_path):
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert "is there already" in again.stderr
+
+
+def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path):
+    with torch.no_grad():
+        _, ours = base_in(tmp_path / "base")
+        plain = held_logits(ours, 32)
+    infinite = torch.full_like(plain, torch.inf)
+    before = Unmerged(tmp_path, torch.float32, plain, infinite, infinite)
+    with pytest.raises(ValueError, match="the result is another model"):
+        before.verify(opened(tmp_path / "base"))

@@ -105,7 +105,7 @@ class Record:
     def made_of(self, weights: BaseWeights) -> bool:
         """Whether these very weights were quantized and then digested, so that quantizing must give the same."""
         quantized, _, dtype = self.kind.rpartition(", ")
-        if weights.dtype is None or not quantized or dtype != str(weights.dtype):
+        if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False
         return weights.sha256(weights.dtype) == [self.digests.get(weights.dtype)]
 

@@ -40,7 +40,8 @@ def load_for(
     if adapts(folder):
         return steady(folder, lambda there: _adapted(settled(there), adapters, device, any_base))
     loaded = whole.load(folder, device)
-    prepare(loaded.model, adapters, any_base)
+    if adapters:
+        prepare(loaded.model, adapters, any_base)
     return loaded
 
 

@@ -125,7 +125,7 @@ class Unmerged:
         agree = float((after.argmax(-1) == self.plain.argmax(-1)).float().mean())
         found = Verified(apart, float(self.plain.square().mean().sqrt()), agree, rounding)
         dtype = None if rounding is None else self.dtype
-        _pass(found, self.folder, self.plain, dtype, bool(self.rounded.isfinite().all()))
+        _pass(found, self.folder, self.plain, dtype, dtype is None or bool(self.rounded.isfinite().all()))
         return found
 
 

@@ -459,7 +459,7 @@ def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | 
             display.state(f"{what}, {duration(left)} left", share)
 
         verified = convert(source, out, dtype=kind, form=form, facts=found.origin, show=show)
-    print(f"{out}: {verified}")
+    print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {out} "..."')
 
 
