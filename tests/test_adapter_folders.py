@@ -286,7 +286,12 @@ def test_verbs_take_adapter_folders(made, tmp_path):
         return subprocess.run(line, capture_output=True, text=True, timeout=200)
 
     (tmp_path / "text.txt").write_text("abc def. " * 40)
-    assert dunes("generate", folder, "ab", "--tokens", 4).returncode == 0
+    shutil.copytree(folder, tmp_path / "no card")
+    (tmp_path / "no card" / "dunes.json").unlink()
+    written = dunes("generate", tmp_path / "no card", "ab", "--tokens", 4)
+    assert written.returncode == 0
+    assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: says nothing of its base's weights")
+    assert written.stderr.count("\n") == 1
     assert "bits a byte" in dunes("eval", folder, tmp_path / "text.txt").stdout
     looked = dunes("inspect", folder)
     assert looked.returncode == 0, looked.stderr

@@ -144,7 +144,7 @@ def _way(weights: BaseWeights, record: Record) -> str:
     if weights.quantized and record.digests:
         return "put it on the base before it is quantized"
     if not record.digests:
-        return "quantize the base as it was, or open the adapter by its folder"
+        return "open it by its folder, with the base as it was"
     return "open it on that base and save it again, which writes digests in other dtypes, too"
 
 
