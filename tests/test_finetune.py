@@ -205,6 +205,7 @@ def test_a_finetune_knows_its_base_rounded_and_refuses_another(method, tokenizer
     model = checkpoint.load(base).model
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["base"]["digests"] == checkpoint.identity(model)["digests"]
+    assert card["base"]["kind"] == {"lora": "torch.float32", "qlora": "NF4, torch.float32"}[method]
     said = checkpoint.load(tmp_path / "run").model(torch.arange(60)[None])
     checkpoint.save(model.bfloat16(), base, tokenizer, 128)
     rounded = checkpoint.load(tmp_path / "run").model(torch.arange(60)[None])
