@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 from adapters import difference, trained
 from dunes import checkpoint
 from dunes.augment import Adapted, attach, bare, detach, quantize, select
+from dunes.checkpoint import atomic
 from dunes.checkpoint.stored import held, moved
 from dunes.models import FAMILIES, spellings
 from dunes.models.names import to_ours
+from dunes.train import halved
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -212,11 +215,16 @@ def test_parts_of_fused_matrices_are_enough(tmp_path):
 def test_an_adapter_learnt_on_a_quantized_base_opens_on_the_dense_one(tmp_path):
     theirs, ours = pair("llama")
     dense = bare(ours)
+    before = checkpoint.identity(dense)
     quantize(ours, kind="nf4")
     attach(ours, rank=2)
-    checkpoint.save_adapter(trained(ours), tmp_path / "a")
+    checkpoint.save_adapter(trained(ours), tmp_path / "a", made_for=before | checkpoint.identity(ours))
     checkpoint.load_adapter(dense, tmp_path / "a")
     assert difference(dense(IDS), their_logits(theirs, tmp_path / "a")) <= LIMIT * 10
+    detach(dense)
+    checkpoint.save_adapter(ours, tmp_path / "b")  # which knows the codes alone
+    with pytest.raises(ValueError, match=r"in 'NF4, torch.float32'.*cannot be compared"):
+        checkpoint.load_adapter(dense, tmp_path / "b")
 
 
 def test_dora_may_change_lengths_alone(tmp_path):
@@ -353,6 +361,126 @@ def test_the_card_tells_other_weights_and_damage(saved):
     (folder / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="not the bytes that were written"):
         checkpoint.load_adapter(ours, folder, "third")
+
+
+ROUNDED = (torch.bfloat16, torch.float16)
+
+
+def random_like(model, dtype):
+    """A base of the same shapes with other numbers."""
+    other = deepcopy(model).to(dtype)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    return other
+
+
+def card_of(folder, change):
+    card = json.loads((folder / "dunes.json").read_text())
+    change(card)
+    (folder / "dunes.json").write_text(json.dumps(card))
+
+
+def older(folder):
+    """The card as it was before digests in several dtypes."""
+    card_of(folder, lambda card: card["base"].pop("digests"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *ROUNDED, torch.float64])
+def test_a_base_in_any_dtype_proves_to_be_the_one_or_is_refused(dtype, saved):
+    ours, folder = saved
+    same = deepcopy(ours).to(dtype)
+    checkpoint.load_adapter(same, folder)
+    assert difference(same(IDS), ours(IDS)) > 0.05
+    other = random_like(ours, dtype)
+    with pytest.raises(ValueError, match=r"made for other weights.*--any-base") as error:
+        checkpoint.load_adapter(other, folder)
+    assert "\n" not in str(error.value)
+    assert not any(isinstance(m, Adapted) for m in other.modules())
+    checkpoint.load_adapter(other, folder, any_base=True)
+    nearly = deepcopy(ours).to(dtype)
+    with torch.no_grad():
+        nearly.blocks[1].mlp.down.weight[3, 5] *= 1.01
+    with pytest.raises(ValueError, match="made for other weights"):
+        checkpoint.load_adapter(nearly, folder)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_what_was_rounded_and_made_wide_again_is_known(dtype, saved, tmp_path):
+    ours, folder = saved
+    checkpoint.load_adapter(deepcopy(ours).to(dtype).float(), folder)
+    rounded = deepcopy(ours).to(dtype)
+    attach(rounded, where="blocks.*.attn.[qv]", rank=2)
+    checkpoint.save_adapter(trained(rounded), tmp_path / "b")
+    checkpoint.load_adapter(deepcopy(ours), tmp_path / "b")  # of which that base was made
+    halved(rounded.float(), torch.bfloat16)  # linear maps alone
+    checkpoint.load_adapter(rounded, folder, "other")
+    with pytest.raises(ValueError, match="made for other weights"):
+        checkpoint.load_adapter(random_like(ours, torch.float32), tmp_path / "b")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *ROUNDED])
+def test_a_card_with_one_digest_is_compared_in_its_dtype_or_refused(dtype, saved):
+    ours, folder = saved
+    older(folder)
+    if dtype == torch.float32:
+        checkpoint.load_adapter(deepcopy(ours), folder)
+        return
+    with pytest.raises(ValueError, match=r"in 'torch.float32'.*save it again.*--any-base") as error:
+        checkpoint.load_adapter(deepcopy(ours).to(dtype), folder)
+    assert "\n" not in str(error.value)
+    checkpoint.load_adapter(deepcopy(ours).to(dtype), folder, any_base=True)
+
+
+@pytest.mark.parametrize("lost", ["digests", "kind", "sha256", "structure"])
+@pytest.mark.parametrize("value", [None, 7, [], {"float32": 1}])
+def test_a_damaged_card_proves_nothing(lost, value, saved):
+    ours, folder = saved
+
+    def change(card):
+        (card if lost == "structure" else card["base"])[lost] = value
+
+    card_of(folder, change)
+    with pytest.raises(ValueError, match="--any-base") as error:
+        checkpoint.load_adapter(ours, folder)
+    assert "\n" not in str(error.value)
+    checkpoint.load_adapter(ours, folder, any_base=True)
+
+
+def test_an_adapter_without_a_card_opens_with_one_warning(saved):
+    ours, folder = saved
+    (folder / "dunes.json").unlink()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.load_adapter(ours, folder)
+        checkpoint.load_adapter(ours, folder, "sure", any_base=True)
+    assert len(caught) == 1
+    assert "cannot be checked" in str(caught[0].message)
+    assert str(folder) in str(caught[0].message)
+
+
+def test_a_base_that_was_quantized_by_hand_is_refused(saved):
+    ours, folder = saved
+    quantized = deepcopy(ours)
+    quantize(quantized)
+    with pytest.raises(ValueError, match=r"in NF4, torch.float32.*before it is quantized.*--any-base"):
+        checkpoint.load_adapter(quantized, folder)
+    checkpoint.load_adapter(ours, folder)
+    quantize(ours)
+    assert checkpoint.identity(ours)["kind"] == "NF4, torch.float32"
+
+
+def test_digests_are_those_of_whole_tensors_rounded_as_torch_rounds():
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (3, 777), generator=draw).to(torch.int32)
+    odd = bits.view(torch.float32).nan_to_num(nan=-0.0)  # denormal and infinite ones among them
+    for dtype in (torch.float32, *ROUNDED, torch.float64):
+        expected = atomic.tensor_digest(odd.to(dtype))
+        assert atomic.tensor_digests(odd, [torch.bfloat16, dtype], block=100)[1] == expected
+        assert atomic.tensor_digests(odd.T, [dtype], block=7) == [atomic.tensor_digest(odd.T.to(dtype))]
+    empty = torch.empty(0, 3)
+    assert atomic.tensor_digests(empty, [torch.bfloat16]) == [atomic.tensor_digest(empty)]
+    assert atomic.tensor_digests(torch.tensor(1.5), [torch.float32]) == [atomic.tensor_digest(torch.tensor(1.5))]
 
 
 def test_saving_again_replaces_and_what_has_no_words_is_refused(saved, tmp_path):

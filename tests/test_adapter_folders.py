@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from adapters import difference, trained
 from dunes import checkpoint
-from dunes.augment import attach, quantize
+from dunes.augment import attach, bare, quantize
+from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import checked
 from dunes.checkpoint.opening import about
+from dunes.cli import augment, verbs
+from dunes.runs.chat import speaker
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, carried, named, of, prompt
 from test_adapter import IDS, LIMIT, pair, weights, words
@@ -189,20 +193,21 @@ def unsealed(change):
     return changed
 
 
-def other_base(folder):
+def other_base(folder, dtype=torch.float32):
     _, other = pair("llama")
     with torch.no_grad():
-        other.norm.weight += 1
-    checkpoint.save(other, folder.parent / "base", TOKENS, 32)
+        for p in other.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) / 5)
+    checkpoint.save(other.to(dtype), folder.parent / "base", TOKENS, 32)
 
 
-def other_angles(folder):
+def other_settings(folder, **changes):
+    """A base with the same weights in which a setting is another."""
     path = folder.parent / "base"
     (path / "dunes.json").unlink()
     config = json.loads((path / "config.json").read_text())
-    config["rope_theta"] = 500.0
     config.pop("rope_parameters", None)
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config | changes))
 
 
 def lose(held, end):
@@ -229,7 +234,9 @@ DAMAGED = {
     "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "changes nothing"),
     "another alpha": (words(lora_alpha=8.0), "another model here"),
     "another base": (other_base, "made for other weights"),
-    "a base with other angles": (other_angles, "another model here"),
+    "another base in bfloat16": (partial(other_base, dtype=torch.bfloat16), "made for other weights"),
+    "a base with other angles": (partial(other_settings, rope_theta=500.0), "another model here"),
+    "a base with another epsilon": (partial(other_settings, rms_norm_eps=0.01), "another model here"),
 }
 
 
@@ -279,7 +286,12 @@ def test_verbs_take_adapter_folders(made, tmp_path):
         return subprocess.run(line, capture_output=True, text=True, timeout=200)
 
     (tmp_path / "text.txt").write_text("abc def. " * 40)
-    assert dunes("generate", folder, "ab", "--tokens", 4).returncode == 0
+    shutil.copytree(folder, tmp_path / "no card")
+    (tmp_path / "no card" / "dunes.json").unlink()
+    written = dunes("generate", tmp_path / "no card", "ab", "--tokens", 4)
+    assert written.returncode == 0
+    assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: says nothing of its base's weights")
+    assert written.stderr.count("\n") == 1
     assert "bits a byte" in dunes("eval", folder, tmp_path / "text.txt").stdout
     looked = dunes("inspect", folder)
     assert looked.returncode == 0, looked.stderr
@@ -295,3 +307,146 @@ def test_the_structure_is_the_same_in_another_process(made):
     code = f"from dunes import checkpoint; checkpoint.load({str(folder)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def rounded_base(folder, dtype=torch.bfloat16):
+    """The base beside an adapter's folder, rounded."""
+    path = folder.parent / "base"
+    checkpoint.save(checkpoint.load(path).model.to(dtype), path, TOKENS, 32)
+
+
+ANOTHER = {
+    "load": lambda folder, any_base: checkpoint.load(folder, any_base=any_base),
+    "generate": lambda folder, any_base: verbs.generate(str(folder), "ab", tokens=1, any_base=any_base),
+    "complete": lambda folder, any_base: verbs.complete(str(folder), f"{__file__}:1:5", any_base=any_base),
+    "chat": lambda folder, any_base: verbs.chat(str(folder), "ab", tokens=1, any_base=any_base),
+    "chat with": lambda folder, any_base: verbs.chat(
+        str(folder.parent / "base"), "ab", adapter=(folder,), tokens=1, any_base=any_base
+    ),
+    "eval": lambda folder, any_base: verbs.evaluate(str(folder), (str(folder / "x.txt"),), any_base=any_base),
+    "merge": lambda folder, any_base: augment.merge(str(folder), folder.parent / "m", any_base=any_base),
+}
+
+
+@pytest.mark.parametrize("verb", ANOTHER)
+def test_verbs_refuse_another_base_in_another_dtype_unless_told_to_take_it(verb, made, capsys):
+    folder, _ = made
+    (folder / "x.txt").write_text("abc def. " * 4)
+    other_base(folder, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"made for other weights.*--any-base") as error:
+        ANOTHER[verb](folder, False)
+    assert "\n" not in str(error.value)
+    assert not (folder.parent / "m").exists()
+    ANOTHER[verb](folder, True)
+    if verb == "merge":
+        assert json.loads((folder.parent / "m" / "dunes.json").read_text())["any_base"] is True
+
+
+def test_inspect_compares_the_numbers_where_it_is_asked_to(made):
+    folder, _ = made
+    lines, reason = about(folder, values=True)
+    assert reason is None
+    assert "its numbers those of the adapter's card" in lines
+    other_base(folder, torch.bfloat16)
+    lines, reason = about(folder)
+    assert reason is None
+    assert "its numbers compared when it is opened, or with --values" in lines
+    lines, reason = about(folder, values=True)
+    assert "made for other weights" in reason
+    assert not any("those of" in line for line in lines)
+    (folder / "dunes.json").unlink()
+    assert "its numbers cannot be compared: the adapter's card does not know them" in about(folder)[0]
+
+
+FORMS = {
+    "rounded": {"dtype": torch.bfloat16},
+    "native": {"form": "native"},
+    "native, rounded": {"form": "native", "dtype": torch.float16},
+}
+
+
+def rewritten(base, out, form):
+    """The same tensors in a pickle, or in two files with an index."""
+    shutil.copytree(base, out)
+    held = load_file(out / "model.safetensors")
+    for name in ("dunes.json", "model.safetensors"):
+        (out / name).unlink()
+    if form == "pickled":
+        torch.save(held, out / "pytorch_model.bin")
+        return
+    places = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(held)}
+    for file in set(places.values()):
+        save_file({key: held[key] for key in held if places[key] == file}, out / file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize("form", [*FORMS, "pickled", "sharded"])
+def test_a_base_in_another_form_is_known(form, tmp_path):
+    _, ours = base_in(tmp_path / "base")
+    adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    out = tmp_path / "out"
+    if form in FORMS:
+        convert(checked(tmp_path / "base"), out, **FORMS[form])
+    else:
+        rewritten(tmp_path / "base", out, form)
+    model = checkpoint.load(out).model
+    checkpoint.load_adapter(model, tmp_path / "a")
+    with torch.no_grad():
+        model.blocks[0].attn.q.base.weight[1, 1] *= 1.5
+    with pytest.raises(ValueError, match="made for other weights"):
+        checkpoint.load_adapter(model, tmp_path / "a", "again")
+
+
+def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
+    _, ours = base_in(tmp_path / "base")
+    made_for = checkpoint.identity(ours)
+    note = quantize(ours, kind="nf4", double=True)
+    made_for |= checkpoint.identity(ours)
+    attach(ours, rank=2)
+    trained(ours)
+    beside = {"base": tmp_path / "base", "facts": {"changes": [note], "template": "chatml"}}
+    for name in ("a", "b"):
+        checkpoint.save_adapter(ours, tmp_path / name, made_for=made_for, **beside)
+    said = ours(IDS)
+    assert difference(checkpoint.load(tmp_path / "a").model(IDS), said) <= 1e-6
+    words = json.loads((tmp_path / "b" / "dunes.json").read_text())
+    words["changes"][0]["request"]["double"] = False
+    (tmp_path / "b" / "dunes.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match="made for other weights"):
+        checkpoint.load(tmp_path / "b")
+    words["changes"][0]["request"]["double"] = True
+    (tmp_path / "b" / "dunes.json").write_text(json.dumps(words))
+    rounded_base(tmp_path / "a")
+    model = checkpoint.load(tmp_path / "a").model
+    assert checkpoint.identity(model)["kind"] == "NF4, torch.bfloat16"
+    with torch.no_grad():
+        assert difference(model(IDS), said) <= 0.1 * said.abs().max()
+    for first, others in (("base", ["a", "b"]), ("a", ["b"])):
+        both = speaker(str(tmp_path / first), [tmp_path / name for name in others])
+        assert sorted(both.voices) == ["a", "b", "none"]
+    other_base(tmp_path / "a")
+    for refused in (
+        lambda: checkpoint.load(tmp_path / "a"),
+        lambda: speaker(str(tmp_path / "base"), [tmp_path / "a"]),
+    ):
+        with pytest.raises(ValueError, match="made for other weights"):
+            refused()
+
+
+def test_a_base_is_digested_once_and_in_one_dtype(made, monkeypatch):
+    folder, _ = made
+    rounded_base(folder)
+    shutil.copytree(folder, folder.parent / "b")
+    digested, real = [], atomic.tensor_digests
+
+    def counting(tensor, dtypes, *rest):
+        digested.append(dtypes)
+        return real(tensor, dtypes, *rest)
+
+    monkeypatch.setattr(atomic, "tensor_digests", counting)
+    model = checkpoint.load(folder).model
+    tensors = len(bare(model).state_dict())
+    assert digested == [[torch.bfloat16]] * tensors
+    digested.clear()
+    speaker(str(folder.parent / "base"), [folder, folder.parent / "b"])
+    assert digested == [[torch.bfloat16]] * tensors

@@ -183,6 +183,40 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
         train(toy(tmp_path), tmp_path / "run", display()[0], again=True)
 
 
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, examples, tmp_path, monkeypatch):
+    base = base_in(tmp_path / "base", tokenizer)
+    plan = asked(base, examples, steps=1, method=method)
+    finetuned(plan, tmp_path / "run")
+    prints = Answers.prints.func
+    with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
+        later.setattr(Answers, "prints", property(lambda task: prints(task) | {"of tomorrow": "1"}))
+        assert finetune(plan, tmp_path / "run", display()[0], again=True) == 0
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
+    (base / "dunes.json").unlink()
+    with pytest.raises(ValueError, match="cannot go on: settings of the base changed"):
+        finetune(plan, tmp_path / "run", display()[0], again=True)
+
+
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
+def test_a_finetune_knows_its_base_rounded_and_refuses_another(method, tokenizer, examples, tmp_path):
+    base = base_in(tmp_path / "base", tokenizer)
+    finetuned(asked(base, examples, steps=1, method=method, dtype="bfloat16"), tmp_path / "run")
+    model = checkpoint.load(base).model
+    card = json.loads((tmp_path / "run" / "dunes.json").read_text())
+    assert card["base"]["digests"] == checkpoint.identity(model)["digests"]
+    assert card["base"]["kind"] == {"lora": "torch.float32", "qlora": "NF4, torch.float32"}[method]
+    said = checkpoint.load(tmp_path / "run").model(torch.arange(60)[None])
+    checkpoint.save(model.bfloat16(), base, tokenizer, 128)
+    rounded = checkpoint.load(tmp_path / "run").model(torch.arange(60)[None])
+    print(f"{method}: moved {((rounded - said).norm() / said.norm()).item():.1e}")
+    assert 0 < (rounded - said).norm() < 0.2 * said.norm()
+    checkpoint.save(initialise(model, seed=5), base, tokenizer, 128)
+    with pytest.raises(ValueError, match="made for other weights"):
+        checkpoint.load(tmp_path / "run")
+
+
 def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()

@@ -1,6 +1,7 @@
 """An adapter's folder becomes a plain model: the same logits, written whole or not at all."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,8 @@ from dunes import checkpoint
 from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint.verify import EXACT, held_logits
+from dunes.checkpoint.source import opened
+from dunes.checkpoint.verify import EXACT, Unmerged, held_logits
 from dunes.runs.merge import merge
 from dunes.text.templates import named, of, prompt
 from test_adapter import IDS, pair
@@ -42,7 +44,9 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
     loaded = checkpoint.load(tmp_path / "out")
     assert not any(isinstance(m, Adapted) for m in loaded.model.modules())
     assert loaded.model.norm.weight.dtype == (dtype or torch.float32)
+    verdict = re.fullmatch(r"equal within rounding: (\S+) relative", report.lines()[0])
     if dtype is None:
+        assert float(verdict[1]) <= EXACT
         assert report.verified.rounding is None
         assert max(report.errors.values()) < 1e-5
         assert difference(loaded.model(IDS), said) <= 1e-4
@@ -50,6 +54,7 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
         with torch.no_grad():
             assert difference(theirs(IDS).logits, said) <= 1e-4
     else:
+        assert float(verdict[1]) > EXACT
         assert report.verified.rounding > report.verified.largest_difference
         assert max(report.errors.values()) > 1e-5
     assert of(loaded.tokenizer, loaded.card) is named("chatml")
@@ -92,7 +97,10 @@ def test_what_was_trained_on_a_quantized_base_goes_there_or_into_the_original(ki
     assert difference(other(IDS), ours(IDS)) > 1e-3
     base = checkpoint.load(tmp_path / "base").model
     assert torch.equal(other.blocks[0].mlp.up.weight, base.blocks[0].mlp.up.weight)
-    assert len(report.lines()) == 3
+    assert len(report.lines()) == 4
+    assert re.fullmatch(
+        r"equal within rounding: \S+ relative, to the adapter on the original base", report.lines()[0]
+    )
 
 
 def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path, monkeypatch):
@@ -174,6 +182,7 @@ def test_the_verb(tmp_path):
     line = [sys.executable, "-m", "dunes", "augment", "merge", str(tmp_path / "a"), str(tmp_path / "out")]
     done = subprocess.run([*line, "--dtype", "bfloat16"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert re.match(r"equal within rounding: \d\.\de-0[23] relative\n", done.stdout)
     assert "folded into 14 matrices; of the change rounding loses" in done.stdout
     assert "rounding moved them by up to" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("next: dunes chat")
@@ -181,3 +190,13 @@ def test_the_verb(tmp_path):
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert "is there already" in again.stderr
+
+
+def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path):
+    with torch.no_grad():
+        _, ours = base_in(tmp_path / "base")
+        plain = held_logits(ours, 32)
+    infinite = torch.full_like(plain, torch.inf)
+    before = Unmerged(tmp_path, torch.float32, plain, infinite, infinite)
+    with pytest.raises(ValueError, match="the result is another model"):
+        before.verify(opened(tmp_path / "base"))

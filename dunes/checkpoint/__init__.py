@@ -1,6 +1,7 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
-from dunes.checkpoint.adapter import identity, load_adapter, save_adapter
+from dunes.checkpoint.adapter import load_adapter, save_adapter
+from dunes.checkpoint.base import identity
 from dunes.checkpoint.folder import Loaded, save
 from dunes.checkpoint.hub import local
 from dunes.checkpoint.opening import described, load

@@ -22,6 +22,7 @@ from dunes.augment.adapted import Adapted, dense, embeds, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import atomic, stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
+from dunes.checkpoint.base import ANYWAY, BaseWeights, Record, identity, prove, recorded
 from dunes.checkpoint.folder import READY, beside, settle, verified, write_card
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.say import rows, said
@@ -76,19 +77,6 @@ def _plain(module: nn.Module) -> nn.Module:
         return nn.Linear(module.in_features, module.out_features, module.bias is not None)
 
 
-def identity(model: nn.Module) -> dict[str, str]:
-    """Which weights the base has, whatever adapters stand beside them: their `kind` and a `sha256` of all.
-
-    Only digests of one kind of numbers can be compared.
-    """
-    base = lora.bare(model)
-    kinds = {type(m).__name__ for m in base.modules() if isinstance(m, Quantized)}
-    kinds |= {str(t.dtype) for t in base.parameters()}
-    state = sorted(base.state_dict().items())
-    words = [f"{k} {t.dtype} {tuple(t.shape)} {atomic.tensor_digest(t)}" for k, t in state]
-    return {"kind": ", ".join(sorted(kinds)), "sha256": sha256("\n".join(words).encode()).hexdigest()}
-
-
 def structure(base: "Base", note: lora.Note) -> str:
     """SHA-256 of all but the numbers, of the dense base with the adapter of this note alone.
 
@@ -97,6 +85,11 @@ def structure(base: "Base", note: lora.Note) -> str:
     """
     model = lora.bare(base.plain)
     lora.shape(model, **(note | {"request": note["request"] | {"adapter": lora.NAME}}))
+    return architecture(model)
+
+
+def architecture(model: nn.Module) -> str:
+    """SHA-256 of all of a model but its numbers and dtypes."""
     # Functions are spelled with their address.
     words = [re.sub(r" at 0x[0-9a-f]+", "", repr(tuple(row))) for row in rows(model)]
     return sha256("\n".join(words).encode()).hexdigest()
@@ -108,14 +101,15 @@ def save_adapter(
     name: str = lora.NAME,
     base: Path | str | None = None,
     *,
-    made_for: Mapping[str, str] | None = None,
+    made_for: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
     context: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the adapter of that name; `base` is the folder, or the name on the Hub, of the model it belongs to.
 
-    `made_for` is what `identity` said of that model, where its numbers have been rounded since. The tokenizer's
+    `made_for` is what `identity` said of that model, where its numbers have been rounded since; where they have
+    been quantized, `identity` before that | `identity` after: the dense base is proven first. The tokenizer's
     files and the context are those to be used with the adapter. `facts` go into the card; its "changes" are notes
     of what was done to the base before, which opening the folder repeats. PiSSA is written as plain LoRA of twice
     the rank, for the base as it was. Whole or not at all, like `save`.
@@ -264,13 +258,19 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
 
     Raises ValueError, before the model is touched, for a file that is damaged, a method that is not read
     here, a tensor that has no place, a shape or rank that does not fit, an adapter that changes nothing, and one
-    that was made for other weights, unless `any_base` says that these will do.
+    that was made for other weights, or for a base with which these cannot be compared, unless `any_base` says that
+    these will do. Warns where nothing is known of the base: PEFT writes no digests.
     """
     folder = Path(folder)
+    if not any_base and (record := recorded(verified(folder), folder)) is not None:
+        prove(BaseWeights(model), record, folder)
+    return put_adapter(model, folder, name, any_base)
+
+
+def put_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
+    """`load_adapter` on a base whose weights have been proven to be the adapter's."""
     card = verified(folder)
     words = Words.read(folder / ADAPTER)
-    if not any_base:
-        _same_base(model, card, folder)
     base = base_of(model)
     found = _found(folder, words, base)
     _acts(folder, found, base)
@@ -432,27 +432,16 @@ def _matches(pattern: str, path: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
-def _same_base(model: nn.Module, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card says that the adapter is of other weights; other kinds cannot be compared."""
-    base = card.get("base")
-    if not isinstance(base, dict):
-        return
-    here = identity(model)
-    if base.get("kind") == here["kind"] and base.get("sha256") != here["sha256"]:
-        raise ValueError(
-            f"{folder}: made for other weights: a base with SHA-256 {shown(base.get('sha256'))}, not "
-            f"{here['sha256']!r}; load that base, or say any_base if this one will do"
-        )
-
-
 def _same_structure(base: Base, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card was written for another model with weights of these shapes."""
     said = card.get("structure")
-    if said is not None and said != (here := structure(base, note)):
+    if said is None and Record.read(card, folder) is None:
+        return
+    if said != (here := structure(base, note)):
         raise ValueError(
             f"{folder}: base and adapter make another model here, with the structure {here[:12]}, not "
             f"{shown(said)[:14]}: a setting of the base, rank or alpha differ, or the versions of dunes or torch; "
-            "load its own base, or say any_base if this one will do"
+            f"load its own base, {ANYWAY}"
         )
 
 

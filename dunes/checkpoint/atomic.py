@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 MANIFEST = "manifest.json"
+BLOCK = 1 << 18
+"""Numbers of a tensor that are digested at a time."""
 
 
 def sync(path: Path) -> None:
@@ -50,7 +52,16 @@ def digest(path: Path) -> str:
 
 def tensor_digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's bytes, in hex."""
-    return sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+    return tensor_digests(tensor, [tensor.dtype])[0]
+
+
+def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = BLOCK) -> list[str]:
+    """SHA-256 of a tensor's bytes in each of the dtypes, in hex; `block` numbers at a time stay in the cache."""
+    hashes = [sha256() for _ in dtypes]
+    for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
+        for seen, dtype in zip(hashes, dtypes, strict=True):
+            seen.update(part.to(dtype).view(torch.uint8).numpy().data)
+    return [seen.hexdigest() for seen in hashes]
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

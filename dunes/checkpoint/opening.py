@@ -1,7 +1,7 @@
 """A model to be used: from a folder of its own, or from an adapter's folder and that of its base."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from dunes.augment.adapted import sides
 from dunes.augment.quantize import shape as quantize
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
-from dunes.checkpoint.adapter import WEIGHTS, Words, load_adapter
+from dunes.checkpoint.adapter import WEIGHTS, Words, put_adapter
+from dunes.checkpoint.base import BaseWeights, Record, prove, recorded
 from dunes.checkpoint.folder import Loaded, agree, checked, filled, settled, steady, verified
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.hub import NAME, local
@@ -20,20 +21,28 @@ from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat, json_file
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
+def load(folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False) -> Loaded:
     """The model, its tokenizer and its card, from any form of folder that is read here.
 
-    Of an adapter's folder: its base, changed as the card says and proven to be the one that the adapter was made
-    for, with the adapter acting on it under the name `default`. Tokenizer and context are the adapter's, or else
-    the base's. Raises ValueError that names what is missing or wrong, before any number is read. The weights
-    keep the dtype they are stored in.
+    Of an adapter's folder: its base, proven to be the one that the adapter was made for unless `any_base` says
+    that this one will do, and changed as the card says, with the adapter acting on it under the name `default`.
+    Tokenizer and context are the adapter's, or else the base's. Raises ValueError that names what is missing or
+    wrong, before any number is read. The weights keep the dtype they are stored in.
     """
+    return load_for(folder, (), device, any_base)
+
+
+def load_for(
+    folder: Path | str, adapters: Sequence[Path], device: torch.device | str = "cpu", any_base: bool = False
+) -> Loaded:
+    """`load` of a model on which these adapters will be put: its base is proven to be theirs, and changed so."""
     folder = Path(folder)
-    return (
-        steady(folder, lambda there: _adapted(settled(there), device))
-        if adapts(folder)
-        else whole.load(folder, device)
-    )
+    if adapts(folder):
+        return steady(folder, lambda there: _adapted(settled(there), adapters, device, any_base))
+    loaded = whole.load(folder, device)
+    if adapters:
+        prepare(loaded.model, adapters, any_base)
+    return loaded
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
@@ -73,15 +82,15 @@ def base_of(folder: Path) -> Path:
         raise ValueError(f"{folder}: its base is not there: {error}; or {remedy}") from None
 
 
-def _adapted(folder: Path, device: torch.device | str) -> Loaded:
+def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> Loaded:
     card = verified(folder)
     source = checked(base_of(folder))
     tokenizer = Tokenizer.load(folder if Tokenizer.file(folder) else source.folder)
     agree(source, tokenizer)
     context = _context(card, source.config.context, folder)
     model = filled(source)
-    repeat(model, card, folder)
-    load_adapter(model, folder)
+    prepare(model, [folder, *others], any_base)
+    put_adapter(model, folder, any_base=any_base)
     return Loaded(model.to(device).eval(), tokenizer, context, card)
 
 
@@ -92,10 +101,10 @@ def _context(card: Mapping[str, Any], otherwise: int, folder: Path) -> int:
     return context
 
 
-def put_on(loaded: Loaded, folder: Path, name: str) -> Loaded:
+def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> Loaded:
     """One more adapter beside a model's weights, under this name and acting, with its tokenizer, context and card.
 
-    What it does not bring is the model's. Raises ValueError like `load`.
+    What it does not bring is the model's, proven by `load_for` to be its base. Raises ValueError like `load`.
     """
     folder = settled(folder)
     card = verified(folder)
@@ -104,17 +113,46 @@ def put_on(loaded: Loaded, folder: Path, name: str) -> Loaded:
     if max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
     context = _context(card, loaded.context, folder)
-    load_adapter(loaded.model, folder, name)
+    put_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
     return Loaded(loaded.model, tokenizer, context, card)
 
 
+def prepare(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
+    """Prove that a dense base is that of the adapters in these folders, and do to it what was done to it for them.
+
+    A base that is the same number by number must also be the same after that; one that was rounded since may
+    differ then. Raises ValueError like `load_adapter`.
+    """
+    cards = {folder: verified(folder) for folder in map(settled, folders)}
+    found = {} if any_base else {folder: recorded(card, folder) for folder, card in cards.items()}
+    records = {folder: record for folder, record in found.items() if record is not None}
+    changed = [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
+    weights, exact = BaseWeights(model), set[Path]()
+    for folder, record in records.items():
+        if record.digests or not changed:
+            prove(weights, record, folder)
+        if not record.digests or record.made_of(weights):
+            exact.add(folder)
+    del weights
+    for card, folder in changed:
+        repeat(model, card, folder)
+        weights = BaseWeights(model)
+        for folder in exact:
+            prove(weights, records[folder], folder)
+
+
+def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
+    """The notes of what was done to a base before an adapter, whose own files say the rest."""
+    return (
+        note for note in card.get("changes", []) if not (isinstance(note, dict) and note.get("name") == "lora")
+    )
+
+
 def repeat(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:
     """Do to a base what an adapter's card says was done to it first. Raises ValueError for what cannot be done."""
-    for note in card.get("changes", []):
+    for note in _changes(card):
         name = note.get("name") if isinstance(note, dict) else note
-        if name == "lora":  # which its own files say
-            continue
         if name != "quantize":
             raise ValueError(
                 f"{folder / cards.CARD}: the change {shown(name)} is not known; a newer dunes has made it"
@@ -125,10 +163,10 @@ def repeat(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:
             raise ValueError(f"{folder / cards.CARD}: the note of {name} is damaged: {error!r}") from None
 
 
-def about(folder: Path) -> tuple[list[str], str | None]:
+def about(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     """Lines about an adapter's folder, from headers alone, and why `load` would refuse it, if that can be told.
 
-    Raises ValueError for what is no adapter.
+    With `values` it is loaded, which compares the base's numbers. Raises ValueError for what is no adapter.
     """
     folder = settled(folder)
     lines = list(_lines(folder))
@@ -136,10 +174,20 @@ def about(folder: Path) -> tuple[list[str], str | None]:
         source = checked(base_of(folder))
         agree(source, Tokenizer.load(folder if Tokenizer.file(folder) else source.folder))
         lines.append(f"base        {source.folder}: {source.family}, {len(source.weights())} tensors")
+        lines.append(f"its numbers {_compared(folder, values)}")
         reason = None
     except ValueError as error:
         reason = str(error)
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
+
+
+def _compared(folder: Path, now: bool) -> str:
+    """Whether the base's numbers are the adapter's. Raises ValueError like `load` if they are compared now."""
+    if now:
+        load(folder)
+    if Record.read(verified(folder), folder) is None:
+        return "cannot be compared: the adapter's card does not know them"
+    return "those of the adapter's card" if now else "compared when it is opened, or with --values"
 
 
 def _lines(folder: Path) -> Iterator[str]:

@@ -50,6 +50,12 @@ class Verified:
     def relative(self) -> float:
         return self.largest_difference / self.size if self.size else self.largest_difference
 
+    @property
+    def verdict(self) -> str:
+        """What a comparison that passed says in words: how far the result is from the source, with rounding."""
+        moved = max(self.largest_difference, self.rounding or 0.0)
+        return f"equal within rounding: {moved / (self.size or 1.0):.1e} relative" if moved else "equal"
+
     def card(self) -> dict[str, Any]:
         return asdict(self) | {"tolerance": EXACT}
 
@@ -119,7 +125,7 @@ class Unmerged:
         agree = float((after.argmax(-1) == self.plain.argmax(-1)).float().mean())
         found = Verified(apart, float(self.plain.square().mean().sqrt()), agree, rounding)
         dtype = None if rounding is None else self.dtype
-        _pass(found, self.folder, self.plain, dtype, bool(self.rounded.isfinite().all()))
+        _pass(found, self.folder, self.plain, dtype, dtype is None or bool(self.rounded.isfinite().all()))
         return found
 
 

@@ -16,6 +16,7 @@ def merge(
     *,
     into: Annotated[Into | None, _open("|".join(get_args(Into)), "what it was trained on")] = None,
     dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as the base is stored")] = None,
+    any_base: bool = False,
 ) -> None:
     """Fold an adapter into its base: a plain model, verified, with template and tokenizer.
 
@@ -26,6 +27,7 @@ def merge(
         out: The new folder.
         into: Where the adapter was trained on a quantized base: that one made dense again, or the base as it was.
         dtype: Round the weights.
+        any_base: Take a base that is not proven to be the adapter's own.
     """
     import torch
 
@@ -33,7 +35,8 @@ def merge(
     from dunes.runs.merge import merge as run
     from dunes.text import templates
 
-    report = run(checkpoint.local(model).folder, out, into, None if dtype is None else getattr(torch, dtype))
+    rounded = None if dtype is None else getattr(torch, dtype)
+    report = run(checkpoint.local(model).folder, out, into, rounded, any_base)
     for line in report.lines():
         print(line)
     loaded = checkpoint.load(out)

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import warnings
 from importlib import metadata
 from typing import Any
 
@@ -18,6 +19,7 @@ def main() -> None:
     """Run the command line; exit with 2 and one line for a user's mistake."""
     from dunes.cli import verbs
 
+    warnings.formatwarning = _warning  # type: ignore[assignment]  # without a place in our code
     try:
         if sys.argv[1:] == ["--version"]:
             print(version())
@@ -44,6 +46,10 @@ def main() -> None:
 def version() -> str:
     """The releases of dunes, torch and Python."""
     return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
+
+
+def _warning(message: Warning | str, *place: Any) -> str:
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def run(arguments: list[str], verbs: dict[str, Any]) -> int:

@@ -211,6 +211,7 @@ def generate(
     min_p: float | None = None,
     penalty: float = 1.0,
     seed: int = 0,
+    any_base: bool = False,
 ) -> None:
     """Write text, as it comes.
 
@@ -226,12 +227,13 @@ def generate(
         min_p: Draw from tokens with at least this share of the likeliest one's probability.
         penalty: Above 1, tokens that were there already become less likely.
         seed: Another seed, another text.
+        any_base: Let an adapter act on a base that is not proven to be its own.
     """
     from dunes import checkpoint, measure
     from dunes.generate import sampler
     from dunes.runs.write import write
 
-    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
+    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device(), any_base)
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     print(prompt, end="", flush=True)
     for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
@@ -252,6 +254,7 @@ def chat(
     min_p: float | None = None,
     penalty: float = 1.0,
     seed: int = 0,
+    any_base: bool = False,
 ) -> None:
     """Talk with a model that was trained to answer, in its own template. /help lists the commands.
 
@@ -270,6 +273,7 @@ def chat(
         min_p: Draw from tokens with at least this share of the likeliest one's probability.
         penalty: Above 1, tokens that were there already become less likely.
         seed: Another seed, other answers.
+        any_base: Let an adapter act on a base that is not proven to be its own.
     """
     from functools import partial
 
@@ -279,7 +283,7 @@ def chat(
 
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     note = partial(print, file=sys.stderr, flush=True)
-    talk = Chat(speaker(model, adapter, measure.device()), sample, tokens, system, note)
+    talk = Chat(speaker(model, adapter, measure.device(), any_base), sample, tokens, system, note)
     write = partial(print, end="", flush=True)
     if message or not sys.stdin.isatty():
         run(talk, [message] if message else sys.stdin, write)
@@ -302,7 +306,9 @@ def _typed() -> Iterator[str]:
             return
 
 
-def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+def complete(
+    model: Model, place: Annotated[str | None, tyro.conf.Positional] = None, *, any_base: bool = False
+) -> None:
     """The rest of a line.
 
     Example: dunes complete runs/project src/main.py:12:9
@@ -310,12 +316,13 @@ def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = 
     Args:
         model: A model folder, or a name on the Hub.
         place: FILE:LINE:COLUMN, both counted from 1; without it, standard input is what stands before.
+        any_base: Let an adapter act on a base that is not proven to be its own.
     """
     from dunes import checkpoint, measure
     from dunes.runs.write import complete_line, text_before
 
     prefix = text_before(place) if place else sys.stdin.read()
-    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
+    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device(), any_base)
     print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
 
 
@@ -327,6 +334,7 @@ def evaluate(
     task_folder: Annotated[Path | None, _open("FOLDER", "none")] = None,
     limit: Annotated[int | None, _open("DOCUMENTS", "all")] = None,
     out: Annotated[Path | None, _open("FILE", "none")] = None,
+    any_base: bool = False,
 ) -> None:
     """Loss in nats a token, perplexity, and bits a byte of raw text; or tasks of lm-evaluation-harness.
 
@@ -341,17 +349,18 @@ def evaluate(
         task_folder: Folder with YAML files of more tasks.
         limit: Take only so many documents of each task.
         out: JSON file for the full results of the tasks, every sample among them.
+        any_base: Let an adapter act on a base that is not proven to be its own.
     """
     names = [name for part in tasks for name in part.split(",") if name]
     if names:
-        _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out)
+        _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
     if idle := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
         raise ValueError(f"{idle[0]} is for tasks; name them with --tasks")
     from dunes import checkpoint
     from dunes.runs.score import score_folder
 
-    score, files = score_folder(checkpoint.local(model).folder, sources)
+    score, files = score_folder(checkpoint.local(model).folder, sources, any_base)
     print(
         f"{files} files, {score.tokens} tokens: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
@@ -387,7 +396,7 @@ def inspect(model: Model, values: bool = False) -> int:
 
     folder = checkpoint.local(model).folder
     if adapts(folder):
-        lines, reason = about(folder)
+        lines, reason = about(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = opened(settled(folder))
@@ -462,7 +471,7 @@ def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | 
             display.state(f"{what}, {duration(left)} left", share)
 
         verified = convert(source, out, dtype=kind, form=form, facts=found.origin, show=show)
-    print(f"{out}: {verified}")
+    print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {out} "..."')
 
 

@@ -82,7 +82,10 @@ class Before:
 
 @dataclass(frozen=True)
 class Answers:
-    """To learn to answer as examples do. `domain` is text of the base's own kind, `stored` the base's dtype."""
+    """To learn to answer as examples do. `domain` is text of the base's own kind, `stored` the base's dtype.
+
+    `base` is the identity of the base's weights, `settings` the digest of all else of it.
+    """
 
     lesson: Lesson
     domain: Ids | None
@@ -90,6 +93,7 @@ class Answers:
     before: Before | None = None
     notes: Sequence[Mapping[str, Any]] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
+    settings: str = ""
 
     @property
     def plan(self) -> Tuning:
@@ -110,7 +114,8 @@ class Answers:
             every.update(str(len(side)).encode())
             for e in side:
                 every.update(e.ids.tobytes() + e.trained.tobytes())
-        return {"examples": every.hexdigest(), "base": str(self.base["sha256"])}
+        base = {"base": str(self.base["sha256"]), "settings of the base": self.settings}
+        return {"examples": every.hexdigest(), **base}
 
     @property
     def tokens(self) -> int:

@@ -18,7 +18,7 @@ from dunes import checkpoint
 from dunes.augment import using
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import Loaded
-from dunes.checkpoint.opening import adapts, base_of, put_on, repeat
+from dunes.checkpoint.opening import adapts, base_of, load_for, put_on
 from dunes.generate import Sampler, below, generate
 from dunes.parts import Decoder
 from dunes.text import Stream, Tokenizer
@@ -124,11 +124,14 @@ class Speaker:
         return talk
 
 
-def speaker(model: str, adapters: Sequence[Path] = (), device: torch.device | str = "cpu") -> Speaker:
+def speaker(
+    model: str, adapters: Sequence[Path] = (), device: torch.device | str = "cpu", any_base: bool = False
+) -> Speaker:
     """The model, from a folder or the Hub, and these adapters beside its weights, which are there once.
 
     The first adapter begins. Raises ValueError, before anything is loaded, for a folder that is no adapter's and
-    for adapters of one name, and for those that were trained on bases kept in different ways.
+    for adapters of one name, and for those that were trained on bases kept in different ways; and for those that
+    were made for another base, unless `any_base` says that this one will do.
     """
     folder = checkpoint.local(model).folder
     labels = [_label(path) for path in (*adapters, *([folder] if adapts(folder) else []))]
@@ -136,14 +139,12 @@ def speaker(model: str, adapters: Sequence[Path] = (), device: torch.device | st
         raise ValueError(f"two adapters would be called {twice[0]!r}; rename the folder of one")
     if wrong := [path for path in adapters if not adapts(path)]:
         raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
-    changes = _changes([*adapters, *([folder] if adapts(folder) else [])])
-    loaded = checkpoint.load(folder)
+    _alike([*adapters, *([folder] if adapts(folder) else [])])
+    loaded = load_for(folder, adapters, any_base=any_base)
     voices = _first(folder, loaded)
-    if adapters and not adapts(folder):
-        repeat(loaded.model, {"changes": changes}, adapters[0])
     new = {}
     for i, path in enumerate(adapters):
-        new[labels[i]] = _voice(path, f"a{i}", put_on(loaded, path, f"a{i}"))
+        new[labels[i]] = _voice(path, f"a{i}", put_on(loaded, path, f"a{i}", any_base))
     loaded.model.to(device)
     return Speaker(loaded.model, new | voices)
 
@@ -153,15 +154,14 @@ def _label(folder: Path) -> str:
     return os.path.basename(os.path.abspath(folder))
 
 
-def _changes(folders: Sequence[Path]) -> list[Any]:
-    """What was done to the base of all these adapters. Raises ValueError if that is not the same."""
+def _alike(folders: Sequence[Path]) -> None:
+    """Raise ValueError unless the same was done to the base of all these adapters."""
     found = [[c for c in cards.read(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
     for path, changes in zip(folders, found, strict=True):
         if changes != found[0]:
             raise ValueError(
                 f"{folders[0]} and {path} were trained on bases that are kept in different ways; chat with one"
             )
-    return found[0] if found else []
 
 
 def _first(folder: Path, loaded: Loaded) -> dict[str, Voice]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from dunes import checkpoint, measure
-from dunes.checkpoint.adapter import sayable
+from dunes.augment import bare
+from dunes.checkpoint.adapter import architecture, sayable
 from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
@@ -55,15 +56,26 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
     stored = next(model.parameters()).dtype
     task = Answers(lesson, known, stored)
     before = _asked(task, model, folder / BEFORE, show)
-    model, notes = altered(model, plan)
-    if METHODS[plan.method].adapter is not None:
-        sayable(model)
-    task = replace(task, before=before, notes=notes, base=checkpoint.identity(model))
+    model, notes, base = _changed(model, plan)
+    task = replace(task, before=before, notes=notes, base=base, settings=architecture(bare(model)))
     kept(model, plan)
     schedule = scheduled(plan)
     how: dict[str, Any] = {"rate": schedule.rate, "dtype": dtype, "seed": plan.seed}
     trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.at_once, **how)
     return Run(folder, plan, task, model, trainer, schedule)
+
+
+def _changed(model: Decoder, plan: Tuning) -> tuple[Decoder, list[dict[str, Any]], dict[str, Any]]:
+    """The model as it trains, the notes of what was changed, and the identity of its base."""
+    if METHODS[plan.method].adapter is None:
+        model, notes = altered(model, plan)
+        return model, notes, checkpoint.identity(model)
+    base = checkpoint.identity(model)
+    model, notes = altered(model, plan)
+    sayable(model)
+    if any(note["name"] == "quantize" for note in notes):
+        base |= checkpoint.identity(model)
+    return model, notes, base
 
 
 def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:

@@ -45,10 +45,12 @@ class Harness(TemplateLM):
     the context and lost their beginning. Raises ValueError for what is not a model folder.
     """
 
-    def __init__(self, folder: Path, show: Callable[[str, float], None] = lambda text, done: None) -> None:
+    def __init__(
+        self, folder: Path, show: Callable[[str, float], None] = lambda text, done: None, any_base: bool = False
+    ) -> None:
         super().__init__()
         self._device = measure.device()
-        loaded = checkpoint.load(folder, self._device)
+        loaded = checkpoint.load(folder, self._device, any_base)
         self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context, show, 0
         # Special tokens count in a task's text, as they do for the `hf` backend; in `loaded` they do not.
         self.inner = tokenizers.Tokenizer.from_str(loaded.tokenizer.json())

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dunes import augment, checkpoint, measure
+from dunes import checkpoint, measure
+from dunes.checkpoint.opening import adapts
 from dunes.data.examples import Example, Record, read, split, tokenized
 from dunes.data.packing import Batch, Batches, collated
 from dunes.data.preflight import refuse, report
@@ -55,6 +56,8 @@ class Lesson:
     @classmethod
     def read(cls, plan: Tuning, show: Display) -> "Lesson":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
+        if adapts(folder := checkpoint.local(plan.model).folder):
+            raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
         records = read(plan.data)
         show.line(records.detected)
         if plan.valid:
@@ -65,10 +68,7 @@ class Lesson:
             rows, held = split(records.rows, plan.held_out)
         if not held:
             raise ValueError(f"{plan.data}: no example is left for validation; give more, or others with --valid")
-        folder = checkpoint.local(plan.model).folder
         base = checkpoint.load(folder)
-        if any(isinstance(m, augment.Adapted) for m in base.model.modules()):
-            raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
         template = speaks(plan, records, base.tokenizer, base.card)
         show.line(f"template: {template.name}")
         own, tokenizer = taught(base), base.tokenizer

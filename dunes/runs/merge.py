@@ -1,7 +1,7 @@
 """An adapter's folder and that of its base to one plain model, measured."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from torch import Tensor
 from dunes import augment, checkpoint
 from dunes.augment import dequantize
 from dunes.augment.quantize import Quantized
+from dunes.checkpoint.adapter import put_adapter
 from dunes.checkpoint.convert import alone, new
 from dunes.checkpoint.folder import Loaded, checked, filled, settled
 from dunes.checkpoint.opening import adapts, base_of
@@ -45,6 +46,7 @@ class Report:
         place, worst = max(self.errors.items(), key=lambda pair: pair[1])
         usual = mean(self.errors.values())
         lines = [
+            self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base"),
             f"folded into {len(self.errors)} matrices; of the change rounding loses {usual:.1e} on average, "
             f"{worst:.1e} at most ({place})",
             str(self.verified),
@@ -61,11 +63,18 @@ class Report:
         return {"errors": {"largest": max(self.errors.values()), "mean": mean(self.errors.values())}} | moved
 
 
-def merge(folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None) -> Report:
+def merge(
+    folder: Path,
+    out: Path,
+    into: Into | None = None,
+    dtype: torch.dtype | None = None,
+    any_base: bool = False,
+) -> Report:
     """Fold the adapter in `folder` into its base and write `out`, with template, tokenizer and card.
 
     Of a base that was quantized the dequantized numbers are taken, on which the adapter was trained, or with
-    "original" those that it had before. `dtype` is the base's if none is given. Whole or not at all.
+    "original" those that it had before. `dtype` is the base's if none is given. A base that cannot be proven to be
+    the adapter's is taken with `any_base` only, which the card then says. Whole or not at all.
     Raises ValueError before the work for an `out` that is there and what is no adapter, and after it, with nothing
     written, if the result is another model.
     """
@@ -75,11 +84,13 @@ def merge(folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype 
     new(folder, out)
     base = base_of(folder)
     new(base, out)
-    loaded = checkpoint.load(folder)
+    loaded = checkpoint.load(folder, any_base=any_base)
+    if any_base:
+        loaded = replace(loaded, card=loaded.card | {"any_base": True})
     model, apart = loaded.model, None
     if into == "original" and any(isinstance(m, Quantized) for m in model.modules()):
         model = filled(checked(base)).eval()
-        checkpoint.load_adapter(model, folder)
+        put_adapter(model, folder, any_base=any_base)
         apart = _apart(model, loaded)
     kind = dtype or next(augment.bare(model).parameters()).dtype
     with alone(out):

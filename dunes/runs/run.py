@@ -284,7 +284,7 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         return
     state = read_state(folder, type(run.plan))
     differences = run.plan.differences(state["plan"])
-    if others := [name for name, found in run.task.prints.items() if state["corpus"].get(name) != found]:
+    if others := [name for name, found in run.task.prints.items() if state["corpus"].get(name, found) != found]:
         differences["corpus"] = f"{' and '.join(others)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(

@@ -12,13 +12,13 @@ from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.text import Tokenizer
 
 
-def score_folder(folder: Path, sources: Sequence[str] = ()) -> tuple[Score, int]:
-    """The score on all text in the sources, and how many files that is.
+def score_folder(folder: Path, sources: Sequence[str] = (), any_base: bool = False) -> tuple[Score, int]:
+    """The score on all text in the sources, and how many files that is; `any_base` as in `checkpoint.load`.
 
     Without sources: on the files that the model's own training held out. Raises ValueError if the
     model's card does not say which these are, or if there is no text.
     """
-    loaded = checkpoint.load(folder, measure.device())
+    loaded = checkpoint.load(folder, measure.device(), any_base)
     try:
         ids, files = held_out(loaded.tokenizer, loaded.card, sources)
     except ValueError as error:

@@ -19,11 +19,13 @@ def run_tasks(
     task_folder: Path | None = None,
     limit: int | None = None,
     out: Path | None = None,
+    any_base: bool = False,
 ) -> dict[str, Any]:
     """The harness's results for tasks, groups or tags by name; also written to `out`, with every sample.
 
-    `task_folder` holds YAML files of more tasks; `limit` takes so many documents of each task. Raises
-    ValueError for a task that is not known, and for a model folder or a setting that cannot do.
+    `task_folder` holds YAML files of more tasks; `limit` takes so many documents of each task; `any_base` is as in
+    `checkpoint.load`. Raises ValueError for a task that is not known, and for a model folder or a setting that
+    cannot do.
     """
     lm_eval = extra("lm_eval", "eval")
     if limit is not None and limit < 1:
@@ -36,7 +38,7 @@ def run_tasks(
     from dunes.runs.harness import Harness
 
     with show:
-        model = Harness(folder, show.state)
+        model = Harness(folder, show.state, any_base)
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model=model, tasks=list(tasks), task_manager=manager, limit=limit
         )

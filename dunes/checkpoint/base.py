@@ -1,0 +1,152 @@
+"""Which base an adapter belongs to: its card holds digests of the base's weights, by which a base is proven.
+
+A digest in each of three dtypes makes a base known that was rounded since, or widened again.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dunes.augment import lora
+from dunes.augment.quantize import Quantized
+from dunes.checkpoint import atomic
+from dunes.checkpoint.card import CARD
+from dunes.checkpoint.header import shown
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""In which a card has digests of a dense base."""
+ANYWAY = "or take this one as it is: any_base=True (--any-base)"
+
+
+class BaseWeights:
+    """The weights of a model without its adapters, and their SHA-256, each computed when it is first asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        base = lora.bare(model)
+        self.quantized = {type(m).__name__ for m in base.modules() if isinstance(m, Quantized)}
+        self.dtypes = {t.dtype for t in base.parameters()}
+        self.kind = ", ".join(sorted({*self.quantized, *map(str, self.dtypes)}))
+        self._tensors = sorted(base.state_dict().items())
+        self._known: dict[torch.dtype | None, str] = {}
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The one that all weights have; None where they have several, or are quantized."""
+        return next(iter(self.dtypes)) if len(self.dtypes) == 1 and not self.quantized else None
+
+    def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
+        """Over names, dtypes, shapes and numbers, rounded to each of the dtypes in one pass; None keeps them."""
+        asked = [dtype or self.dtype for dtype in dtypes]
+        if new := [dtype for dtype in dict.fromkeys(asked) if dtype not in self._known]:
+            self._known |= dict(zip(new, self._digests(new), strict=True))
+        return [self._known[dtype] for dtype in asked]
+
+    def _digests(self, dtypes: list[torch.dtype | None]) -> list[str]:
+        words: list[list[str]] = [[] for _ in dtypes]
+        for name, tensor in self._tensors:
+            kept = [(d if tensor.is_floating_point() else None) or tensor.dtype for d in dtypes]
+            for listed, dtype, digest in zip(words, kept, atomic.tensor_digests(tensor, kept), strict=True):
+                listed.append(f"{name} {dtype} {tuple(tensor.shape)} {digest}")
+        return [sha256("\n".join(listed).encode()).hexdigest() for listed in words]
+
+    def rounds_to(self, dtype: torch.dtype) -> bool:
+        """Whether these are dense numbers of that dtype, or of wider ones."""
+        bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
+        return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
+
+
+def identity(model: nn.Module) -> dict[str, Any]:
+    """Which weights the base has, whatever adapters stand beside them, as an adapter's card says it.
+
+    `kind` is how they are kept, `sha256` is over them as they are, and of a dense base `digests` are over them
+    in float32, bfloat16 and float16.
+    """
+    weights = BaseWeights(model)
+    if weights.quantized:
+        return {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
+    kept, *rounded = weights.sha256(None, *DTYPES.values())
+    return {"kind": weights.kind, "sha256": kept, "digests": dict(zip(DTYPES, rounded, strict=True))}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a card says of the weights that an adapter was made for: an `identity`.
+
+    `digests` are of the dense base, by dtype; none if it was quantized and nobody digested it before.
+    """
+
+    kind: str
+    sha256: str
+    digests: Mapping[torch.dtype, str]
+
+    @classmethod
+    def read(cls, card: Mapping[str, Any], folder: Path) -> "Record | None":
+        """None for a card that does not know the base by its numbers. Raises ValueError for a damaged one."""
+        base = card.get("base") or {}
+        if not isinstance(base, dict):
+            raise _damaged(folder)
+        if not base.keys() & {"kind", "sha256", "digests"}:
+            return None
+        kind, digest, digests = base.get("kind"), base.get("sha256"), base.get("digests", {})
+        if not (isinstance(kind, str) and isinstance(digest, str) and isinstance(digests, dict)):
+            raise _damaged(folder)
+        if not all(isinstance(d, str) for d in digests.values()):
+            raise _damaged(folder)
+        # Older cards have one digest, in the base's own dtype.
+        own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
+        return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
+
+    def made_of(self, weights: BaseWeights) -> bool:
+        """Whether these very weights were quantized and then digested, so that quantizing must give the same."""
+        quantized, _, dtype = self.kind.rpartition(", ")
+        if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
+            return False
+        return weights.sha256(weights.dtype) == [self.digests.get(weights.dtype)]
+
+
+def recorded(card: Mapping[str, Any], folder: Path) -> Record | None:
+    """The record in an adapter's card. Warns if there is none; raises ValueError if it is damaged."""
+    record = Record.read(card, folder)
+    if record is None:
+        warnings.warn(
+            f"{folder}: says nothing of its base's weights, so that it cannot be checked whether they are these",
+            stacklevel=2,
+        )
+    return record
+
+
+def prove(weights: BaseWeights, record: Record, folder: Path) -> None:
+    """Raise ValueError unless the weights are those of the record, rounded to one of its dtypes or not."""
+    if weights.kind == record.kind and weights.sha256(None) == [record.sha256]:
+        return
+    comparable = [dtype for dtype in record.digests if weights.rounds_to(dtype)]
+    if any(weights.sha256(dtype) == [record.digests[dtype]] for dtype in comparable):
+        return
+    if weights.kind != record.kind and not comparable:
+        raise ValueError(
+            f"{folder}: made for a base in {shown(record.kind)}, with which one in {weights.kind} cannot be "
+            f"compared; {_way(weights, record)}, {ANYWAY}"
+        )
+    raise ValueError(
+        f"{folder}: made for other weights: a base with SHA-256 {shown(record.sha256[:12])}, not "
+        f"{weights.sha256(None)[0][:12]!r}; load that base, {ANYWAY}"
+    )
+
+
+def _way(weights: BaseWeights, record: Record) -> str:
+    """What to do where a base has no digest that it could be compared with."""
+    if weights.quantized and record.digests:
+        return "put it on the base before it is quantized"
+    if not record.digests:
+        return "open it by its folder, with the base as it was"
+    return "open it on that base and save it again, which writes digests in other dtypes, too"
+
+
+def _damaged(folder: Path) -> ValueError:
+    return ValueError(f"{folder / CARD}: what it says of the base is damaged; fetch the folder again, {ANYWAY}")
