@@ -217,14 +217,19 @@ def generate(
     """
     from dunes import checkpoint, measure
     from dunes.generate import sampler
+    from dunes.plural import plural
     from dunes.runs.write import write
 
     loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     print(prompt, end="", flush=True)
+    count = 0
     for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
+        count += 1
         print(piece, end="", flush=True)
     print()
+    if count < tokens:
+        print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
 
 
 def chat(
@@ -297,12 +302,14 @@ def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = 
 
     Args:
         model: A model folder, or a name on the Hub.
-        place: FILE:LINE:COLUMN, both counted from 1; without it, standard input is what stands before.
+        place: FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one); without it, standard
+            input is what stands before.
     """
     from dunes import checkpoint, measure
     from dunes.runs.write import complete_line, text_before
+    from dunes.text.lines import decode_text
 
-    prefix = text_before(place) if place else sys.stdin.read()
+    prefix = text_before(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
     print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
 

@@ -160,14 +160,14 @@ class Tokenizer:
         return 1 + max(self.inner.get_vocab().values(), default=-1)
 
     @property
-    def begin(self) -> list[int]:
-        """What stands before a text: what its own tokenizer puts there, often nothing.
+    def bos(self) -> list[int]:
+        """What the tokenizer itself puts before every text, such as LLaMA's `<s>`; often nothing."""
+        return self._set_in_front if self._marks.begin is None else list(self._marks.begin)
 
-        Where the tokenizer was trained here it is the end of the document before.
-        """
-        if self._marks.begin is not None:
-            return list(self._marks.begin)
-        return [self.end] if self.by_lines else self._set_in_front
+    @property
+    def begin(self) -> list[int]:
+        """What stands at the beginning of a document: `bos`, or where it was trained here the end of another."""
+        return [self.end] if self.by_lines and self._marks.begin is None else self.bos
 
     @cached_property
     def _set_in_front(self) -> list[int]:
@@ -213,8 +213,12 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in found.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids after which a model writes on with this text; at least one, since a model needs one."""
-        return [*self.begin, *self.encode(text)] or [self.end]
+        """The ids after which a model writes on with this text; at least one, since a model needs one.
+
+        Those of the text after `bos`; an empty text is the beginning of a document. To a model trained here, the
+        end token before a text says that a document begins with it, as hardly any does with a prompt.
+        """
+        return [*(self.bos if text else self.begin), *self.encode(text)] or [self.end]
 
     @cached_property
     def by_lines(self) -> bool:
