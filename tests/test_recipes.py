@@ -10,10 +10,11 @@ import pytest
 
 from conftest import data
 from dunes import checkpoint
-from dunes.data import read
+from dunes.data import collect, read
 from dunes.data.self_instruct import ASKED, prompts, seed_tasks
 from dunes.models import llama
 from dunes.models.start import initialise
+from dunes.runs.write import text_before
 from dunes.text import Tokenizer
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
@@ -83,6 +84,19 @@ def test_the_demo_shows_lines_of_unseen_files():
     for _, before, truth in found:
         assert truth.strip()
         assert len(before.splitlines()) > 5
+
+
+def test_the_demo_counts_lines_as_editors_do(tmp_path):
+    demo = recipe("demo")
+    text = "\x0c\n\x85 = \u2028\r\n" + "    value = function(argument, other)\n" * 90
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_bytes(f"# {name}{text}".encode())
+    demo.collect = lambda sources: collect([tmp_path])
+    ((place, before, truth),) = demo.unseen_lines(1, seed=0)
+    number = int(place.rpartition(":")[2])
+    assert before.count("\n") == number - 1
+    assert text_before(f"{tmp_path / place}:{len(before.split(chr(10))[-1]) + 1}") == before
+    assert before.endswith(("    value = function(argument, other)".removesuffix(truth)))
 
 
 def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):

@@ -55,7 +55,7 @@ def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
 def _lines(path: Path) -> Iterator[tuple[Any, str]]:
     """Each line read as JSON, None where it is none; a last line that was cut short is left out."""
     text = path.read_text(errors="replace")
-    for line in text[: text.rfind("\n") + 1].splitlines():
+    for line in text.split("\n")[:-1]:
         try:
             yield json.loads(line), line
         except ValueError:

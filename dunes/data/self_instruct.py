@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from dunes.text.lines import decode_text, split_lines
+
 SHOWN, LAST, PROMPTS = 3, 20, 5
 """How many tasks a prompt shows, up to which number it asks for more, and how many prompts a round asks."""
 
@@ -101,10 +103,12 @@ Ask = Callable[[list[str]], Sequence[tuple[str, bool]]]
 def seed_tasks(path: Path | str) -> list[Task]:
     """The tasks in a file with one JSON object a line: Alpaca's keys, or Self-Instruct's with `instances`.
 
-    Raises ValueError that names the line.
+    Raises ValueError that names the line, or the byte that is not UTF-8.
     """
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(split_lines(decode_text(Path(path).read_bytes(), str(path))), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             instance = row["instances"][0] if "instances" in row else row
