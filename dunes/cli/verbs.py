@@ -252,8 +252,8 @@ def chat(
 
     Args:
         model: A model folder, an adapter's, or a name on the Hub.
-        message: One question, to be answered once; without it a conversation, or a question in each line of
-            standard input.
+        message: One question, to be answered once; without it a conversation, or a question or a command in each
+            line of standard input, with an empty line between answers.
         adapter: An adapter's folder to put on the model; several may be given, and /adapter NAME switches.
         system: What the model is told before the conversation.
         tokens: How many tokens an answer has at most.
@@ -268,17 +268,19 @@ def chat(
 
     from dunes import measure
     from dunes.generate import sampler
-    from dunes.runs.chat import Chat, run, speaker
+    from dunes.runs.chat import Chat, answer, run, speaker
 
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     note = partial(print, file=sys.stderr, flush=True)
     talk = Chat(speaker(model, adapter, measure.device()), sample, tokens, system, note)
     write = partial(print, end="", flush=True)
-    if message or not sys.stdin.isatty():
-        run(talk, [message] if message else sys.stdin, write)
-        return
-    note("/help lists the commands")
-    run(talk, _typed(), write, commands=True)
+    if message:
+        answer(talk, message, write)
+    elif not sys.stdin.isatty():
+        run(talk, sys.stdin, write)
+    else:
+        note("/help lists the commands")
+        run(talk, _typed(), write, interactive=True)
 
 
 def _typed() -> Iterator[str]:
