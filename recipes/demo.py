@@ -4,11 +4,11 @@ python recipes/demo.py [MINUTES]
 """
 
 import random
-import sys
 import time
 from pathlib import Path
 
 from dunes import checkpoint
+from dunes.cli.recipe import run_recipe
 from dunes.data import collect
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
@@ -32,7 +32,7 @@ def unseen_lines(count: int, seed: int) -> list[tuple[str, str, str]]:
     return found
 
 
-def main(minutes: float) -> int:
+def main(minutes: float = 3.0) -> int:
     run = RUNS / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     status = train(Plan(sources=("stdlib",), minutes=minutes), run, Display())
     loaded = checkpoint.load(run)
@@ -48,4 +48,4 @@ def main(minutes: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 3.0))
+    run_recipe(__doc__, lambda *minutes: main(*map(float, minutes)))

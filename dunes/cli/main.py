@@ -2,7 +2,8 @@
 
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
@@ -12,22 +13,31 @@ VERBS = (
 
 def main() -> None:
     """Run the command line; exit with 2 and one line for a user's mistake."""
+    exit_with(_main, "dunes")
+
+
+def _main() -> int:
     from dunes.cli import verbs
 
+    if sys.argv[1:2] == ["bench"]:
+        from dunes.cli import bench
+
+        return bench.run(sys.argv[2:])
+    if sys.argv[1:2] == ["augment"]:
+        from dunes.cli import augment
+
+        return augment.run(sys.argv[2:])
+    return run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
+
+
+def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
+    """Exit with what `work` returns (None: 0); with 2 and one line for a user's mistake, with 130 after Ctrl-C."""
     try:
-        if sys.argv[1:2] == ["bench"]:
-            from dunes.cli import bench
-
-            sys.exit(bench.run(sys.argv[2:]))
-        if sys.argv[1:2] == ["augment"]:
-            from dunes.cli import augment
-
-            sys.exit(augment.run(sys.argv[2:]))
-        status = run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
+        status = work() or 0
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):
             raise
-        print(f"dunes: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
