@@ -105,7 +105,7 @@ def swept(name: str, *arguments: str) -> Step:
         return found
 
     pictures = lambda row: plot.drawn(rows.read(out), PICTURES)
-    return Step(["dunes", "bench", name, *arguments, "--out", str(out)], figures, pictures, leaves=out)
+    return Step(["dunes", "bench", name, *arguments, "--json", "--out", str(out)], figures, pictures, leaves=out)
 
 
 def remembered(row: Row) -> Figures:
@@ -165,11 +165,11 @@ def steps(text: Path | None, problems: Path | None = None) -> dict[str, Step]:
         "save": Step(script("save.py"), stalled),
         "memory": Step(
             ["dunes", "bench", "memory", "--size", "40m", "--batch", "4", "8", "--dtype", "float32", "bfloat16",
-             "--check", "--picture", str(PICTURES / "memory.svg")],
+             "--json", "--check", "--picture", str(PICTURES / "memory.svg")],
             remembered,
         ),
         "modules": Step(
-            ["dunes", "bench", "train", "--size", "3.4m", "--by-module", *shared,
+            ["dunes", "bench", "train", "--size", "3.4m", "--by-module", "--json", *shared,
              "--picture", str(PICTURES / "modules.svg")],
             divided,
         ),

@@ -438,7 +438,7 @@ def test_pictures_of_all_that_varies(tmp_path):
 
 def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotnine", None)
-    with pytest.raises(ValueError, match=r"pip install 'astral-dunes\[plot\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[plot\]'"):
         plot.bars([{"name": "a", "rate": 1, "low": 1, "high": 1, "unit": "tokens"}], "t")
 
 
@@ -483,22 +483,25 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=200)
 
 
-def test_the_last_line_is_one_document_and_the_table_stands_before_it(tmp_path):
+def test_a_table_or_one_json_document_is_printed(tmp_path):
     shape = ("--size", "300k", "600k", "--context", 32, "--batch", 2, "--dtype", "float32", "--threads", 1)
     done = command("prefill", *shape, "--rounds", 2, "--out", tmp_path / "a.jsonl")
     assert done.returncode == 0, done.stderr
-    *words, last = done.stdout.splitlines()
-    assert [r["rounds"] for r in json.loads(last)["results"]] == [2, 2]
-    assert "middle half" in words[1]
-    compared = command("compare", tmp_path / "a.jsonl", tmp_path / "a.jsonl")
-    assert "too few rounds to tell" in compared.stdout
-    assert json.loads(compared.stdout.splitlines()[-1])["differences"][0]["ratio"] == 1.0
-    looked = command("train", *shape[:1], "300k", *shape[3:], "--by-module")
-    assert json.loads(looked.stdout.splitlines()[-1])["modules"]["blocks[*]"]["backward"] > 0
+    assert "middle half" in done.stdout.splitlines()[1]
+    assert "{" not in done.stdout
+    again = command("prefill", *shape, "--rounds", 2, "--out", tmp_path / "b.jsonl", "--json")
+    assert [r["rounds"] for r in json.loads(again.stdout)["results"]] == [2, 2]
+    compared = ("compare", tmp_path / "a.jsonl", tmp_path / "a.jsonl")
+    assert "too few rounds to tell" in command(*compared).stdout
+    assert json.loads(command(*compared, "--json").stdout)["differences"][0]["ratio"] == 1.0
+    looked = command("train", *shape[:1], "300k", *shape[3:], "--by-module", "--json")
+    assert json.loads(looked.stdout)["modules"]["blocks[*]"]["backward"] > 0
     idle = command("train", *shape, "--by-module", "--rounds", 3)
     assert "has no --rounds" in idle.stderr
     drawn = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures")
-    assert len(json.loads(drawn.stdout.splitlines()[-1])["pictures"]) == 3
+    pictures = drawn.stdout.splitlines()
+    assert len(pictures) == 3
+    assert all(Path(picture).is_file() for picture in pictures)
 
 
 def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
@@ -515,16 +518,18 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
         "32",
         "--rounds",
         "10000",
+        "--json",
     ]
-    process = subprocess.Popen([*line, "--threads", "1", "--out", out], stdout=subprocess.PIPE, text=True)
+    line += ["--threads", "1", "--out", str(out)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not out.exists() or out.read_bytes().count(b"\n") < 2:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=100)[0].splitlines()
+    printed, messages = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert "interrupted; what was measured until then:" in said
-    assert json.loads(said[-1])["results"][0]["rounds"] == len(rows.read(out)) >= 2
+    assert "interrupted; what was measured until then:" in messages
+    assert json.loads(printed)["results"][0]["rounds"] == len(rows.read(out)) >= 2
 
 
 def test_a_mistake_is_one_line_and_status_2():

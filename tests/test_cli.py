@@ -1,11 +1,16 @@
 """The command, as a person types it."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from dunes.cli import main as command
+from dunes.cli import verbs
+from dunes.models import FAMILIES
 
 
 def dunes(*arguments, text=None):
@@ -27,6 +32,22 @@ def test_help_comes_without_torch_and_each_verb_shows_an_example():
         assert "AssertionError" not in done.stderr
         assert f"dunes {verb}".strip() in done.stdout
         assert "Example: dunes" in done.stdout
+
+
+def test_the_version_comes_without_torch():
+    script = "import sys; from dunes.cli import main; sys.argv = ['dunes', '--version']\ntry: main.main()\n"
+    script += "finally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
+
+
+def test_families_are_the_same_in_help_docs_and_code():
+    assert set(get_args(verbs.Family)) == set(FAMILIES)
+    root = Path(__file__).parent.parent
+    for file in ("README.md", "docs/training.md", "docs/checkpoints.md"):
+        text = (root / file).read_text()
+        assert [f for f in FAMILIES if f"`{f}`" not in text and f"{f}.py" not in text] == [], file
 
 
 def test_importing_the_package_is_light():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from conftest import display, toy
-from dunes import checkpoint
+from dunes import checkpoint, measure
 from dunes.data import collect
 from dunes.models import FAMILIES
 from dunes.runs import dial
@@ -25,7 +26,7 @@ from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting
-from dunes.runs.plan import Plan, config_for, parse_size
+from dunes.runs.plan import Plan, config_for, parse_size, size_fields
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
@@ -365,16 +366,27 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before, "the best is kept over a resume"
 
 
-@pytest.mark.parametrize(("text", "size"), [("3m", 3_000_000), ("500k", 500_000), ("1.5M", 1_500_000), ("42", 42)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("3m", 3_000_000), ("500k", 500_000), ("1.5M", 1_500_000), ("10k", 10_000)]
+)
 def test_sizes_are_read(text, size):
     assert parse_size(text) == size
 
 
 def test_nonsense_in_a_plan_is_refused_by_name():
-    for words in ("many", "", "3x", "m"):
+    for words in ("many", "", "3x", "m", "4x", "x256", "4x256x2", "9999"):
         with pytest.raises(ValueError, match="--size"):
-            parse_size(words)
-    for field, value in {"steps": 0, "minutes": 0, "context": 1, "family": "rnn", "split": "lines"}.items():
+            size_fields(words)
+    with pytest.raises(ValueError, match="did you mean 3m"):
+        size_fields("3")
+    for words in ("0x256", "4x250", "4x0"):
+        with pytest.raises(ValueError, match="like 4x256"):
+            Plan(sources=("x",), **size_fields(words))
+    with pytest.raises(ValueError, match="--vocab is 300, and bytes"):
+        Plan(sources=("x",), vocab=300, tokenizer="bytes")
+    nonsense = {"lr": float("nan"), "device": "tpu", "vocab": 0, "steps": 0}
+    nonsense |= {"minutes": 0, "context": 1, "family": "rnn", "split": "lines"}
+    for field, value in nonsense.items():
         with pytest.raises(ValueError, match=f"--{field} is"):
             Plan(sources=("x",), **{field: value})
 
@@ -385,6 +397,36 @@ def test_a_size_asked_for_is_about_the_size_built(family, size):
     with torch.device("meta"):
         model = FAMILIES[family].build(config_for(Plan(sources=("x",), family=family, size=size), 2048))
     assert count(model) == pytest.approx(size, rel=0.2)
+
+
+def test_depth_and_width_can_be_asked_for(code, tmp_path):
+    plan = toy(code, size=0, steps=1, **size_fields("3x96"))
+    train(plan, tmp_path / "run", display()[0])
+    loaded = checkpoint.load(tmp_path / "run")
+    assert len(loaded.model.blocks) == 3
+    assert loaded.model.embed.token.embedding_dim == 96
+    assert loaded.card["trained"]["size"] == count(loaded.model), "what follows is kept, too"
+    assert train(replace(plan, steps=2), tmp_path / "run", display()[0], again=True, override=["steps"]) == 0
+
+
+def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
+    run = lambda name, **changes: train(toy(code, steps=3, **changes), tmp_path / name, display()[0])
+    losses = lambda name: [r["exact"] for r in records(tmp_path / name / "metrics.jsonl")]
+    for name, changes in {"usual": {}, "same": {"lr": 0.02}, "other": {"lr": 0.01}}.items():
+        run(name, **changes)
+    assert losses("usual") == losses("same") != losses("other")
+
+
+def test_a_device_that_is_not_here_is_refused_and_the_one_asked_for_is_used(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device is cuda"):
+        train(toy(code, device="cuda"), tmp_path / "run", display()[0])
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train(toy(code, device="cpu", steps=1), tmp_path / "run", display()[0]) == 0
+    assert measure.device().type == "cpu"
+    measure.use_device(None)
+    assert measure.device().type == "cuda", "what is chosen without a wish"
 
 
 def test_the_rest_of_a_line_is_learned(tmp_path):

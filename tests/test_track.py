@@ -158,7 +158,7 @@ def test_without_the_extra_nothing_is_done(code, tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.startswith(("tensorboard", "torch.utils.tensorboard"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ValueError, match=r"pip install 'astral-dunes\[track\]'$") as error:
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[track\]'") as error:
         train(toy(code), tmp_path / "run", display()[0], tensorboard=True)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()

@@ -156,7 +156,7 @@ def _hub() -> Any:
     except ImportError as error:
         raise ValueError(
             f"a model of the Hub needs huggingface_hub ({_first_line(error)}); "
-            "install it with: pip install 'astral-dunes[hf]'"
+            "install it with: pip install huggingface-hub"
         ) from None
 
 

@@ -1,6 +1,7 @@
 """`dunes bench ...`: one command for each registered benchmark, and those that look at what was measured."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,15 @@ import tyro
 from dunes.cli.verbs import _open
 
 Paths = Annotated[tuple[Path, ...], tyro.conf.Positional]
+Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document instead of words.")]
+
+
+def _print(words: Callable[[], None], record: Any, as_json: bool) -> None:
+    """The record as JSON where that was asked for, else in words."""
+    if as_json:
+        print(json.dumps(record))
+    else:
+        words()
 
 
 def verbs() -> dict[str, Callable[..., Any]]:
@@ -36,6 +46,7 @@ def _named(name: str, about: str) -> Callable[..., int]:
         out: Annotated[Path | None, _open("FILE", "runs/bench/...")] = None,
         by_module: bool = False,
         picture: Annotated[Path | None, _open("FILE", "none")] = None,
+        as_json: Json = False,
     ) -> int:
         """"""
         from dunes.bench.run import Request
@@ -45,7 +56,9 @@ def _named(name: str, about: str) -> Callable[..., int]:
             raise ValueError("--picture draws what --by-module finds; draw laps with dunes bench plot FILE")
         if by_module and (rounds or out):
             raise ValueError("--by-module looks into one run, which has no --rounds and no --out")
-        return _by_module(name, request, picture) if by_module else _race(name, request, rounds or 10, out)
+        if by_module:
+            return _by_module(name, request, picture, as_json)
+        return _race(name, request, rounds or 10, out, as_json)
 
     command.__doc__ = f"""{about}
 
@@ -69,7 +82,7 @@ def _named(name: str, about: str) -> Callable[..., int]:
     return command
 
 
-def _race(name: str, request: Any, rounds: int, out: Path | None) -> int:
+def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool) -> int:
     from rich.console import Console
 
     from dunes.bench import rows, run, table
@@ -84,15 +97,18 @@ def _race(name: str, request: Any, rounds: int, out: Path | None) -> int:
         if not file.exists():
             raise
         laps = rows.read(file)
-        print("interrupted; what was measured until then:")
-    found = run.summaries(laps)
-    table.summary(found)
-    print(f"all laps: {file}   compare: dunes bench compare {file} OTHER   draw: dunes bench plot {file}")
-    print(json.dumps({"file": str(file), "results": found}))
+        print("interrupted; what was measured until then:", file=sys.stderr)
+    results = run.summaries(laps)
+
+    def words() -> None:
+        table.summary(results)
+        print(f"all laps: {file}   compare: dunes bench compare {file} OTHER   draw: dunes bench plot {file}")
+
+    _print(words, {"file": str(file), "results": results}, as_json)
     return status
 
 
-def _by_module(name: str, request: Any, picture: Path | None) -> int:
+def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> int:
     import torch
 
     from dunes.bench import BENCHMARKS, run, table
@@ -107,10 +123,9 @@ def _by_module(name: str, request: Any, picture: Path | None) -> int:
     if work.model is None:
         raise ValueError(f"--by-module: dunes bench {name} runs no model")
     report, overhead = of_work(work)
-    table.times(report, overhead)
     if picture:
         plots.saved(plots.flame(report), picture)
-    print(json.dumps(report.record() | {"overhead": overhead}))
+    _print(lambda: table.times(report, overhead), report.record() | {"overhead": overhead}, as_json)
     return 0
 
 
@@ -122,6 +137,7 @@ def compare(
     benchmark: str = "train",
     size: str = "1m",
     rounds: int = 10,
+    as_json: Json = False,
 ) -> int:
     """Which differences are real, between two files of measurements or between two commits.
 
@@ -146,8 +162,7 @@ def compare(
     else:
         before, after = measured((a, b), benchmark, size, rounds)
     found = compared(before, after, confidence)
-    table.comparison(found, confidence)
-    print(json.dumps(found.record()))
+    _print(lambda: table.comparison(found, confidence), found.record(), as_json)
     return 0
 
 
@@ -155,6 +170,7 @@ def plot(
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     out: Path = Path("runs/bench"),
     over: str = "minutes",
+    as_json: Json = False,
 ) -> int:
     """Draw: how measurements grow, rates side by side; of training runs, the loss over time.
 
@@ -177,11 +193,12 @@ def plot(
     if runs := {str(p): records(p / METRICS) for p in paths if p.is_dir()}:
         drawn.append(out / "loss.svg")
         plots.saved(plots.losses(runs, over), drawn[-1])
-    print(json.dumps({"pictures": [str(path) for path in drawn]}))
+    names = [str(path) for path in drawn]
+    _print(lambda: print("\n".join(names)), {"pictures": names}, as_json)
     return 0
 
 
-def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]) -> int:
+def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], as_json: Json = False) -> int:
     """A training run as one page that opens in any browser, without a network: RUN/report.html.
 
     Example: dunes bench report runs/project
@@ -192,8 +209,9 @@ def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN
     from dunes.bench.page import page
     from dunes.checkpoint.atomic import write_file
 
-    write_file(run / "report.html", page(run).encode())
-    print(json.dumps({"page": str(run / "report.html")}))
+    file = run / "report.html"
+    write_file(file, page(run).encode())
+    _print(lambda: print(f"{file}: open it in a browser"), {"page": str(file)}, as_json)
     return 0
 
 
@@ -209,6 +227,7 @@ def memory(
     inference: bool = False,
     check: bool = False,
     picture: Annotated[Path | None, _open("FILE", "none")] = None,
+    as_json: Json = False,
 ) -> int:
     """Which tensors hold how much memory in a training step, by kind, module and phase.
 
@@ -236,14 +255,17 @@ def memory(
     request = run.Request(models, size, family, batch, context, dtype, threads=(1,))
     wanted = run.wanted("prefill" if inference else "train", request)
     found = [measured.foreseen(*pair, checkpointing, inference) for pair in wanted]
-    if len(found) == 1:
-        table.memory(found[0].log)
-        print()
     truths = [f.checked() if check else None for f in found]
-    table.foreseen(found, truths)
+
+    def words() -> None:
+        if len(found) == 1:
+            table.memory(found[0].log)
+            print()
+        table.foreseen(found, truths)
+
     if picture:
         plots.saved(plots.memory(found[0].log), picture)
-    print(json.dumps({"results": [f.record(t) for f, t in zip(found, truths, strict=True)]}))
+    _print(words, {"results": [f.record(t) for f, t in zip(found, truths, strict=True)]}, as_json)
     return 0
 
 

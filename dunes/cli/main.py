@@ -1,9 +1,13 @@
 """The command. Torch is loaded by the verb that needs it, so that help comes at once."""
 
 import os
+import platform
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any, NoReturn
+
+from dunes import __version__
 
 VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
@@ -19,6 +23,9 @@ def main() -> None:
 def _main() -> int:
     from dunes.cli import verbs
 
+    if sys.argv[1:] == ["--version"]:
+        print(version())
+        return 0
     if sys.argv[1:2] == ["bench"]:
         from dunes.cli import bench
 
@@ -44,11 +51,18 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     sys.exit(status)
 
 
+def version() -> str:
+    """The releases of dunes, torch and Python."""
+    return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
+
+
 def run(arguments: list[str], verbs: dict[str, Any]) -> int:
     """Parse the arguments and call the verb they name."""
     import tyro
 
-    description = "Build, train, change and use small transformers on your own machine."
+    description = (
+        "Build, train, change and use small transformers on your own machine. --version says which this is."
+    )
     chosen = tyro.extras.subcommand_cli_from_dict(
         verbs, args=arguments, prog="dunes", description=description, config=(tyro.conf.FlagCreatePairsOff,)
     )

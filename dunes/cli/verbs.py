@@ -20,6 +20,7 @@ def _open(metavar: str, without: str = "chosen") -> Any:
 Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 Kind = Literal["bpe", "bytes", "chars"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Device = Annotated[Literal["cpu", "cuda", "mps"] | None, _open("cpu|cuda|mps", "the fastest there is")]
 
 
 def train(
@@ -28,13 +29,16 @@ def train(
     out: Annotated[Path | None, _open("RUN", "needed")] = None,
     minutes: Annotated[float | None, _open("MINUTES", "15")] = None,
     steps: Annotated[int | None, _open("STEPS", "as many as fit the minutes")] = None,
-    size: Annotated[str | None, _open("SIZE")] = None,
+    size: Annotated[str | None, _open("SIZE|DEPTHxWIDTH")] = None,
     context: Annotated[int | None, _open("TOKENS")] = None,
     batch: Annotated[int | None, _open("WINDOWS")] = None,
     family: Annotated[Family | None, _open("|".join(get_args(Family)), "arcee")] = None,
     tokenizer: Annotated[Kind | None, _open("bpe|bytes|chars", "bpe")] = None,
+    vocab: Annotated[int | None, _open("TOKENS", "4096")] = None,
+    lr: Annotated[float | None, _open("RATE", "0.02")] = None,
     split: Annotated[Literal["files", "tails"] | None, _open("files|tails", "files")] = None,
     seed: Annotated[int | None, _open("NUMBER", "0")] = None,
+    device: Device = None,
     dry_run: bool = False,
     resume: bool = False,
     override: Annotated[tuple[str, ...], _open("FIELD", "none")] = (),
@@ -53,22 +57,25 @@ def train(
         out: Folder of the run; the model comes to lie there.
         minutes: End after so many minutes.
         steps: End after so many steps instead.
-        size: Parameters, like 500k or 3m.
+        size: Parameters, like 500k or 3m, or layers and their width, like 4x256.
         context: Tokens that the model looks at.
         batch: Windows of that many tokens in a step.
         family: Architecture.
         tokenizer: What a token is.
+        vocab: Vocabulary size of a bpe tokenizer.
+        lr: Peak learning rate of matrices (Muon); embeddings, head and norms (AdamW) get half of it.
         split: Hold out whole files for validation, or the tails of all files.
         seed: Another seed, another run.
+        device: What to compute on.
         dry_run: Say what would be done and what memory it takes, and do nothing.
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
         override: Fields that may be others than the run's when going on, of minutes, steps, sources and
-            corpus; threads and dtype are measured anew.
+            corpus; threads, dtype and device are chosen anew.
         strict: Stop when a save fails, and do not go back past a damaged state.
         profile: Say at the end where the time went: text, data, first step, steps, checks, saves.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
     """
-    from dunes.runs.plan import Plan, parse_size
+    from dunes.runs.plan import Plan, size_fields
     from dunes.runs.progress import Display
     from dunes.runs.train import train as run
 
@@ -78,14 +85,17 @@ def train(
         "sources": sources or None,
         "minutes": minutes,
         "steps": steps,
-        "size": size and parse_size(size),
         "context": context,
         "batch": batch,
         "family": family,
         "tokenizer": tokenizer,
+        "vocab": vocab,
+        "lr": lr,
         "split": split,
         "seed": seed,
+        "device": device,
     }
+    asked |= size_fields(size) if size else {}
     given = {name: value for name, value in asked.items() if value is not None}
     plan = Plan(**{"sources": ()} | given)
     folder = out or Path("runs/none")
@@ -123,6 +133,7 @@ def finetune(
     truncated: Annotated[float | None, _open("SHARE", "0.05")] = None,
     domain: Annotated[tuple[str, ...], _open("SOURCE", "what the base's own training held out")] = (),
     seed: Annotated[int | None, _open("NUMBER", "0")] = None,
+    device: Device = None,
     unpacked: bool = False,
     show: int = 0,
     dry_run: bool = False,
@@ -163,12 +174,13 @@ def finetune(
         truncated: The share of the examples that may be cut at the end of a row.
         domain: Files and folders of what the base knows, to measure what it forgets.
         seed: Another seed, another run.
+        device: What to compute on.
         unpacked: One example in a row, not as many as fit.
         show: Print so many examples, in colours that tell what is trained on.
         dry_run: Report on the examples and the memory that it takes, and do nothing.
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
         override: Fields that may be others than the run's when going on, of minutes and steps, and where model,
-            data, valid and domain were moved to; threads and dtype are measured anew.
+            data, valid and domain were moved to; threads, dtype and device are chosen anew.
         strict: Stop when a save fails, and do not go back past a damaged state.
         profile: Say at the end where the time went.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.

@@ -3,6 +3,7 @@
 from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
 from dunes.measure.fingerprint import fingerprint, joules
 from dunes.measure.machine import (
+    DEVICES,
     device,
     dtype,
     forget_peak,
@@ -15,11 +16,13 @@ from dunes.measure.machine import (
     read_rate,
     resident,
     threads,
+    use_device,
     wait,
 )
 from dunes.measure.places import Places
 
 __all__ = [
+    "DEVICES",
     "KINDS",
     "Allocation",
     "Allocations",
@@ -39,5 +42,6 @@ __all__ = [
     "read_rate",
     "resident",
     "threads",
+    "use_device",
     "wait",
 ]

@@ -13,9 +13,26 @@ from time import perf_counter, sleep
 import numpy as np
 import torch
 
+DEVICES = ("cpu", "cuda", "mps")
+_chosen: str | None = None
+
+
+def use_device(name: str | None) -> None:
+    """Have `device` give the device of this name, one of DEVICES, or with None the best one again.
+
+    Raises ValueError if this machine has none.
+    """
+    global _chosen
+    usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name is not None and not usable[name]:
+        raise ValueError(f"--device is {name}, which PyTorch cannot use here; leave it out, or say --device cpu")
+    _chosen = name
+
 
 def device() -> torch.device:
-    """CUDA if there, else Apple's GPU, else the CPU."""
+    """The device that `use_device` named; else CUDA if there, else Apple's GPU, else the CPU."""
+    if _chosen is not None:
+        return torch.device(_chosen)
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -107,6 +107,7 @@ def fitted(plan: Plan, size: int, machine: Machine) -> tuple[Plan, Guess]:
     suits its tokens.
     """
     unique = unique_tokens(plan, size)
+    plan = replace(plan, size=tree.count(outline(plan))) if plan.depth else plan
     sizes = [plan.size] if plan.size else [s for s in SIZES if s <= max(SIZES[0], LEARNABLE * unique)]
     if plan.steps and not plan.size:
         suiting = plan.steps * plan.batch * plan.context / TOKENS_A_PARAMETER

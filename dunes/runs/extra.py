@@ -10,5 +10,6 @@ def extra(module: str, name: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{module} cannot be imported ({error}); install it with: pip install 'astral-dunes[{name}]'"
+            f"{module} cannot be imported ({error}); install it in the folder of dunes' source with: "
+            f"pip install -e '.[{name}]'"
         ) from None

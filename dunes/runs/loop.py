@@ -69,6 +69,7 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
     if (folder / "state" / "lock").exists():
         with alone(folder):  # refused now, not after the text was read
             pass
+    measure.use_device(plan.device)
     measure.keep_memory()
     measure.quick_small_numbers()
     spent = Spent()

@@ -1,16 +1,24 @@
 """What a run is asked to do and, for training from scratch, the model that follows from it."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from math import log
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from dunes.measure import DEVICES
 from dunes.models import FAMILIES
 from dunes.text import KINDS
 
-MEASURED = ("dtype", "threads")
+MEASURED = ("dtype", "threads", "device")
 STDLIB = "stdlib"
+
+SMALLEST = 10_000
+"""Parameters of the smallest model that a size may ask for: fewer are a unit forgotten."""
+
+WIDTH_STEP = 32
+"""What widths are multiples of: the smallest head."""
 
 T = TypeVar("T", bound="Terms")
 
@@ -20,7 +28,8 @@ class Terms:
     """What any run is asked: how long, how much at a time, with what. Stored in the run; a resumed run keeps it.
 
     It ends after `steps` if given, else after `minutes`. What is None or 0 is chosen when the run begins.
-    `matmul` is the machine's measured rate of matrix products in FLOP/s.
+    `lr` is the peak learning rate, `device` one of DEVICES, and `matmul` the machine's measured rate of matrix
+    products in FLOP/s.
     """
 
     context: int = 0
@@ -28,16 +37,18 @@ class Terms:
     steps: int | None = None
     minutes: float = 15.0
     seed: int = 0
+    lr: float | None = None
+    device: str | None = None
     dtype: str | None = None
     threads: int | None = None
     matmul: float | None = None
 
     LEAST: ClassVar[dict[str, float]] = {
-        "context": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "size": 1, "vocab": 1,
+        "context": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "size": 1, "vocab": 1, "lr": 1e-12,
     }  # fmt: skip
     CHOSEN: ClassVar[tuple[str, ...]] = ("size", "context", "batch")
     """Fields in which 0 leaves it open."""
-    KNOWN: ClassVar[dict[str, Collection[str]]] = {}
+    KNOWN: ClassVar[dict[str, Collection[str]]] = {"device": DEVICES}
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
     """What a run may change when it goes on. All else is built into its weights or its order of data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
@@ -115,16 +126,22 @@ def option(field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Terms):
-    """What training from scratch is asked; `size` counts parameters (what is left open: `runs/dial.py`)."""
+    """What training from scratch is asked (what is left open: `runs/dial.py`).
+
+    `size` counts parameters; `depth` layers of `width` say the shape instead, and the size follows.
+    """
 
     sources: tuple[str, ...] = ()
     family: str = "arcee"
     tokenizer: str = "bpe"
     vocab: int = 4096
     size: int = 0
+    depth: int = 0
+    width: int = 0
     split: str = "files"
 
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
+        **Terms.KNOWN,
         "family": FAMILIES,
         "tokenizer": KINDS,
         "split": ("files", "tails"),
@@ -132,6 +149,16 @@ class Plan(Terms):
     MAY_CHANGE = ("sources", "corpus", *Terms.MAY_CHANGE)
     PATHS = ("sources",)
     VERB = "train"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocab != Plan.vocab and self.tokenizer != "bpe":
+            raise ValueError(
+                f"--vocab is {self.vocab}, and {self.tokenizer} are as many as there are; leave it out"
+            )
+        if self.width % WIDTH_STEP or bool(self.width) != bool(self.depth):
+            expected = f"at least one layer and a width that {WIDTH_STEP} divides are expected, like 4x256"
+            raise ValueError(f"--size is {self.depth}x{self.width}; {expected}")
 
     @property
     def about(self) -> str:
@@ -143,24 +170,41 @@ class Plan(Terms):
 
 
 def parse_size(text: str) -> int:
-    """'3m' is three million parameters; k, m and b are understood. Raises ValueError otherwise."""
+    """'3m' is three million parameters; k, m and b are understood.
+
+    Raises ValueError for anything else, and below SMALLEST, where a unit was left out.
+    """
     units = {"k": 1e3, "m": 1e6, "b": 1e9}
     number, unit = text.lower()[:-1], text.lower()[-1:]
     try:
         count = int(float(number) * units[unit]) if unit in units else int(text)
-        if count < 1:
-            raise ValueError
-        return count
     except (ValueError, OverflowError):
-        raise ValueError(f"--size is {text!r}; write a number of parameters like 3m or 500k") from None
+        count = 0
+    if count < 1:
+        raise ValueError(f"--size is {text!r}; expected a number of parameters like 3m or 500k")
+    if count < SMALLEST:
+        hint = f"; did you mean {text}m?" if text.isdigit() and count < 1000 else ""
+        raise ValueError(f"--size is {text!r}, and a model has at least {SMALLEST} parameters{hint}")
+    return count
+
+
+def size_fields(text: str) -> dict[str, int]:
+    """The fields of a plan that a size sets: its parameters ('3m'), or its depth and width ('4x256')."""
+    if shape := re.fullmatch(r"(\d{1,4})x(\d{1,6})", text.lower()):
+        return {"depth": int(shape[1]), "width": int(shape[2])}
+    return {"size": parse_size(text)}
 
 
 def config_for(plan: Plan, vocab: int) -> Any:
-    """The family's config whose parameters, embeddings included, come nearest to the plan's size.
+    """The family's config of the plan's shape, or whose parameters, embeddings included, come nearest to its size.
 
     Widths are 32 or multiples of 64, and of those that come near, the one whose depth is
     nearest to a layer for each 64 of width.
     """
+
+    sized = FAMILIES[plan.family].Config.sized
+    if plan.depth:
+        return sized(vocab, plan.width, plan.depth, plan.context)
 
     def depth(dim: int) -> int:
         return max(2, round((plan.size - vocab * dim) / (12 * dim * dim)))
@@ -170,4 +214,4 @@ def config_for(plan: Plan, vocab: int) -> Any:
         return 5 * abs(log(count / plan.size)) + abs(log(dim / depth(dim) / 64))
 
     dim = min([32, *range(64, 8193, 64)], key=cost)
-    return FAMILIES[plan.family].Config.sized(vocab, dim, depth(dim), plan.context)
+    return sized(vocab, dim, depth(dim), plan.context)

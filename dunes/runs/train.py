@@ -61,7 +61,8 @@ def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
     config = config_for(plan, tokens.tokenizer.vocab)
     model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
     schedule = scheduled(plan)
-    trainer = Trainer(model, muon(model), nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    optimizer = muon(model) if plan.lr is None else muon(model, plan.lr, plan.lr / 2)
+    trainer = Trainer(model, optimizer, nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
     return Run(folder, plan, Text(plan, tokens), model, trainer, schedule)
 
 

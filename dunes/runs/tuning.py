@@ -78,7 +78,6 @@ class Tuning(Terms):
     alpha: float = 32.0
     ranks: tuple[str, ...] = ()
     dropout: float = 0.0
-    lr: float | None = None
     minutes: float = 0.0
     epochs: float = EPOCHS
     at_once: int = 0
@@ -91,11 +90,11 @@ class Tuning(Terms):
     domain: tuple[str, ...] = ()
 
     LEAST: ClassVar[dict[str, float]] = {
-        **Terms.LEAST, "rank": 1, "epochs": 1e-3, "lr": 1e-12, "at_once": 1, "held_out": 0, "truncated": 0,
+        **Terms.LEAST, "rank": 1, "epochs": 1e-3, "at_once": 1, "held_out": 0, "truncated": 0,
     }  # fmt: skip
     CHOSEN = (*Terms.CHOSEN, "minutes", "at_once")
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
-        "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
+        **Terms.KNOWN, "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
     }  # fmt: skip
     PATHS = ("model", "data", "valid", "domain")
     MAY_CHANGE = (*Terms.MAY_CHANGE, *PATHS)  # where they lie: what is in the base and the examples is compared
