@@ -21,6 +21,7 @@ import torch
 import tyro
 
 from dunes import measure, tree
+from dunes.plural import plural
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.plan import Plan, parse_size
 from dunes.runs.progress import Display
@@ -122,7 +123,7 @@ def main(
             with out.open("a") as file:
                 file.write(line + "\n")
             r = json.loads(line)
-            what = f"{r['minutes']:g} minutes, {r['shape']}: {r['plan']['steps']} steps"
+            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['plan']['steps'], 'step')}"
             print(f"{what}, {r['bits_per_byte']:.4f} bits a byte", flush=True)
 
 

@@ -94,7 +94,8 @@ def main(seeds: str, out: str, ask: Ask, wanted: int = 1000) -> int:
             kept += found.kept
             why = Counter(item.reason.partition(":")[0] for item in found.items if item.reason)
             said = ", ".join(f"{reason} {n}" for reason, n in why.most_common())
-            print(f"round {found.number}: {len(kept)} of {wanted} tasks, {len(found.kept)} new; dropped: {said}")
+            total = f"{len(kept)} of {plural(wanted, 'task')}"
+            print(f"round {found.number}: {total}, {len(found.kept)} new; dropped: {said}")
     finally:
         if rounds.exists():  # else nothing was asked
             rows = [{"instruction": t.instruction, "input": t.input, "output": t.output} for t in kept]

@@ -98,7 +98,7 @@ def test_the_demo_counts_lines_as_editors_do(tmp_path):
     number = int(place.rpartition(":")[2])
     assert before.count("\n") == number - 1
     assert text_before(f"{tmp_path / place}:{len(before.split(chr(10))[-1]) + 1}") == before
-    assert before.endswith(("    value = function(argument, other)".removesuffix(truth)))
+    assert before.endswith("    value = function(argument, other)".removesuffix(truth))
 
 
 def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):

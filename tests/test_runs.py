@@ -200,8 +200,8 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     assert train(plan, tmp_path / "run", show, dry=True) == 0
     assert not (tmp_path / "run").exists()
     words = out.getvalue()
-    assert re.search(r"this machine: 1 threads, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
-    assert re.search(r"chosen for 1 minutes: \S+ parameters, \d+ x \d+ tokens a step", words)
+    assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
+    assert re.search(r"chosen for 1 minute: \S+ parameters, \d+ x \d+ tokens a step", words)
     assert re.search(r"this run needs about \d\.\d GB, of which", words)
 
 

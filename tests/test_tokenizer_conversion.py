@@ -320,7 +320,7 @@ UNK, A = piece(b"<unk>", 2), piece(b"a")
         (piece(b""), "a piece of 0 bytes"),
         (piece(b"a" * 513), "a piece of 513 bytes"),
         (piece(b"\xff"), "not UTF-8"),
-        (A + A + UNK, "1 pieces are there twice"),
+        (A + A + UNK, "1 piece is there twice"),
         (A, "0 unknown pieces"),
         (A + UNK + piece(b"b", 2), "2 unknown pieces"),
         (A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"), "not finite"),

@@ -35,7 +35,9 @@ def test_places_in_files(tmp_path):
         "2:5": r"line 2 has columns 1 to 4",
         "4:1": r"has 3 lines",
         "9:1": r"has 3 lines",
-        **dict.fromkeys(("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1"), "expected FILE:LINE:COLUMN"),
+        **dict.fromkeys(
+            ("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1"), "expected FILE:LINE:COLUMN"
+        ),
     }
     for place, message in refused.items():
         with pytest.raises(ValueError, match=message) as caught:
@@ -185,7 +187,9 @@ def test_the_example_in_the_readme_writes_what_the_verb_writes(marks, folder, ca
         (folder / "dunes.json").unlink()  # which has the digest of what is changed here
         (folder / "tokenizer_config.json").write_text(json.dumps(marks))
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    (example,) = (part for part in re.findall("```python\n(.*?)```", readme, re.DOTALL) if "import generate" in part)
+    (example,) = (
+        part for part in re.findall("```python\n(.*?)```", readme, re.DOTALL) if "import generate" in part
+    )
     exec(example, {})
     written = capsys.readouterr().out
     assert len(written) > 20
@@ -204,7 +208,9 @@ def test_an_own_tokenizer_sets_nothing_in_front_and_neither_does_transformers(fo
 @pytest.mark.parametrize(("text", "told"), [("a" * 30, ""), ("aaa", "3 of 30 tokens"), ("", "0 of 30 tokens")])
 def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch, capsys):
     tokenizer = Tokenizer.load(folder)
-    monkeypatch.setattr(runs_write, "generate", lambda *_, limit, **__: (Token(i, 0.0) for i in tokenizer.encode(text)))
+    monkeypatch.setattr(
+        runs_write, "generate", lambda *_, limit, **__: (Token(i, 0.0) for i in tokenizer.encode(text))
+    )
     verbs.generate("runs/project", "def main(", tokens=30)
     said = capsys.readouterr()
     assert said.out == f"def main({text}\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 from dunes.bench import plot
 from dunes.measure import fingerprint
+from dunes.plural import plural
 from dunes.runs.plan import Plan, Terms
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
@@ -119,7 +120,7 @@ def _spent(seconds: Mapping[str, float]) -> str:
 def _samples(run: Path) -> str:
     """Each sample behind its heading, the last one open."""
     found = written(run / SAMPLES).items()
-    shown = [f"<summary>After {step} steps</summary><pre>{escape(text)}</pre>" for step, text in found]
+    shown = [f"<summary>After {plural(step, 'step')}</summary><pre>{escape(text)}</pre>" for step, text in found]
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
 

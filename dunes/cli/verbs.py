@@ -358,11 +358,12 @@ def evaluate(
     if idle := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
         raise ValueError(f"{idle[0]} is for tasks; name them with --tasks")
     from dunes import checkpoint
+    from dunes.plural import plural
     from dunes.runs.score import score_folder
 
     score, files = score_folder(checkpoint.local(model).folder, sources)
     print(
-        f"{files} files, {score.tokens} tokens: {score.loss:.4f} nats a token, "
+        f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dunes.plural import plural
 from dunes.text.lines import decode_text, split_lines
 
 SHOWN, LAST, PROMPTS = 3, 20, 5
@@ -133,7 +134,9 @@ def generate(
     Raises ValueError for too few seeds, and after ten rounds of which nothing was kept.
     """
     if len(seeds) < SHOWN:
-        raise ValueError(f"{len(seeds)} seed tasks; a prompt shows {SHOWN}, so at least as many are expected")
+        raise ValueError(
+            f"{plural(len(seeds), 'seed task')}; a prompt shows {SHOWN}, so at least as many are expected"
+        )
     past = list(before)
     earlier = Earlier([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
     kept, idle = sum(len(r.kept) for r in past), 0

@@ -19,6 +19,7 @@ from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
 from dunes.generate import below, generate, sampler
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
 from dunes.runs.lesson import Lesson, memory
 from dunes.runs.loop import FINAL_TOKENS
@@ -160,12 +161,14 @@ class Answers:
 
     def opening(self, run: Run) -> str:
         plan, trained = self.plan, tree.count(run.model, trainable=True)
-        ends = f"{plan.minutes:g} minutes" if plan.by_time else f"{plan.steps} steps"
+        ends = plural(plan.minutes, "minute") if plan.by_time else plural(plan.steps or 0, "step")
+        assert plan.threads, "chosen before"
+        assert plan.batch, "chosen before"
         whole = tree.count(self.lesson.base.model)
         return (
             f"{plan.method} at {plan.lr:.2g}: {quantity(trained)} of {quantity(whole)} parameters; "
-            f"{plan.batch} rows of {plan.context} a step, {plan.at_once} at once; "
-            f"{plan.dtype} on {run.trainer.device.type}, {plan.threads} threads; for {ends}"
+            f"{plural(plan.batch, 'row')} of {plan.context} a step, {plan.at_once} at once; "
+            f"{plan.dtype} on {run.trainer.device.type}, {plural(plan.threads, 'thread')}; for {ends}"
         )
 
     def close(self, run: Run, score: Score, hurried: bool) -> list[str]:

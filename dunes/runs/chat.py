@@ -21,6 +21,7 @@ from dunes.checkpoint.folder import Loaded
 from dunes.checkpoint.opening import adapts, base_of, put_on, repeat
 from dunes.generate import Sampler, below, generate
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.text import Stream, Tokenizer
 from dunes.text.templates import Talk, Template, Turn, of, prompt
 
@@ -93,7 +94,7 @@ class Speaker:
         ids, stream = prompt(voice.template, talk, voice.tokenizer), Stream(voice.tokenizer)
         if len(ids) >= voice.context:
             raise ValueError(
-                f"the conversation has {len(ids)} tokens in its template, the model looks at "
+                f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
                 f"{voice.context}; shorten it"
             )
         found = generate(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dunes.checkpoint.atomic import write_file
 from dunes.data import Corpus, Document, Ids, Shard, cached, collect, default_cache
+from dunes.plural import plural
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.text import Tokenizer
@@ -58,7 +59,7 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> To
     for side, tokens, least in (("learn from", train, plan.context + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
-                f"{len(tokens)} tokens to {side}, and {least} are needed at least; "
+                f"{plural(len(tokens), 'token')} to {side}, and {least} are needed at least; "
                 "give more text or a smaller --context"
             )
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))

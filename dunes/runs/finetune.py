@@ -11,6 +11,7 @@ from dunes.checkpoint.adapter import sayable
 from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.answers import Answers, Before
 from dunes.runs.lesson import Lesson, altered, answered, kept, optimizer
 from dunes.runs.loop import How, Make, go
@@ -90,5 +91,5 @@ def domain(lesson: Lesson, show: Display) -> Ids | None:
             raise
         show.line("what is forgotten is not measured: name text of the base's own domain with --domain")
         return None
-    show.line(f"what is forgotten is measured on {files} files of the base's own domain")
+    show.line(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
     return ids

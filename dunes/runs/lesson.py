@@ -17,6 +17,7 @@ from dunes.data.packing import Batch, Batches, collated
 from dunes.data.preflight import refuse, report
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
 from dunes.runs.progress import Display
 from dunes.runs.run import learned
@@ -138,7 +139,9 @@ def _fitting(lesson: Lesson, show: Display) -> Tuning:
     plan, free = lesson.plan, measure.free_memory(measure.device())
     at_once = plan.at_once or plan.batch
     if plan.batch % at_once:
-        raise ValueError(f"--at-once is {at_once}, which does not divide the {plan.batch} rows of a step")
+        raise ValueError(
+            f"--at-once is {at_once}, which does not divide the {plural(plan.batch, 'row')} of a step"
+        )
     parts = memory(replace(lesson, plan=replace(plan, at_once=at_once)))
     while not plan.at_once and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if plan.batch % n == 0)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from dunes import measure
+from dunes.plural import plural
 from dunes.runs.dial import flops
 from dunes.runs.evaluate import Score
 from dunes.runs.picture import loss_picture, smoothed
@@ -259,10 +260,10 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
 def _sample(run: Run, show: Display) -> str:
     """What the model writes by now, on the screen and into samples.md."""
     step = run.trainer.number
-    text = run.task.sample(run.model)
+    steps, text = plural(step, "step"), run.task.sample(run.model)
     with (run.folder / "samples.md").open("a") as file:
-        file.write(f"## After {step} steps\n\n```\n{text}\n```\n\n")
-    show.line(f"\n--- after {step} steps, it writes ---\n{text}\n---")
+        file.write(f"## After {steps}\n\n```\n{text}\n```\n\n")
+    show.line(f"\n--- after {steps}, it writes ---\n{text}\n---")
     return text
 
 
@@ -287,7 +288,7 @@ def _finish(run: Run, wish: Wish, saver: Saver, show: Display) -> int:
         loss_picture(records(run.folder / METRICS), run.folder / "loss.png")
     over = "stopped" if wish.signal else "done"
     show.line(
-        f"\n{over} after {step} steps, {duration(run.elapsed)}: on held-out {run.task.subject} "
+        f"\n{over} after {plural(step, 'step')}, {duration(run.elapsed)}: on held-out {run.task.subject} "
         f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
     )
     if words := overfitting(run):
@@ -316,7 +317,8 @@ def overfitting(run: Run) -> str:
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""
     return (
-        f"the model began to learn its text by heart: held-out text was best after {run.best_step} steps "
-        f"({run.best.bits_per_byte:.3f} bits a byte) and is at {run.last.bits_per_byte:.3f} now. "
-        "The best was kept; more text, a smaller model or fewer steps would help"
+        "the model began to learn its text by heart: held-out text was best after "
+        f"{plural(run.best_step, 'step')} ({run.best.bits_per_byte:.3f} bits a byte) and is at "
+        f"{run.last.bits_per_byte:.3f} now. The best was kept; more text, a smaller model or fewer steps would "
+        "help"
     )

@@ -18,6 +18,7 @@ from dunes.checkpoint.opening import adapts, base_of
 from dunes.checkpoint.source import opened
 from dunes.checkpoint.verify import Unmerged, Verified, held_logits
 from dunes.parts import Decoder
+from dunes.plural import plural
 
 Into = Literal["dequantized", "original"]
 TWICE = 2.0
@@ -45,8 +46,8 @@ class Report:
         place, worst = max(self.errors.items(), key=lambda pair: pair[1])
         usual = mean(self.errors.values())
         lines = [
-            f"folded into {len(self.errors)} matrices; of the change rounding loses {usual:.1e} on average, "
-            f"{worst:.1e} at most ({place})",
+            f"folded into {plural(len(self.errors), 'matrix', 'matrices')}; of the change rounding loses "
+            f"{usual:.1e} on average, {worst:.1e} at most ({place})",
             str(self.verified),
         ]
         if self.moved is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint.atomic import write_file
+from dunes.plural import plural
 from dunes.runs.extra import extra
 from dunes.runs.progress import Display
 
@@ -42,7 +43,8 @@ def run_tasks(
         )
         if model.cut:
             show.line(
-                f"{model.cut} times a text did not fit into {model.max_length} tokens and lost its beginning"
+                f"{plural(model.cut, 'time')} a text did not fit into {model.max_length} tokens and lost "
+                "its beginning"
             )
     if out is not None:
         write_file(out, json.dumps(results, indent=1, default=str).encode())

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from dunes.plural import plural
 from dunes.text import json_file, llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks, settings
 from dunes.text.spelling import Spelling, spelling
@@ -319,8 +320,8 @@ def _foreign(path: Path) -> tokenizers.Tokenizer:
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= LIMIT_IDS:
         raise ValueError(
-            f"{len(ids)} tokens with {len(set(ids))} ids up to {max(ids, default=0)}; each needs its own, "
-            f"below {LIMIT_IDS}"
+            f"{plural(len(ids), 'token')} with {plural(len(set(ids)), 'id')} up to {max(ids, default=0)}; "
+            f"each needs its own, below {LIMIT_IDS}"
         )
     return inner
 
