@@ -130,8 +130,8 @@ class Harness(TemplateLM):
             )
         if len(scored) > self.max_length:
             raise ValueError(
-                f"{source[1][:20]!r}...: an answer of {plural(len(scored), 'token')} does not fit into the model's "
-                f"context of {self.max_length}; give shorter answers, or train with a longer --context"
+                f"{source[1][:20]!r}...: an answer of {plural(len(scored), 'token')} does not fit into the "
+                f"model's context of {self.max_length}; give shorter answers, or train with a longer --context"
             )
         self.cut += len(before) + len(scored) > self.max_length + 1
         return tuple((before + scored)[-(self.max_length + 1) : -1])
