@@ -26,6 +26,7 @@ from dunes.runs.plan import Plan, parse_size
 from dunes.runs.progress import Display
 from dunes.runs.run import Run
 from dunes.runs.train import prepare
+from dunes.text.plural import plural
 
 OVERHEAD = 20.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
@@ -122,7 +123,7 @@ def main(
             with out.open("a") as file:
                 file.write(line + "\n")
             r = json.loads(line)
-            what = f"{r['minutes']:g} minutes, {r['shape']}: {r['plan']['steps']} steps"
+            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['plan']['steps'], 'step')}"
             print(f"{what}, {r['bits_per_byte']:.4f} bits a byte", flush=True)
 
 

@@ -24,6 +24,7 @@ from dunes import measure
 from dunes.bench import plot, rows
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, records
+from dunes.text.plural import plural
 
 ROOT = Path(__file__).parent.parent
 KEPT, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"
@@ -62,7 +63,7 @@ def learned(row: Row) -> Figures:
     minutes = card["trained"]["minutes"]
     words = f"{m['bits_per_byte']:.3f} bits a byte on unseen files, over after {duration(row['seconds'])}, "
     words += f"{m['peak_bytes'] / 1e9:.1f} GB; {quantity(card['trained']['size'])} parameters were chosen"
-    return [(f"the standard library in {minutes:g} minutes", words)]
+    return [(f"the standard library in {plural(minutes, 'minute')}", words)]
 
 
 def trained(minutes: int) -> Step:
@@ -250,7 +251,7 @@ def table(found: dict[str, tuple[Step, Row]]) -> str:
     text = [
         "# Figures",
         "",
-        f"Made by `make bench` on {first['cpu']}, {first['cores']} cores, torch {first['torch']}.",
+        f"Made by `make bench` on {first['cpu']}, {plural(first['cores'], 'core')}, torch {first['torch']}.",
     ]
     text += ["", "| what | figure | command | commit |", "|---|---|---|---|"]
     for step, row in found.values():

@@ -41,6 +41,8 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from tuning import Tuning
 from work import COMPARED, Work
 
+from dunes.text.plural import plural
+
 SIDES = Path(__file__).parent / "peers"
 
 # Nats; sums in another order make 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4.
@@ -290,7 +292,7 @@ def compared(side: Side, task: str, truth: list[float]) -> None:
 def judged(task: str, output: list[float], truth: list[float]) -> tuple[str, bool]:
     """How it agrees, in words, and whether that is equality."""
     if len(output) != len(truth):
-        return f"{len(output)} values instead of {len(truth)}", False
+        return f"{plural(len(output), 'value')} instead of {len(truth)}", False
     if isinstance(truth[0], float):
         apart = max(abs(a - b) for a, b in zip(output, truth, strict=True))
         return f"losses of {COMPARED} steps within {apart:.1e}", apart <= TOLERANCE.get(task, STRICT)

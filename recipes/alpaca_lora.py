@@ -7,9 +7,9 @@ The 52,002 instructions lie in https://github.com/tatsu-lab/stanford_alpaca (for
 file of the same form will do, such as what `recipes/self_instruct.py` writes.
 """
 
-import sys
 from pathlib import Path
 
+from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
 from dunes.runs.chat import speaker
 from dunes.runs.finetune import finetune
@@ -35,4 +35,4 @@ def main(base: str, data: str, epochs: float = 3.0, out: str = "runs/alpaca-lora
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], *map(float, sys.argv[3:])))
+    run_recipe(__doc__, lambda base, data, *epochs: main(base, data, *map(float, epochs)))

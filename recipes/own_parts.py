@@ -6,6 +6,7 @@ python recipes/own_parts.py
 import torch
 from torch import Tensor, nn
 
+from dunes.cli.recipe import run_recipe
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.train import Trainer, adamw, next_token
 
@@ -40,4 +41,4 @@ def main(steps: int = 300) -> float:
 
 
 if __name__ == "__main__":
-    print(f"sums it knows: {main():.0%}")
+    run_recipe(__doc__, lambda: print(f"sums it knows: {main():.0%}"))

@@ -9,7 +9,6 @@ and dropped, and why, stands in out.json.rounds.jsonl, from which a run that was
 
 import json
 import os
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -20,11 +19,13 @@ from urllib.request import Request, urlopen
 
 from dunes import checkpoint
 from dunes.checkpoint.atomic import write_file
+from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, Ask, Round
 from dunes.generate import sampler
 from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage
 from dunes.runs.write import write
+from dunes.text.plural import plural
 
 
 def folder(path: str, limit: int = TOKENS) -> Ask:
@@ -35,8 +36,10 @@ def folder(path: str, limit: int = TOKENS) -> Ask:
         length = len(loaded.tokenizer.prompt(prompt))
         room = min(limit, loaded.context - length)
         if room < 1:
+            needed = 1 << (2 * length - 1).bit_length()
             raise ValueError(
-                f"{path}: a prompt has {length} tokens, the context {loaded.context}; use a longer one"
+                f"{path}: it looks at {loaded.context} tokens, and a prompt has {length}; use a model that looks "
+                f"at {needed} or more, half of them for the answer (dunes train --context {needed})"
             )
         sample = sampler(1.0, seed=zlib.crc32(prompt.encode()))
         return stopped(write(loaded.model, loaded.tokenizer, loaded.context, prompt, room, sample), room)
@@ -99,14 +102,19 @@ def main(seeds: str, out: str, ask: Ask, wanted: int = 1000) -> int:
             kept += found.kept
             why = Counter(item.reason.partition(":")[0] for item in found.items if item.reason)
             said = ", ".join(f"{reason} {n}" for reason, n in why.most_common())
-            print(f"round {found.number}: {len(kept)} of {wanted} tasks, {len(found.kept)} new; dropped: {said}")
+            total = f"{len(kept)} of {plural(wanted, 'task')}"
+            print(f"round {found.number}: {total}, {len(found.kept)} new; dropped: {said}")
     finally:
-        rows = [{"instruction": t.instruction, "input": t.input, "output": t.output} for t in kept]
-        write_file(Path(out), json.dumps(rows, indent=1).encode())
+        if rounds.exists():  # else nothing was asked
+            rows = [{"instruction": t.instruction, "input": t.input, "output": t.output} for t in kept]
+            write_file(Path(out), json.dumps(rows, indent=1).encode())
     return len(kept)
 
 
+def command(seeds: str, out: str, model: str, count: str = "1000", name: str = "model") -> None:
+    ask = server(model, name) if model.startswith("http") else folder(model)
+    print(f"{out}: {plural(main(seeds, out, ask, int(count)), 'task')}")
+
+
 if __name__ == "__main__":
-    seeds, out, model, *rest = sys.argv[1:]
-    ask = server(model, *rest[1:2] or ["model"]) if model.startswith("http") else folder(model)
-    print(f"{out}: {main(seeds, out, ask, *map(int, rest[:1]))} tasks")
+    run_recipe(__doc__, command)

@@ -3,12 +3,12 @@
 python recipes/shakespeare.py tinyshakespeare.txt [STEPS]
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from dunes import checkpoint, tree
+from dunes.cli.recipe import run_recipe
 from dunes.data import Windows
 from dunes.models import llama
 from dunes.models.start import initialise
@@ -39,4 +39,5 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
 
 
 if __name__ == "__main__":
-    print(f"held out: {main(sys.argv[1], *map(int, sys.argv[2:])):.3f} nats a character")
+    told = lambda file, *steps: print(f"held out: {main(file, *map(int, steps)):.3f} nats a character")
+    run_recipe(__doc__, told)

@@ -5,10 +5,10 @@
 No Zig at hand? `pip download --no-deps ziglang==0.17.0` brings it inside a wheel, which is a zip file.
 """
 
-import sys
 from pathlib import Path
 
 from dunes import checkpoint
+from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
@@ -28,4 +28,4 @@ def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(float, sys.argv[2:])))
+    run_recipe(__doc__, lambda folder, *minutes: main(folder, *map(float, minutes)))

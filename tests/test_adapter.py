@@ -309,7 +309,7 @@ REFUSED = {
     ),
     "no adapter": (
         weights(lambda h: h.__setitem__("lm_head.weight", torch.ones(2))),
-        "1 tensors are no adapter's, such as 'lm_head.weight'",
+        "1 tensor is no adapter's, such as 'lm_head.weight'",
     ),
     "half of it": (weights(lambda h: h.pop(Q + "B.weight")), "has A; A and B are expected"),
     "another base's shape": (

@@ -191,6 +191,12 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
     assert rows.read(tmp_path / "a.jsonl") == kept
 
 
+def test_only_line_ends_end_a_row(tmp_path):
+    row = {"benchmark": "mine", "subject": "a\u2028b\x85c", "seconds": 1.0, "amount": 1, "unit": "tokens"}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 2)
+    assert rows.read(tmp_path / "a.jsonl") == [row] * 2
+
+
 def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
     def told(words: str, done: float) -> None:
         if done >= 0.5:

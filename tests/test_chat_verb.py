@@ -13,7 +13,7 @@ from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.generate import Token, sampler
 from dunes.runs import chat as chats
-from dunes.runs.chat import Chat, Speaker, Voice, run, speaker
+from dunes.runs.chat import Chat, Speaker, Voice, answer, run, speaker
 from dunes.text.templates import Turn, carried, named, prompt
 from test_adapter import pair
 from test_adapter_folders import TOKENS, base_in
@@ -115,9 +115,9 @@ def test_what_was_said_before_a_stop_counts_and_the_conversation_goes_on(bpe, sc
             raise KeyboardInterrupt
 
     script.first = bpe.decode(bpe.encode("abc")[:1])
-    run(chat, ["Hi\n", "\n", "Ho\n", "Hm\n"], write)
+    run(chat, ["Hi\n", "\n", "Ho\n", "Hm\n"], write, interactive=True)
     assert out[-1] == "\n"
-    assert notes == ["(stopped)"]
+    assert notes == ["(stopped)", "(the answer is empty)"]
     told = [turn.text for turn in chat.talk]
     assert told == ["Hi", bpe.decode(bpe.encode("abc")[:1]), "Ho", "d"]  # and not a question without an answer
 
@@ -125,15 +125,36 @@ def test_what_was_said_before_a_stop_counts_and_the_conversation_goes_on(bpe, sc
 def test_commands(bpe, scripted):  # noqa: F811
     chat, script, notes = scripted(bpe, "chatml")
     lines = ["/help", "/adapter", "/adapter none", "/adapter other", "/huh", " /huh", "Hi", "/new", "/quit", "no"]
-    run(chat, lines, lambda piece: None, commands=True)
+    run(chat, lines, lambda piece: None, interactive=True)
     assert "/quit" in notes[0]
     assert notes[1] == "adapters: none (now)"
     assert notes[2] == "no adapter is called 'other'; there are none"
     assert "/huh is not a command" in notes[3]
     assert len(script.asked) == 2
     assert chat.talk == []
-    run(chat, ["/quit"], lambda piece: None)  # in a file a line is a message
+    answer(chat, "/quit", lambda piece: None)  # given as an argument it is a message
     assert len(script.asked) == 3
+
+
+def test_piped_lines_are_commands_too_and_an_empty_line_separates_answers(bpe, scripted):  # noqa: F811
+    chat, script, notes = scripted(bpe, "chatml", "One", "Two\n\nthree", "", "Four")
+    out = []
+    run(chat, ["/help\n", "a\n", "\n", "b\r\n", "/new\n", " /c\n", "d", "/quit\n", "e\n"], out.append)
+    assert "".join(out) == "One\n\nTwo\n\nthree\n\n\n\nFour\n"
+    assert len(script.asked) == 4
+    assert [turn.text for turn in chat.talk] == ["d", "Four"]
+    assert "/quit" in notes[0]
+    assert notes[1:] == ["(the answer is empty)"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("/adapter other", "no adapter is called 'other'"), ("/huh x", "/huh is not a command")]
+)
+def test_a_piped_mistake_ends_the_conversation(line, message, bpe, scripted):  # noqa: F811
+    chat, script, _ = scripted(bpe, "chatml")
+    with pytest.raises(ValueError, match=message):
+        run(chat, ["a", line, "b"], lambda piece: None)
+    assert len(script.asked) == 1
 
 
 @pytest.fixture
@@ -230,9 +251,9 @@ def test_the_verb_answers_once_or_line_by_line(three):
     assert once.returncode == 0, once.stderr
     assert once.stdout == want + "\n"
     options = ("--temperature", 0, "--tokens", 12, "--adapter", three / "two", "--adapter", three / "one")
-    lines = dunes("chat", three / "base", *options, text="ab\nab\n")
+    lines = dunes("chat", three / "base", *options, text="ab\n/adapter one\n/new\nab\n/quit\nab\n")
     assert lines.returncode == 0, lines.stderr
-    assert lines.stdout == (alone(three / "two") + "\n") * 2
+    assert lines.stdout == f"{alone(three / 'two')}\n\n{want}\n"
     wrong = dunes("chat", three / "nowhere", "ab")
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1

@@ -95,4 +95,4 @@ def test_train_generate_complete_eval(code, tmp_path):
     assert at_place.returncode == from_stdin.returncode == 0
     assert at_place.stdout == from_stdin.stdout
     assert "bits a byte" in dunes("eval", run).stdout
-    assert "1 files" in dunes("eval", run, file).stdout
+    assert "1 file, " in dunes("eval", run, file).stdout

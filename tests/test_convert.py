@@ -613,7 +613,7 @@ def test_odd_numbers_are_found_by_name_and_count(dtype):
     tensors |= {"bias": torch.zeros(4, dtype=dtype), "scalar": torch.tensor(torch.inf, dtype=dtype)}
     by_hand = int(((odd != 0) & (odd.abs() < limits.smallest_normal)).sum())
     assert list(values(held(tensors))) == [
-        f"odd: 2 not finite, {by_hand} denormal, 1 rows of zeros",
+        f"odd: 2 not finite, {by_hand} denormal, 1 row of zeros",
         "scalar: 1 not finite",
     ]
 

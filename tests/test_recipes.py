@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import runpy
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -10,10 +12,11 @@ import pytest
 
 from conftest import data
 from dunes import checkpoint
-from dunes.data import read
+from dunes.data import collect, read
 from dunes.data.self_instruct import ASKED, prompts, seed_tasks
 from dunes.models import llama
 from dunes.models.start import initialise
+from dunes.runs.write import text_before
 from dunes.text import Tokenizer
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
@@ -85,6 +88,19 @@ def test_the_demo_shows_lines_of_unseen_files():
         assert len(before.splitlines()) > 5
 
 
+def test_the_demo_counts_lines_as_editors_do(tmp_path):
+    demo = recipe("demo")
+    text = "\x0c\n\x85 = \u2028\r\n" + "    value = function(argument, other)\n" * 90
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_bytes(f"# {name}{text}".encode())
+    demo.collect = lambda sources: collect([tmp_path])
+    ((place, before, truth),) = demo.unseen_lines(1, seed=0)
+    number = int(place.rpartition(":")[2])
+    assert before.count("\n") == number - 1
+    assert text_before(f"{tmp_path / place}:{len(before.split(chr(10))[-1]) + 1}") == before
+    assert before.endswith("    value = function(argument, other)".removesuffix(truth))
+
+
 def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     made, asked = recipe("self_instruct"), []
 
@@ -151,8 +167,61 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     assert [r.number for r in rounds] == list(range(10))
     texts = [item.text for r in rounds for item in r.items]
     assert ask(prompts(seed_tasks(seeds(tmp_path)), 0, 0))[0] == (texts[0].removeprefix("4. Instruction:"), True)
-    with pytest.raises(ValueError, match=r"short: a prompt has \d+ tokens, the context 64"):
+    with pytest.raises(ValueError, match=r"short: it looks at 64 tokens, and a prompt has \d+; .* 512 or more"):
         made.folder(str(tmp_path / "short"))(["a" * 200])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, capsys):
+    needed = {"alpaca_lora": 2, "self_instruct": 3, "shakespeare": 1, "zig": 1}.get(path.stem, 0)
+    for given in ([], ["a"] * (needed - 1), ["a"] * 9, ["a", "--help"]):
+        if given or needed:
+            monkeypatch.setattr(sys, "argv", [str(path), *given])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(path), run_name="__main__")
+            said = capsys.readouterr()
+            assert f"python recipes/{path.name}" in (said.out if "--help" in given else said.err)
+            assert ended.value.code == (0 if "--help" in given else 2)
+            assert said.err.count("\n") == ("--help" not in given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("alpaca_lora", ["nowhere", "x.json"], "x.json: cannot be read"),
+        ("shakespeare", ["nowhere"], "nowhere"),
+        ("shakespeare", ["nowhere", "many"], "'many'"),
+        ("zig", ["nowhere"], "nowhere: no such file or folder"),
+        ("self_instruct", ["nowhere", "out", "model"], "model is not a model folder"),
+        ("demo", ["soon"], "'soon'"),
+    ],
+)
+def test_a_mistake_is_one_line_in_a_recipe_too(name, given, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"recipes/{name}.py", *given])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(RECIPES[0].with_stem(name)), run_name="__main__")
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.err.startswith(f"recipes/{name}.py: ")
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypatch, capsys):
+    tokenizer = Tokenizer.train("bpe", [ASKED], 300)
+    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 16, 1, 256)))
+    checkpoint.save(model, tmp_path / "model", tokenizer, 256)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["x.py", seeds(tmp_path), str(out), str(tmp_path / "model")])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(RECIPES[0].with_stem("self_instruct")), run_name="__main__")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "model: it looks at 256 tokens, and a prompt has" in said
+    assert "2048 or more, half of them for the answer (dunes train --context 2048)" in said
+    assert not out.exists()
 
 
 def test_an_answer_ends_before_a_stop_string_or_at_its_limit():

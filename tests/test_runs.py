@@ -32,7 +32,7 @@ from dunes.runs.progress import duration, quantity
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
 from dunes.runs.train import train
-from dunes.runs.write import complete_line, text_before
+from dunes.runs.write import complete_line
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
 
@@ -201,8 +201,8 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     assert train(plan, tmp_path / "run", show, dry=True) == 0
     assert not (tmp_path / "run").exists()
     words = out.getvalue()
-    assert re.search(r"this machine: 1 threads, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
-    assert re.search(r"chosen for 1 minutes: \S+ parameters, \d+ x \d+ tokens a step", words)
+    assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
+    assert re.search(r"chosen for 1 minute: \S+ parameters, \d+ x \d+ tokens a step", words)
     assert re.search(r"this run needs about \d\.\d GB, of which", words)
 
 
@@ -462,20 +462,6 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
         rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix)
         assert cut + rest == "import itertools"
-
-
-def test_places_in_files(tmp_path):
-    file = tmp_path / "a:b.py"
-    file.write_text("one\ntwo\n")
-    assert text_before(f"{file}:2:3") == "one\ntw"
-    assert text_before(f"{file}:1:1") == ""
-    assert text_before(f"{file}:2:4") == "one\ntwo"
-    for place in (f"{file}:2:5", f"{file}:9:1"):
-        with pytest.raises(ValueError, match="no such place"):
-            text_before(place)
-    for place in (f"{file}", f"{file}:0:1", f"{file}:x:1"):
-        with pytest.raises(ValueError, match="expected FILE:LINE:COLUMN"):
-            text_before(place)
 
 
 def test_numbers_as_people_read_them():

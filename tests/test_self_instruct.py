@@ -184,6 +184,20 @@ def test_seed_files(tmp_path):
             seed_tasks(path)
 
 
+def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
+    path = tmp_path / "seeds.jsonl"
+    rows = [{"instruction": f"a\u2028b\x85{i}", "input": "\u2029", "output": "c"} for i in range(2)]
+    text = "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_bytes(f"\ufeff{text}\r\n".encode())
+    assert seed_tasks(path) == [Task(*row.values()) for row in rows]
+    path.write_bytes(f"{text}\n\n[".encode())
+    with pytest.raises(ValueError, match="line 5: expected an object"):
+        seed_tasks(path)
+    path.write_bytes(b'{"instruction": "caf\xe9"}')
+    with pytest.raises(ValueError, match=r"seeds.jsonl: not UTF-8 at byte 20"):
+        seed_tasks(path)
+
+
 # ROUGE-L
 
 TEXT = st.text("ab c1é.", max_size=90) | st.text(max_size=40)

@@ -248,7 +248,9 @@ def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
     assert asked[0] == ([1, *tokenizer.encode("to")], {2})
     assert asked[1][0][0] == 1
     assert asked[1][0].count(1) == 1, "never begun twice"
-    assert asked[2] == ([own.end, *own.encode("to")], {own.end})
+    assert list(write.write(None, own, 64, "", 9, sampler(0.0))) == []
+    assert asked[2] == (own.encode("to"), {own.end})
+    assert asked[3] == ([own.end], {own.end})
 
 
 def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
@@ -256,7 +258,8 @@ def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
         tokenizer = Tokenizer.train(kind, ["abc\n"], 300)
         tokenizer.save(tmp_path)
         for each in (tokenizer, Tokenizer.load(tmp_path)):
-            assert each.begin == [each.end]
+            assert each.begin == [each.end] == each.prompt("")
+            assert each.prompt("ab") == each.encode("ab")
             assert each.stops == {each.end}
             assert list(each.encode_document(["a\n", "b"])) == [each.encode("a\n"), each.encode("b")]
 
@@ -317,7 +320,7 @@ UNK, A = piece(b"<unk>", 2), piece(b"a")
         (piece(b""), "a piece of 0 bytes"),
         (piece(b"a" * 513), "a piece of 513 bytes"),
         (piece(b"\xff"), "not UTF-8"),
-        (A + A + UNK, "1 pieces are there twice"),
+        (A + A + UNK, "1 piece is there twice"),
         (A, "0 unknown pieces"),
         (A + UNK + piece(b"b", 2), "2 unknown pieces"),
         (A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"), "not finite"),

@@ -16,6 +16,7 @@ from dunes.runs.run import METRICS, begun, records
 from dunes.runs.track import SAMPLES, written
 from dunes.runs.tuning import Tuning
 from dunes.text import json_file
+from dunes.text.plural import plural
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -127,7 +128,7 @@ def _spent(seconds: Mapping[str, float]) -> str:
 def _samples(run: Path) -> str:
     """Each sample behind its heading, the last one open."""
     found = written(run / SAMPLES).items()
-    shown = [f"<summary>After {step} steps</summary><pre>{escape(text)}</pre>" for step, text in found]
+    shown = [f"<summary>After {plural(step, 'step')}</summary><pre>{escape(text)}</pre>" for step, text in found]
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
 

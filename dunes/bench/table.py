@@ -14,6 +14,7 @@ from dunes.bench.rows import SETTING
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
 from dunes.runs.progress import quantity
+from dunes.text.plural import plural
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 WIDTH = 240
@@ -63,7 +64,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
     lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in found]
     hidden = {"benchmark", "family", "parameters", "subject", *differ}
     fixed = ", ".join(f"{n} {_value(found[0][n])}" for n in SETTING if n not in hidden)
-    show(f"{found[0]['benchmark']}: {fixed}, {found[0]['rounds']} rounds", [*telling, *used], lines)
+    show(f"{found[0]['benchmark']}: {fixed}, {plural(found[0]['rounds'], 'round')}", [*telling, *used], lines)
 
 
 def comparison(found: Comparison, confidence: float) -> None:

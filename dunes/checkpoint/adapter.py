@@ -30,6 +30,7 @@ from dunes.checkpoint.source import ADAPTER, tensors
 from dunes.checkpoint.stored import Stored, held
 from dunes.models import spellings
 from dunes.text import Tokenizer, json_file
+from dunes.text.plural import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
@@ -470,7 +471,9 @@ def _grouped(folder: Path) -> dict[str, dict[str, Stored]]:
         else:
             groups.setdefault(key.removesuffix(f".{end}"), {})[PARTS[end]] = stored
     if unknown:
-        raise ValueError(f"{path}: {len(unknown)} tensors are no adapter's, such as {shown(unknown[0])}")
+        raise ValueError(
+            f"{path}: {plural(len(unknown), 'tensor is', 'tensors are')} no adapter's, such as {shown(unknown[0])}"
+        )
     return groups
 
 
@@ -508,8 +511,8 @@ def _complete(folder: Path, words: Words, seen: set[str], named: Mapping[str, Ta
     asked = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in words.modules)]
     if lost := [t for t in asked if not seen.issuperset(t.places) and experts.isdisjoint(t.places)]:
         raise ValueError(
-            f"{folder}: {ADAPTER} names {len(asked)} modules, and the file has nothing for {len(lost)} of them, "
-            f"such as {lost[0].path}; fetch the files again"
+            f"{folder}: {ADAPTER} names {plural(len(asked), 'module')}, and the file has nothing for "
+            f"{len(lost)} of them, such as {lost[0].path}; fetch the files again"
         )
 
 
@@ -552,8 +555,8 @@ def _whole(module: str, group: Mapping[str, Stored], target: Target, words: Word
         )
     if group["A"].shape[0] != rank * len(target.rows):
         raise ValueError(
-            f"{words.path}: rank {rank} for {target.path}, whose A has {group['A'].shape[0]} rows for "
-            f"{len(target.rows)} matrices; the config is of another file"
+            f"{words.path}: rank {rank} for {target.path}, whose A has {plural(group['A'].shape[0], 'row')} for "
+            f"{plural(len(target.rows), 'matrix', 'matrices')}; the config is of another file"
         )
     read = {part: stored.read().float() for part, stored in group.items()}
     if odd := [part for part, tensor in read.items() if not tensor.isfinite().all()]:

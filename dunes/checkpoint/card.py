@@ -9,6 +9,7 @@ from dunes.checkpoint import atomic
 from dunes.checkpoint.inside import inside
 from dunes.checkpoint.seen import Seen, note_of
 from dunes.text import json_file
+from dunes.text.plural import plural
 
 CARD = "dunes.json"
 FORMAT = 1
@@ -43,7 +44,7 @@ def check(folder: Path, card: Mapping[str, Any], digests: bool = True) -> None:
     paths = {name: inside(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
         if (found := paths[name].stat().st_size) != size:
-            raise _another(folder, name, f"{found} bytes instead of {size}")
+            raise _another(folder, name, f"{plural(found, 'byte')} instead of {size}")
     if digests and files:
         _digests(folder, {name: (paths[name], digest) for name, (_, digest) in files.items()})
 

@@ -10,6 +10,7 @@ import torch
 
 from dunes.checkpoint.stored import Stored, Weights, moved
 from dunes.models.names import Move, Names, numbers, to_ours, to_theirs
+from dunes.text.plural import plural
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
 HEADS = ("lm_head.weight", "output.weight")
@@ -94,7 +95,7 @@ def _stacks(expected: Weights, files: Weights, names: Names) -> Iterator[tuple[D
         for key, at in stacked.items():
             keys, shape = ours.get(tuple(v for _, v in sorted(at.items())), []), files[key].shape
             if keys and shape[:1] != (len(keys) // len(rule.ours),):
-                what = f"of {len(keys) // len(rule.ours)} experts"
+                what = f"of {plural(len(keys) // len(rule.ours), 'expert')}"
                 yield Difference("shape", key, what, _size(shape)), tuple(keys)
             elif not keys:
                 yield _unexpected(key, shape, ""), ()

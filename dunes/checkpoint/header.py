@@ -18,6 +18,7 @@ import torch
 from dunes.checkpoint.mapped import Mapped, unusable
 from dunes.checkpoint.stored import Stored
 from dunes.text import json_file
+from dunes.text.plural import plural
 
 LENGTH = 32_000_000
 TENSORS = 100_000
@@ -163,7 +164,7 @@ def _place(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, in
     size = prod(shape) * dtype.itemsize
     if size != offsets[1] - offsets[0]:
         raise ValueError(
-            f"tensor {shown(name)} of shape {shape} and dtype {entry['dtype']} takes {size} bytes; its "
+            f"tensor {shown(name)} of shape {shape} and dtype {entry['dtype']} takes {plural(size, 'byte')}; its "
             f"data_offsets hold {shown(offsets[1] - offsets[0])}"
         )
     return dtype, tuple(shape), offsets[0], offsets[1]

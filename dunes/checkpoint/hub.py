@@ -27,6 +27,7 @@ from typing import Any
 from dunes.checkpoint import atomic
 from dunes.checkpoint.seen import Seen
 from dunes.data.shards import default_cache
+from dunes.text.plural import plural
 
 SECONDS = 10.0  # that an answer of the Hub may take
 PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
@@ -181,7 +182,7 @@ def _wanted(files: Mapping[str, Fact], name: str) -> dict[str, Fact]:
             return {n: f for n, f in files.items() if BESIDE.fullmatch(n) or weights.fullmatch(n) or n == index}
     raise ValueError(
         f"{name}: no weights that are read here (model*.safetensors, consolidated*.safetensors, "
-        f"consolidated.*.pth or pytorch_model*.bin) among its {len(files)} files; name another model"
+        f"consolidated.*.pth or pytorch_model*.bin) among its {plural(len(files), 'file')}; name another model"
     )
 
 
@@ -291,7 +292,7 @@ def _wrong(path: Path, fact: Fact) -> str | None:
     """How a file differs from what is expected of it, in words."""
     size = path.stat().st_size
     if fact.size is not None and size != fact.size:
-        return f"{size} bytes instead of {fact.size}"
+        return f"{plural(size, 'byte')} instead of {fact.size}"
     if fact.digest is None:
         return None
     if len(fact.digest) == 64:

@@ -18,6 +18,7 @@ from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
 from dunes.models.outline import outline
 from dunes.text import Tokenizer
+from dunes.text.plural import plural
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
 SHOWN = 40
@@ -57,7 +58,7 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     verdict = verdict or judged(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
-    yield f"family      {source.family}, {source.form} form: {len(files)} tensors, {_bytes(size)}"
+    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {_bytes(size)}"
     yield f"config      {', '.join(f'{f.name} {_word(getattr(config, f.name))}' for f in fields(config))}"
     yield from _parameters(source)
     kinds = Counter[str]()
@@ -117,7 +118,7 @@ CHUNK = 1 << 20
 """Numbers looked at in one go: fewer, and Python takes longer than the passes over them."""
 WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-ODD = ("not finite", "denormal", "rows of zeros")
+ODD = {"not finite": "not finite", "denormal": "denormal", "row of zeros": "rows of zeros"}
 
 
 def values(weights: Weights) -> Iterator[str]:
@@ -129,7 +130,8 @@ def values(weights: Weights) -> Iterator[str]:
             if tensor.dim() < 2:
                 counts[2] = 0
             stored.forget()
-            if said := ", ".join(f"{n:,} {what}" for n, what in zip(counts, ODD, strict=True) if n):
+            told = zip(counts, ODD.items(), strict=True)
+            if said := ", ".join(f"{n:,} {noun if n == 1 else nouns}" for n, (noun, nouns) in told if n):
                 yield f"{name}: {said}"
 
 

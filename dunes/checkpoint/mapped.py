@@ -16,6 +16,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from dunes.text.plural import plural
+
 # <https://man7.org/linux/man-pages/man2/mmap.2.html>; Python names it from 3.13 on
 _NORESERVE = 0x4000
 RANK = 8
@@ -63,7 +65,7 @@ class Mapped:
         if len(steps) != len(shape) or min(steps, default=0) < 0 or not 0 <= offset <= end <= self.size:
             raise ValueError(
                 f"{self.path}: a tensor of {shape} {dtype} with stride {steps} at byte {offset} does not lie in "
-                f"the file's {self.size} bytes; the file was cut or is damaged: fetch it again"
+                f"the file's {plural(self.size, 'byte')}; the file was cut or is damaged: fetch it again"
             )
         if not count:
             return torch.empty(shape, dtype=dtype)

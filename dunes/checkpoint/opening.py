@@ -19,6 +19,7 @@ from dunes.checkpoint.hub import NAME, local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat, json_file
+from dunes.text.plural import plural
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False) -> Loaded:
@@ -173,7 +174,7 @@ def about(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     try:
         source = checked(base_of(folder))
         agree(source, Tokenizer.load(folder if Tokenizer.file(folder) else source.folder))
-        lines.append(f"base        {source.folder}: {source.family}, {len(source.weights())} tensors")
+        lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         lines.append(f"its numbers {_compared(folder, values)}")
         reason = None
     except ValueError as error:
@@ -195,10 +196,12 @@ def _lines(folder: Path) -> Iterator[str]:
     stored = [w for name in WEIGHTS if (folder / name).is_file() for w in tensors(folder / name).items()]
     kind = "DoRA" if words.dora else "rsLoRA" if words.rslora else "LoRA"
     size = sum(w.nbytes for _, w in stored) / 1e6
-    yield f"adapter     {kind}, rank {words.rank}, alpha {words.alpha:g}: {len(stored)} tensors, {size:.1f} MB"
+    held = f"{plural(len(stored), 'tensor')}, {size:.1f} MB"
+    yield f"adapter     {kind}, rank {words.rank}, alpha {words.alpha:g}: {held}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     ends = Counter(module.rpartition(".")[2] for module in modules)
-    yield f"places      {', '.join(f'{end} {n} times' for end, n in ends.items())}"
+    counts = [f"{end} {plural(n, 'time')}" for end, n in ends.items()]
+    yield f"places      {', '.join(counts)}"
     for note in card.get("changes", []):
         if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
             yield f"changed     the base is kept in {shown(request['kind'])} first"

@@ -20,6 +20,7 @@ from dunes.checkpoint.header import NAME, TENSORS, named, refused, shown
 from dunes.checkpoint.mapped import RANK, Mapped, span, unusable
 from dunes.checkpoint.stored import Stored
 from dunes.checkpoint.zipped import entries
+from dunes.text.plural import plural
 
 # A tensor takes about 35 opcodes and 150 bytes. What steps a pickle may take follows from the storages that the
 # archive lists, so that a small file is refused soon; the older format lists them behind the pickle.
@@ -112,7 +113,7 @@ def _reader(mapped: Mapped, held: _Tensor, places: Mapping[str, tuple[int, int]]
     begin, room = places.get(held.storage.key, (0, -1))
     if held.storage.count * size > room:
         raise ValueError(
-            f"storage {shown(held.storage.key)} needs {held.storage.count * size} bytes; the file has "
+            f"storage {shown(held.storage.key)} needs {plural(held.storage.count * size, 'byte')}; the file has "
             f"{'none' if room < 0 else room} for it"
         )
     begin += held.offset * size if 0 not in held.shape else 0
@@ -164,7 +165,7 @@ def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int
         places[storage.key] = file.tell(), min(storage.count * storage.dtype.itemsize, size - file.tell())
         file.seek(sum(places[storage.key]))
     if file.tell() != size:
-        raise ValueError(f"{size - file.tell()} bytes follow the last storage")
+        raise ValueError(f"{plural(size - file.tell(), 'byte follows', 'bytes follow')} the last storage")
     return found, places
 
 
@@ -341,7 +342,7 @@ def _parameter(arguments: tuple[object, ...]) -> _Tensor:
 def _tensor(arguments: tuple[object, ...]) -> _Tensor:
     """A tensor of what torch gives: storage, offset, sizes, strides, grad, no hooks and perhaps no metadata."""
     if len(arguments) not in (6, 7):
-        raise ValueError(f"a tensor is made of {len(arguments)} values; expected 6 or 7")
+        raise ValueError(f"a tensor is made of {plural(len(arguments), 'value')}; expected 6 or 7")
     storage, offset, size, step, grad, hooks, *more = arguments
     shape, stride = _sizes(size), _sizes(step)
     if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
@@ -352,7 +353,7 @@ def _tensor(arguments: tuple[object, ...]) -> _Tensor:
     if reason := unusable(shape):
         raise ValueError(f"a tensor {reason}")
     if (count := span(shape, stride)) and offset + count > storage.count:
-        raise ValueError(f"a tensor of {shape} does not lie in its storage of {storage.count} numbers")
+        raise ValueError(f"a tensor of {shape} does not lie in its storage of {plural(storage.count, 'number')}")
     if _overlaps(shape, stride):
         raise ValueError(f"a tensor of {shape} has the strides {stride}, by which its numbers overlap")
     return _Tensor(storage, offset, shape, stride)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dunes.models import FAMILIES
+from dunes.text.plural import plural
 
 
 class Said(NamedTuple):
@@ -47,7 +48,7 @@ def _difference(model: nn.Module, twin: nn.Module) -> str | None:
     for a, b in zip(ours, theirs, strict=False):
         if a != b:
             return f"{a.place or 'the model'} is {_short(a, b)}"
-    return None if len(ours) == len(theirs) else f"{len(ours)} modules, not {len(theirs)}"
+    return None if len(ours) == len(theirs) else f"{plural(len(ours), 'module')}, not {len(theirs)}"
 
 
 def _short(a: Row, b: Row) -> str:

@@ -20,6 +20,7 @@ from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Stored, Weights, cast, counted, held
 from dunes.models.outline import outline
 from dunes.parts import Attention, Decoder
+from dunes.text.plural import plural
 
 Tick = Callable[[int], None]
 
@@ -62,8 +63,9 @@ class Verified:
     def __str__(self) -> str:
         rounded = "" if self.rounding is None else f"; rounding moved them by up to {self.rounding:.1e}"
         return (
-            f"logits of {self.tokens} tokens differ by {self.largest_difference:.1e} at most, {self.relative:.1e} "
-            f"of their size (allowed: {EXACT:.1e}){rounded}; the likeliest token agrees at {self.agree:.0%}"
+            f"logits of {plural(self.tokens, 'token')} differ by {self.largest_difference:.1e} at most, "
+            f"{self.relative:.1e} of their size (allowed: {EXACT:.1e}){rounded}; "
+            f"the likeliest token agrees at {self.agree:.0%}"
         )
 
 

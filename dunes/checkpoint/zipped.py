@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import BinaryIO
 
+from dunes.text.plural import plural
+
 ENTRIES = 101_000
 _END, _END64, _LOCATOR = Struct("<4s4H2IH"), Struct("<4sQ2H2I4Q"), Struct("<4sIQI")
 _DIRECTORY, _LOCAL = Struct("<4s6H3I5H2I"), Struct("<4s5H3I2H")
@@ -59,7 +61,7 @@ def _directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
     if disk or other or here != count or count > ENTRIES:
         raise ValueError(f"the archive is said to hold {count} files; at most {ENTRIES} in one part are read")
     if start + length != end or length > count * 1024:
-        raise ValueError(f"the archive's directory of {length} bytes at {start} does not end at {end}")
+        raise ValueError(f"the archive's directory of {plural(length, 'byte')} at {start} does not end at {end}")
     return count, start, length
 
 

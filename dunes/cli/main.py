@@ -4,8 +4,9 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 from dunes import __version__
 
@@ -17,26 +18,35 @@ VERBS = (
 
 def main() -> None:
     """Run the command line; exit with 2 and one line for a user's mistake."""
+    exit_with(_main, "dunes")
+
+
+def _main() -> int:
     from dunes.cli import verbs
 
     warnings.formatwarning = _warning  # type: ignore[assignment]  # without a place in our code
+    if sys.argv[1:] == ["--version"]:
+        print(version())
+        return 0
+    if sys.argv[1:2] == ["bench"]:
+        from dunes.cli import bench
+
+        return bench.run(sys.argv[2:])
+    if sys.argv[1:2] == ["augment"]:
+        from dunes.cli import augment
+
+        return augment.run(sys.argv[2:])
+    return run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
+
+
+def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
+    """Exit with what `work` returns (None: 0); with 2 and one line for a user's mistake, with 130 after Ctrl-C."""
     try:
-        if sys.argv[1:] == ["--version"]:
-            print(version())
-            sys.exit(0)
-        if sys.argv[1:2] == ["bench"]:
-            from dunes.cli import bench
-
-            sys.exit(bench.run(sys.argv[2:]))
-        if sys.argv[1:2] == ["augment"]:
-            from dunes.cli import augment
-
-            sys.exit(augment.run(sys.argv[2:]))
-        status = run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
+        status = work() or 0
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):
             raise
-        print(f"dunes: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130

@@ -232,13 +232,18 @@ def generate(
     from dunes import checkpoint, measure
     from dunes.generate import sampler
     from dunes.runs.write import write
+    from dunes.text.plural import plural
 
     loaded = checkpoint.load(checkpoint.local(model).folder, measure.device(), any_base)
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     print(prompt, end="", flush=True)
+    count = 0
     for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
+        count += 1
         print(piece, end="", flush=True)
     print()
+    if count < tokens:
+        print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
 
 
 def chat(
@@ -262,8 +267,8 @@ def chat(
 
     Args:
         model: A model folder, an adapter's, or a name on the Hub.
-        message: One question, to be answered once; without it a conversation, or a question in each line of
-            standard input.
+        message: One question, to be answered once; without it a conversation, or a question or a command in each
+            line of standard input, with an empty line between answers.
         adapter: An adapter's folder to put on the model; several may be given, and /adapter NAME switches.
         system: What the model is told before the conversation.
         tokens: How many tokens an answer has at most.
@@ -279,17 +284,19 @@ def chat(
 
     from dunes import measure
     from dunes.generate import sampler
-    from dunes.runs.chat import Chat, run, speaker
+    from dunes.runs.chat import Chat, answer, run, speaker
 
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     note = partial(print, file=sys.stderr, flush=True)
     talk = Chat(speaker(model, adapter, measure.device(), any_base), sample, tokens, system, note)
     write = partial(print, end="", flush=True)
-    if message or not sys.stdin.isatty():
-        run(talk, [message] if message else sys.stdin, write)
-        return
-    note("/help lists the commands")
-    run(talk, _typed(), write, commands=True)
+    if message:
+        answer(talk, message, write)
+    elif not sys.stdin.isatty():
+        run(talk, sys.stdin, write)
+    else:
+        note("/help lists the commands")
+        run(talk, _typed(), write, interactive=True)
 
 
 def _typed() -> Iterator[str]:
@@ -315,13 +322,15 @@ def complete(
 
     Args:
         model: A model folder, or a name on the Hub.
-        place: FILE:LINE:COLUMN, both counted from 1; without it, standard input is what stands before.
+        place: FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one); without it, standard
+            input is what stands before.
         any_base: Let an adapter act on a base that is not proven to be its own.
     """
     from dunes import checkpoint, measure
     from dunes.runs.write import complete_line, text_before
+    from dunes.text.lines import decode_text
 
-    prefix = text_before(place) if place else sys.stdin.read()
+    prefix = text_before(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     loaded = checkpoint.load(checkpoint.local(model).folder, measure.device(), any_base)
     print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
 
@@ -359,10 +368,11 @@ def evaluate(
         raise ValueError(f"{idle[0]} is for tasks; name them with --tasks")
     from dunes import checkpoint
     from dunes.runs.score import score_folder
+    from dunes.text.plural import plural
 
     score, files = score_folder(checkpoint.local(model).folder, sources, any_base)
     print(
-        f"{files} files, {score.tokens} tokens: {score.loss:.4f} nats a token, "
+        f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
     )
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from dunes.text.plural import plural
 from dunes.text.templates import Talk, Template, Turn, encoded
 from dunes.text.tokenizer import Tokenizer
 
@@ -55,7 +56,7 @@ class Records:
     @property
     def detected(self) -> str:
         """One line: what was found, and as what it is read."""
-        return f"{self.path}: {len(self.rows)} records of {KINDS[self.kind].said}, in {self.form}"
+        return f"{self.path}: {plural(len(self.rows), 'record')} of {KINDS[self.kind].said}, in {self.form}"
 
 
 @dataclass(frozen=True)

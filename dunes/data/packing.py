@@ -21,6 +21,7 @@ from torch import Tensor
 from dunes.data.examples import Example
 from dunes.data.windows import shuffled
 from dunes.ops.cross_entropy import IGNORE
+from dunes.text.plural import plural
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """ids, targets and positions, each (B, T) int64: IGNORE where nothing is asked, -1 where there is padding."""
@@ -45,7 +46,10 @@ class Batches:
         if self.context < 1 or self.batch < 1:
             raise ValueError(f"context and batch are at least 1, not {self.context} and {self.batch}")
         if not len(self._kept):
-            raise ValueError(f"none of {len(self.examples)} examples has a target within {self.context} tokens")
+            raise ValueError(
+                f"none of {plural(len(self.examples), 'example')} has a target "
+                f"within {plural(self.context, 'token')}"
+            )
 
     @cached_property
     def _kept(self) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dunes.data.examples import Example
+from dunes.text.plural import plural
 from dunes.text.templates import Template
 from dunes.text.tokenizer import Tokenizer
 
@@ -57,13 +58,15 @@ class Report:
         """The report for a person, a line for each subject."""
         lengths = ", ".join(f"{q:.0%} {n}" for q, n in zip(QUANTILES, self.lengths, strict=True))
         return [
-            f"{self.examples} examples, {self.validation} for validation; {self.duplicates} are copies of others, "
-            f"{self.shared} of those for validation are also learnt from",
-            f"{self.tokens} tokens, {self.trained} of them trained on ({self.share_trained:.1%}); "
-            f"{self.blank} examples with nothing to train on",
+            f"{plural(self.examples, 'example')}, {self.validation} for validation; "
+            f"{plural(self.duplicates, 'is a copy of another', 'are copies of others')}, "
+            f"{plural(self.shared, 'of those for validation is', 'of those for validation are')} also learnt from",
+            f"{plural(self.tokens, 'token')}, {self.trained} of them trained on ({self.share_trained:.1%}); "
+            f"{plural(self.blank, 'example')} with nothing to train on",
             f"length in tokens: {lengths}; cut at {self.context}: {self.share_truncated:.1%} of the examples, "
-            f"{self.lost} trained tokens lost",
-            f"{self.used} of {self.vocab} different tokens are met; {self.ended} examples end an answer",
+            f"{plural(self.lost, 'trained token')} lost",
+            f"{self.used} of {self.vocab} different tokens are met; "
+            f"{plural(self.ended, 'example ends', 'examples end')} an answer",
         ]
 
     def warnings(self) -> list[str]:
@@ -72,12 +75,19 @@ class Report:
         if self.share_trained < FEW:
             found.append(f"only {self.share_trained:.1%} of the tokens are trained on; look at a few examples")
         if self.shared:
-            found.append(f"{self.shared} validation examples are also learnt from; their loss says little")
+            found.append(
+                f"{plural(self.shared, 'validation example is', 'validation examples are')} also learnt from; "
+                "the loss on them says little"
+            )
         if self.blank:
-            found.append(f"{self.blank} examples have nothing to train on within the context and are left out")
+            found.append(
+                f"{plural(self.blank, 'example is', 'examples are')} left out, with nothing to train on "
+                "within the context"
+            )
         if self.truncated:
             found.append(
-                f"{self.truncated} examples are cut at their end, where {self.lost} trained tokens are lost"
+                f"{plural(self.truncated, 'example is', 'examples are')} cut at the end, "
+                f"where {plural(self.lost, 'trained token is', 'trained tokens are')} lost"
             )
         return found
 
@@ -141,18 +151,19 @@ def refuse(found: Report, limit: float = 0.05) -> None:
         )
     if found.doubled:
         raise ValueError(
-            f"{found.doubled} examples begin with the token of the beginning twice; "
+            f"{plural(found.doubled, 'example begins', 'examples begin')} with the token of the beginning twice; "
             "the chat template writes it and the tokenizer adds it"
         )
     # Before the rest: what is cut may be why nothing is left to train on.
     if found.share_truncated > limit:
         raise ValueError(
             f"{found.share_truncated:.1%} of the examples are longer than the context of {found.context} and "
-            f"would lose {found.lost} trained tokens, allowed are {limit:.1%}; half of the examples have up to "
-            f"{found.lengths[0]} tokens, 99 % up to {found.lengths[2]}: choose a longer context, or allow more"
+            f"would lose {plural(found.lost, 'trained token')}, allowed are {limit:.1%}; half of the "
+            f"examples have up to {plural(found.lengths[0], 'token')}, 99 % up to {found.lengths[2]}: "
+            "choose a longer context, or allow more"
         )
     if not found.trained:
-        raise ValueError(f"none of {found.tokens} tokens is trained on: the examples have no answers")
+        raise ValueError(f"none of {plural(found.tokens, 'token')} is trained on: the examples have no answers")
     if not found.ended:
         raise ValueError(
             "the token that ends an answer is never trained on, so that the model would never stop; "

@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from dunes.text.lines import decode_text, split_lines
+from dunes.text.plural import plural
+
 SHOWN, LAST, PROMPTS = 3, 20, 5
 """How many tasks a prompt shows, up to which number it asks for more, and how many prompts a round asks."""
 
@@ -101,12 +104,14 @@ Ask = Callable[[list[str]], Sequence[tuple[str, bool]]]
 def seed_tasks(path: Path | str) -> list[Task]:
     """The tasks in a file with one JSON object a line: Alpaca's keys, or Self-Instruct's with `instances`.
 
-    Raises ValueError that names the line.
+    Raises ValueError that names the line, or the byte that is not UTF-8.
     """
     found = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    for number, line in enumerate(split_lines(decode_text(Path(path).read_bytes(), str(path))), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line.decode())
+            row = json.loads(line)
             instance = row["instances"][0] if "instances" in row else row
             texts = (row["instruction"], instance["input"], instance["output"])
             if not all(isinstance(t, str) for t in texts):
@@ -115,7 +120,7 @@ def seed_tasks(path: Path | str) -> list[Task]:
         except (ValueError, LookupError, TypeError):
             raise ValueError(
                 f"{path}, line {number}: expected an object with instruction, input and output, "
-                f"or with instruction and instances, found {line[:60].decode(errors='replace')!r}"
+                f"or with instruction and instances, found {line[:60]!r}"
             ) from None
     return found
 
@@ -129,7 +134,9 @@ def generate(
     Raises ValueError for too few seeds, and after ten rounds of which nothing was kept.
     """
     if len(seeds) < SHOWN:
-        raise ValueError(f"{len(seeds)} seed tasks; a prompt shows {SHOWN}, so at least as many are expected")
+        raise ValueError(
+            f"{plural(len(seeds), 'seed task')}; a prompt shows {SHOWN}, so at least as many are expected"
+        )
     past = list(before)
     earlier = Earlier([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
     kept, idle = sum(len(r.kept) for r in past), 0

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from dunes.data.sources import Document
 from dunes.text import Tokenizer
+from dunes.text.plural import plural
 
 FORMAT = 1
 
@@ -200,7 +201,9 @@ def opened(folder: Path) -> Shard:
     if written != FORMAT:
         raise ValueError(f"{folder}: its format is {written!r}, and {FORMAT} is what is read here")
     if size != shard.length * dtype.itemsize:
-        raise ValueError(f"{path}: {size} bytes, not {shard.length} ids of {dtype.itemsize} bytes")
+        raise ValueError(
+            f"{path}: {plural(size, 'byte')}, not {plural(shard.length, 'id')} of {dtype.itemsize} bytes"
+        )
     seen, done = sha256(), 0
     with path.open("rb") as file:
         while data := file.read(1 << 22):

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dunes.data.ignore import Rules, above, ignored, parsed, rules
+from dunes.text.plural import plural
 
 BLOCK = 1 << 20
 GIANT = 400_000
@@ -68,7 +69,7 @@ class Corpus:
         """One line: how much was found and what was passed over."""
         size = sum(d.size for d in self.train + self.valid) / 1e6
         skipped = ", ".join(f"{n} {reason}" for reason, n in self.counts.most_common())
-        kept = f"{len(self.train)} files to learn, {len(self.valid)} to validate, {size:.1f} MB"
+        kept = f"{plural(len(self.train), 'file')} to learn, {len(self.valid)} to validate, {size:.1f} MB"
         return f"{kept}; passed over: {skipped or 'nothing'}"
 
 

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dunes.text.plural import plural
+
 ROUNDS = 4
 
 
@@ -42,7 +44,9 @@ class Windows:
 
     def __post_init__(self) -> None:
         if len(self.tokens) < self.length + 1:
-            raise ValueError(f"{len(self.tokens)} tokens, and one window needs {self.length + 1}; give more text")
+            raise ValueError(
+                f"{plural(len(self.tokens), 'token')}, and one window needs {self.length + 1}; give more text"
+            )
 
     @property
     def epoch(self) -> int:

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dunes.text.plural import plural
+
 BAND = 64
 """Queries at a time: longer bands compute more scores that nothing sees, shorter ones more calls."""
 
@@ -110,7 +112,7 @@ def bands(begins: Tensor, dtype: torch.dtype, window: int | None = None) -> list
     Raises ValueError if N is no multiple of BAND.
     """
     if len(begins) % BAND:
-        raise ValueError(f"{len(begins)} tokens in a row; pad them to a multiple of {BAND}")
+        raise ValueError(f"{plural(len(begins), 'token')} in a row; pad them to a multiple of {BAND}")
     place = torch.arange(len(begins), device=begins.device)
     first = begins if window is None else torch.maximum(begins, place - window + 1)
     ends = place[::BAND] + BAND

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from dunes.ops.attention import apart, attend
 from dunes.parts.context import Context
 from dunes.parts.position import Rotary
+from dunes.text.plural import plural
 
 
 class Attention(nn.Module):
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         super().__init__()
         kv_heads, head_dim = kv_heads or heads, head_dim or dim // heads
         if heads % kv_heads:
-            raise ValueError(f"{heads} heads cannot share {kv_heads} key/value heads evenly")
+            raise ValueError(f"{plural(heads, 'head')} cannot share {kv_heads} key/value heads evenly")
         if window is not None and window < 1:
             raise ValueError(f"a window holds at least the token itself, not {window} tokens")
         self.q = nn.Linear(dim, heads * head_dim, bias)

@@ -13,6 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dunes.text.plural import plural
+
 
 class Cache:
     """Room for `capacity` positions in each of `batch` rows. Use it under `torch.no_grad()`.
@@ -46,7 +48,10 @@ class Cache:
         if self.bound > self.capacity:
             self.bound = int((self.length + real.sum(1)).max())  # the bound may be above the truth
         if self.bound > self.capacity:
-            raise ValueError(f"{self.bound} tokens do not fit into a cache of {self.capacity}; make it larger")
+            raise ValueError(
+                f"{plural(self.bound, 'token does', 'tokens do')} not fit into a cache of "
+                f"{self.capacity}; make it larger"
+            )
         return self._positions(real)
 
     def _positions(self, real: Tensor) -> Tensor:

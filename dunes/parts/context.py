@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dunes.ops.attention import Bands, bands
 from dunes.parts.cache import Cache
+from dunes.text.plural import plural
 
 
 class Context:
@@ -70,7 +71,9 @@ class Context:
     def _mask(self, window: int | None) -> Tensor:
         reach = None if self.cache is None else self.cache.reach
         if reach is not None and (window is None or window > reach):
-            raise ValueError(f"a rolling cache of {reach} positions, but a layer sees {window or 'all'} of them")
+            raise ValueError(
+                f"a rolling cache of {plural(reach, 'position')}, but a layer sees {window or 'all'} of them"
+            )
         query = self.at[:, :, None]
         key = self.at if self.cache is None else self.cache.where(self.at.amax(1))
         key = key[:, None, :]

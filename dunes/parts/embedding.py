@@ -5,6 +5,7 @@
 from torch import Tensor, nn
 
 from dunes.parts.context import Context
+from dunes.text.plural import plural
 
 
 class Embedding(nn.Module):
@@ -27,7 +28,8 @@ class Embedding(nn.Module):
         if self.place is not None:
             if ctx.consecutive and ids.shape[1] > self.place.num_embeddings:
                 raise ValueError(
-                    f"{ids.shape[1]} tokens, but only {self.place.num_embeddings} positions were learned"
+                    f"{plural(ids.shape[1], 'token')}, but only "
+                    f"{plural(self.place.num_embeddings, 'position was', 'positions were')} learned"
                 )
             x = x + self.place(ctx.at.clamp(min=0))
         y: Tensor = self.dropout(x)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dunes.ops import experts as forms
 from dunes.parts.mlp import GatedMLP
+from dunes.text.plural import plural
 
 Routed = list[tuple["MoE", Tensor]]
 
@@ -37,7 +38,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= len(experts):
-            raise ValueError(f"a token cannot go to {top_k} of {len(experts)} experts")
+            raise ValueError(f"a token cannot go to {top_k} of {plural(len(experts), 'expert')}")
         self.router, self.experts = router, nn.ModuleList(experts)
         self.top_k, self.renormalise, self.balance = top_k, renormalise, balance
         self._routed: Routed | None = None

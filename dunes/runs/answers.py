@@ -33,6 +33,7 @@ from dunes.runs.tuning import (
     Tuning,
 )
 from dunes.text import Tokenizer, json_file, templates
+from dunes.text.plural import plural
 from dunes.text.templates import Talk
 
 SHOWN = 3
@@ -171,12 +172,14 @@ class Answers:
 
     def opening(self, run: Run) -> str:
         plan, trained = self.plan, tree.count(run.model, trainable=True)
-        ends = f"{plan.minutes:g} minutes" if plan.by_time else f"{plan.steps} steps"
+        ends = plural(plan.minutes, "minute") if plan.by_time else plural(plan.steps or 0, "step")
+        assert plan.threads, "chosen before"
+        assert plan.batch, "chosen before"
         whole = tree.count(self.lesson.base.model)
         return (
             f"{plan.method} at {plan.lr:.2g}: {quantity(trained)} of {quantity(whole)} parameters; "
-            f"{plan.batch} rows of {plan.context} a step, {plan.at_once} at once; "
-            f"{plan.dtype} on {run.trainer.device.type}, {plan.threads} threads; for {ends}"
+            f"{plural(plan.batch, 'row')} of {plan.context} a step, {plan.at_once} at once; "
+            f"{plan.dtype} on {run.trainer.device.type}, {plural(plan.threads, 'thread')}; for {ends}"
         )
 
     def close(self, run: Run, score: Score, hurried: bool) -> list[str]:

@@ -1,7 +1,7 @@
 """A conversation with a model in its own template, and with adapters that take turns on one base.
 
 `Speaker.answer` turns a conversation into an answer, piece by piece, and knows no terminal; `Chat` keeps one
-conversation; `run` reads lines and writes answers.
+conversation; `run` reads lines and writes answers, `answer` writes one.
 """
 
 import os
@@ -22,6 +22,7 @@ from dunes.checkpoint.opening import adapts, base_of, load_for, put_on
 from dunes.generate import Sampler, below, generate
 from dunes.parts import Decoder
 from dunes.text import Stream, Tokenizer
+from dunes.text.plural import plural
 from dunes.text.templates import Talk, Template, Turn, of, prompt
 
 NONE = "none"
@@ -93,7 +94,7 @@ class Speaker:
         ids, stream = prompt(voice.template, talk, voice.tokenizer), Stream(voice.tokenizer)
         if len(ids) >= voice.context:
             raise ValueError(
-                f"the conversation has {len(ids)} tokens in its template, the model looks at "
+                f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
                 f"{voice.context}; shorten it"
             )
         found = generate(
@@ -243,30 +244,43 @@ class Chat:
             shown = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
             self.note("\n".join([*shown, f"adapters: {names}"]))
         else:
-            self.note(f"{word} is not a command; /help lists them, a space in front makes it a message")
+            raise ValueError(f"{word} is not a command; /help lists them, a space in front makes it a message")
         return True
 
 
-def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], commands: bool = False) -> None:
-    """Answer each line. With `commands`, one that begins with / is a command, and mistakes are only noted."""
+def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interactive: bool = False) -> None:
+    """Answer each line; one that begins with / is a command.
+
+    An empty line separates two answers, and a mistake raises ValueError. On a terminal (`interactive`) the prompt
+    separates them, and a mistake is only noted.
+    """
+    answers = 0
     for line in lines:
         try:
-            if commands and line.startswith("/"):
+            if line.startswith("/"):
                 if not chat.command(line.strip()):
                     return
             elif line.strip():
-                _answer(chat, line.strip(), write)
+                if answers and not interactive:
+                    write("\n")
+                answers += 1
+                answer(chat, line.strip(), write)
         except ValueError as error:
-            if not commands:
+            if not interactive:
                 raise
             chat.note(str(error))
 
 
-def _answer(chat: Chat, text: str, write: Callable[[str], None]) -> None:
+def answer(chat: Chat, text: str, write: Callable[[str], None]) -> None:
+    """Write the answer and a line end; Ctrl-C stops it, and what was said until then counts."""
+    length = 0
     with closing(chat.say(text)) as pieces:
         try:
             for piece in pieces:
+                length += len(piece)
                 write(piece)
+            if not length:
+                chat.note("(the answer is empty)")
         except KeyboardInterrupt:
             chat.note("(stopped)")
     write("\n")

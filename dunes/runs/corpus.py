@@ -15,6 +15,7 @@ from dunes.data import Corpus, Document, Ids, Shard, cached, collect, default_ca
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.text import Tokenizer
+from dunes.text.plural import plural
 
 SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on: more hardly changes it."""
@@ -58,7 +59,7 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> To
     for side, tokens, least in (("learn from", train, plan.context + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
-                f"{len(tokens)} tokens to {side}, and {least} are needed at least; "
+                f"{plural(len(tokens), 'token')} to {side}, and {least} are needed at least; "
                 "give more text or a smaller --context"
             )
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))

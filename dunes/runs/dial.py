@@ -20,6 +20,7 @@ from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.memory import Shape, largest, process, training
 from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
+from dunes.text.plural import plural
 from dunes.text.tokenizer import SPECIAL
 
 BYTES_A_TOKEN = 3.9
@@ -211,10 +212,10 @@ def memory(plan: Plan) -> dict[str, float]:
 
 def explained(plan: Plan, machine: Machine, guess: Guess, why: str) -> list[str]:
     """What was chosen and, where there was a choice of size, why."""
-    ends = f"{plan.steps} steps" if plan.steps else f"{plan.seconds / 60:g} minutes"
+    ends = plural(plan.steps, "step") if plan.steps else plural(plan.seconds / 60, "minute")
     return [
-        f"this machine: {machine.threads} threads, {machine.dtype} at {machine.matmul / 1e12:.2f} TFLOP/s, "
-        f"memory read at {machine.read / 1e9:.0f} GB/s",
+        f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
+        f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
         f"chosen for {ends}: {quantity(guess.parameters)} parameters, {plan.batch} x {plan.context} tokens a step",
         f"at about {quantity(guess.rate)} tokens/s that meets {quantity(guess.tokens)} tokens, the text "
         f"{guess.epochs:.1f} times{why} (expected: {guess.bits:.2f} bits a byte)",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dunes import tree
 from dunes.data import Ids
 from dunes.parts import Decoder
+from dunes.text.plural import plural
 from dunes.train import IGNORE
 
 BATCH = 16
@@ -61,7 +62,7 @@ def evaluate(
     there are fewer than two tokens.
     """
     if len(tokens) < 2:
-        raise ValueError(f"{len(tokens)} tokens cannot be scored; two are needed at least")
+        raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; two are needed at least")
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]

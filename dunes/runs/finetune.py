@@ -20,6 +20,7 @@ from dunes.runs.run import Run, scheduled
 from dunes.runs.score import held_out
 from dunes.runs.spent import Spent
 from dunes.runs.tuning import METHODS, Tuning
+from dunes.text.plural import plural
 from dunes.train import Trainer
 
 BEFORE = Path("state") / "before.json"
@@ -114,5 +115,5 @@ def domain(lesson: Lesson, show: Display) -> Ids | None:
             raise
         show.line("what is forgotten is not measured: name text of the base's own domain with --domain")
         return None
-    show.line(f"what is forgotten is measured on {files} files of the base's own domain")
+    show.line(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
     return ids

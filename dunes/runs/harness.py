@@ -23,6 +23,7 @@ from dunes import checkpoint, measure
 from dunes.generate import Sampler, generate_all, sampler
 from dunes.runs.evaluate import BATCH
 from dunes.text.marks import settings, token
+from dunes.text.plural import plural
 
 TOKENS = 256
 """How many tokens an answer may have if its task does not say: what the `hf` backend takes."""
@@ -131,8 +132,8 @@ class Harness(TemplateLM):
             )
         if len(scored) > self.max_length:
             raise ValueError(
-                f"{source[1][:20]!r}...: an answer of {len(scored)} tokens does not fit into the model's context "
-                f"of {self.max_length}; give shorter answers, or train with a longer --context"
+                f"{source[1][:20]!r}...: an answer of {plural(len(scored), 'token')} does not fit into the "
+                f"model's context of {self.max_length}; give shorter answers, or train with a longer --context"
             )
         self.cut += len(before) + len(scored) > self.max_length + 1
         return tuple((before + scored)[-(self.max_length + 1) : -1])

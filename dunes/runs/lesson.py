@@ -33,6 +33,7 @@ from dunes.runs.tuning import (
     wide_enough,
 )
 from dunes.text import Tokenizer, chat, templates
+from dunes.text.plural import plural
 from dunes.text.templates import Template
 from dunes.train import adamw, halved
 
@@ -138,7 +139,9 @@ def _fitting(lesson: Lesson, show: Display) -> Tuning:
     plan, free = lesson.plan, measure.free_memory(measure.device())
     at_once = plan.at_once or plan.batch
     if plan.batch % at_once:
-        raise ValueError(f"--at-once is {at_once}, which does not divide the {plan.batch} rows of a step")
+        raise ValueError(
+            f"--at-once is {at_once}, which does not divide the {plural(plan.batch, 'row')} of a step"
+        )
     parts = memory(replace(lesson, plan=replace(plan, at_once=at_once)))
     while not plan.at_once and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if plan.batch % n == 0)

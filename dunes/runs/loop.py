@@ -35,6 +35,7 @@ from dunes.runs.run import (
 from dunes.runs.saver import Saver
 from dunes.runs.spent import Spent, lines
 from dunes.runs.track import Mirror
+from dunes.text.plural import plural
 from dunes.train import Clock, Diverged, Step
 
 CHECK_TOKENS = 16_384
@@ -300,7 +301,7 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
 
 def _sample(run: Run, show: Display, weights_step: int) -> str:
     """What the model writes with its weights, those of `weights_step`, on the screen and into samples.md."""
-    steps = f"{run.trainer.number} steps"
+    steps = plural(run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
     text = run.task.sample(run.model)
@@ -334,7 +335,7 @@ def _finish(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -
         loss_picture(records(run.folder / METRICS, show.line), score, kept_step, run.folder / "loss.png")
     over = "stopped" if wish.signal else "done"
     show.line(
-        f"\n{over} after {step} steps, {duration(run.elapsed)}: on held-out {run.task.subject} "
+        f"\n{over} after {plural(step, 'step')}, {duration(run.elapsed)}: on held-out {run.task.subject} "
         f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
     )
     if words := overfitting(run):
@@ -375,7 +376,7 @@ def overfitting(run: Run) -> str:
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""
     return (
-        f"validation loss was best after {run.best_step} steps ({run.best.bits_per_byte:.3f} bits/byte) and "
-        f"{run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved. A lower "
+        f"validation loss was best after {plural(run.best_step, 'step')} ({run.best.bits_per_byte:.3f} bits/byte) "
+        f"and {run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved. A lower "
         "learning rate, fewer steps or more data would help"
     )

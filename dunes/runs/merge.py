@@ -19,6 +19,7 @@ from dunes.checkpoint.opening import adapts, base_of
 from dunes.checkpoint.source import opened
 from dunes.checkpoint.verify import Unmerged, Verified, held_logits
 from dunes.parts import Decoder
+from dunes.text.plural import plural
 
 Into = Literal["dequantized", "original"]
 TWICE = 2.0
@@ -47,8 +48,8 @@ class Report:
         usual = mean(self.errors.values())
         lines = [
             self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base"),
-            f"folded into {len(self.errors)} matrices; of the change rounding loses {usual:.1e} on average, "
-            f"{worst:.1e} at most ({place})",
+            f"folded into {plural(len(self.errors), 'matrix', 'matrices')}; of the change rounding loses "
+            f"{usual:.1e} on average, {worst:.1e} at most ({place})",
             str(self.verified),
         ]
         if self.moved is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from dunes.checkpoint.atomic import write_file
 from dunes.runs.extra import extra
 from dunes.runs.progress import Display
+from dunes.text.plural import plural
 
 
 def run_tasks(
@@ -44,7 +45,8 @@ def run_tasks(
         )
         if model.cut:
             show.line(
-                f"{model.cut} times a text did not fit into {model.max_length} tokens and lost its beginning"
+                f"{plural(model.cut, 'time')} a text did not fit into {model.max_length} tokens and lost "
+                "its beginning"
             )
     if out is not None:
         write_file(out, json.dumps(results, indent=1, default=str).encode())

@@ -121,5 +121,5 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 def written(path: Path) -> dict[int, str]:
     """The samples in a samples.md by their steps; of a step that was done twice, the last."""
     text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
-    parts = re.split(r"^## After (\d{1,15}) steps[^\n]*\n\n```\n", text, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^## After (\d{1,15}) steps?[^\n]*\n\n```\n", text, flags=re.MULTILINE)[1:]
     return {int(n): sample.removesuffix("\n```\n\n") for n, sample in zip(parts[::2], parts[1::2], strict=True)}

@@ -25,6 +25,7 @@ from dunes.runs.run import Run, facts, scheduled
 from dunes.runs.spent import Spent
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
+from dunes.text.plural import plural
 from dunes.train import Trainer, muon
 
 
@@ -102,11 +103,12 @@ class Text:
         return needs(self.plan)
 
     def opening(self, run: Run) -> str:
-        ends = f"{self.plan.steps} steps" if self.plan.steps else f"{self.plan.minutes:g} minutes"
+        assert self.plan.threads, "chosen before"
+        ends = plural(self.plan.steps, "step") if self.plan.steps else plural(self.plan.minutes, "minute")
         return (
             f"{self.plan.family}, {quantity(tree.count(run.model))} parameters; {quantity(len(self.text.train))} "
             f"tokens of {self.tokenizer.vocab} kinds; {self.plan.batch} x {self.plan.context} a step; "
-            f"{self.plan.dtype} on {run.trainer.device.type}, {self.plan.threads} threads; for {ends}"
+            f"{self.plan.dtype} on {run.trainer.device.type}, {plural(self.plan.threads, 'thread')}; for {ends}"
         )
 
     def close(self, run: Run, score: Score, hurried: bool) -> list[str]:

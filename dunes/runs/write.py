@@ -1,5 +1,6 @@
 """Text from a model: samples, continuations, the rest of a line."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,12 +8,16 @@ from torch import nn
 
 from dunes.generate import Sampler, begun, below, generate, sampler
 from dunes.text import Stream, Tokenizer
+from dunes.text.lines import decode_text, split_lines
+from dunes.text.plural import plural
+
+LINE_END = re.compile(rb"[\r\n]")
 
 
 def write(
     model: nn.Module, tokenizer: Tokenizer, context: int, prompt: str, limit: int, sample: Sampler
 ) -> Iterator[str]:
-    """The text that follows the prompt, piece by piece as it comes, up to the end of the document."""
+    """The text that follows the prompt, a piece for each token as it comes, up to the end of the document."""
     ids, stream = tokenizer.prompt(prompt), Stream(tokenizer)
     sample = below(sample, tokenizer.vocab)
     for token in generate(model, ids, limit=limit, context=context, sample=sample, stop=tokenizer.stops):
@@ -26,22 +31,23 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int 
 
 
 def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: str, limit: int = 48) -> str:
-    """The likeliest rest of the line that the prefix ends in, without the line end.
+    """The likeliest rest of the line that the prefix ends in, without the line end (\\n, \\r\\n or \\r).
 
-    A prefix that ends inside a token is healed: its last tokens are taken back, and what they stood
-    for is what the model must begin with.
+    A prefix that fits the context is the beginning of a document. One that ends inside a token is healed: its
+    last tokens are taken back, and what they stood for is what the model must begin with.
     """
     pieces = tokenizer.pieces()
     room = max(context // 2, context - limit)
-    ids, healed = taken_back(tokenizer.encode(prefix[-8 * context :])[-room:], pieces)
-    text = b""
-    sample, stops = below(begun(sampler(0.0), pieces, healed), len(pieces)), tokenizer.stops
-    prompt = [*tokenizer.begin, *ids] or [tokenizer.end]
-    for token in generate(model, prompt, limit=limit, context=context, sample=sample):
-        if token.id in stops or b"\n" in pieces[token.id]:
-            break
+    encoded = tokenizer.encode(prefix[-8 * context :])
+    is_whole = len(prefix) <= 8 * context and len(encoded) <= room
+    ids, healed = taken_back(encoded[-room:], pieces)
+    prompt = [*(tokenizer.begin if is_whole else tokenizer.bos), *ids] or [tokenizer.end]
+    sample, text = below(begun(sampler(0.0), pieces, healed), len(pieces)), b""
+    for token in generate(model, prompt, limit=limit, context=context, sample=sample, stop=tokenizer.stops):
         text += pieces[token.id]
-    return text[len(healed) :].decode(errors="ignore")
+        if LINE_END.search(text, len(healed)):
+            break
+    return LINE_END.split(text[len(healed) :])[0].decode(errors="ignore")
 
 
 def taken_back(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
@@ -57,14 +63,18 @@ def taken_back(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
 
 
 def text_before(place: str) -> str:
-    """The text of a file before FILE:LINE:COLUMN, both counted from 1.
+    """The text of a file before FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one).
 
     Raises ValueError if the place is not written like that, or not in the file.
     """
-    path, line, column = [*place.rsplit(":", 2), "", ""][:3]
-    if not (line.isdigit() and column.isdigit() and int(line) and int(column)):
+    parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)
+    if parts is None:
         raise ValueError(f"{place}: expected FILE:LINE:COLUMN, both numbers counted from 1")
-    lines = [*Path(path).read_text(encoding="utf-8").splitlines(keepends=True), ""]
-    if int(line) > len(lines) or int(column) > len(lines[int(line) - 1].rstrip("\r\n")) + 1:
-        raise ValueError(f"{place}: {path} has no such place")
-    return "".join(lines[: int(line) - 1]) + lines[int(line) - 1][: int(column) - 1]
+    path, line, column = parts[1], int(parts[2]), int(parts[3])
+    lines = split_lines(decode_text(Path(path).read_bytes(), path))
+    if line > len(lines):
+        raise ValueError(f"{place}: the file has {plural(len(lines), 'line')}")
+    columns = len(lines[line - 1].rstrip("\r\n")) + 1
+    if column > columns:
+        raise ValueError(f"{place}: line {line} has columns 1 to {columns}")
+    return "".join(lines[: line - 1]) + lines[line - 1][: column - 1]

@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from dunes.text.pairs import apart, joined
+from dunes.text.plural import plural
 
 SPACE = "▁"
 LIMIT_BYTES, LIMIT_PIECES, LIMIT_PIECE, LIMIT_WORK = 1 << 26, 1 << 20, 512, 100_000_000
@@ -134,7 +135,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise ValueError(f"not a sentencepiece model: wire type {kind} before byte {at}")
         size, at = _varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
         if size > len(data) - at:
-            raise ValueError(f"not a sentencepiece model: a field of {size} bytes at byte {at} passes the end")
+            raise ValueError(
+                f"not a sentencepiece model: a field of {plural(size, 'byte')} at byte {at} passes the end"
+            )
         yield key >> 3, data[at : at + size]
         at += size
 
@@ -156,7 +159,7 @@ def _bytes(value: int | bytes) -> bytes:
 
 def _int(value: int | bytes) -> int:
     if isinstance(value, bytes):
-        raise ValueError(f"not a sentencepiece model: expected a number, found {len(value)} bytes")
+        raise ValueError(f"not a sentencepiece model: expected a number, found {plural(len(value), 'byte')}")
     return value
 
 
@@ -172,7 +175,7 @@ def _piece(data: bytes) -> Piece:
     raw, score = _bytes(fields.get(1, b"")), _bytes(fields.get(2, bytes(4)))
     if not 0 < len(raw) <= LIMIT_PIECE or len(score) != 4:
         raise ValueError(
-            f"not a sentencepiece model: a piece of {len(raw)} bytes with a score of {len(score)}; 1 to "
+            f"not a sentencepiece model: a piece of {plural(len(raw), 'byte')} with a score of {len(score)}; 1 to "
             f"{LIMIT_PIECE} and 4 are expected"
         )
     return Piece(_text(raw), struct.unpack("<f", score)[0], _int(fields.get(3, NORMAL)))
@@ -182,7 +185,7 @@ def _check(model: Model) -> None:
     texts, kinds = [p.text for p in model.pieces], {p.kind for p in model.pieces}
     wrong = ""
     if len(set(texts)) != len(texts):
-        wrong = f"{len(texts) - len(set(texts))} pieces are there twice"
+        wrong = f"{plural(len(texts) - len(set(texts)), 'piece is', 'pieces are')} there twice"
     elif len(model.of(UNKNOWN)) != 1:
         wrong = f"{len(model.of(UNKNOWN))} unknown pieces, expected one"
     elif not all(math.isfinite(p.score) for p in model.pieces):

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
 from dunes.text.pairs import BYTE, LETTER, apart, joined
+from dunes.text.plural import plural
 
 LIMIT_BYTES, LIMIT_VOCAB, LIMIT_TOKEN, LIMIT_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
 """Largest file, most tokens, longest token in bytes, and what all tokens' squared lengths may add up to."""
@@ -76,7 +77,10 @@ def _read(data: bytes) -> tuple[str, list[str], list[str]]:
         pattern, size, count = (config[k] for k in ("pattern", "default_vocab_size", "default_num_special_tokens"))
         special = _special(content.get("special_tokens"), count)
         if not 256 <= size - count <= min(len(listed), LIMIT_VOCAB):
-            raise ValueError(f"{size} ids with {count} special ones, and {len(listed)} tokens in the list")
+            raise ValueError(
+                f"{plural(size, 'id')} with {plural(count, 'special one')}, "
+                f"and {plural(len(listed), 'token')} in the list"
+            )
         return pattern, special, [_letters(token, rank) for rank, token in enumerate(listed[: size - count])]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a tekken.json: {type(error).__name__}: {error}".replace("\n", " ")) from None
@@ -84,12 +88,12 @@ def _read(data: bytes) -> tuple[str, list[str], list[str]]:
 
 def _special(listed: Sequence[Mapping[str, Any]] | None, count: int) -> list[str]:
     if not 0 <= count <= LIMIT_VOCAB:
-        raise ValueError(f"{count} special tokens")
+        raise ValueError(plural(count, "special token"))
     names = NAMES if listed is None else [token["token_str"] for token in listed]
     if listed is not None and [token["rank"] for token in listed] != list(range(len(listed))):
         raise ValueError("the special tokens' ranks do not count from 0")
     if len(names) > count or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"{len(names)} special tokens of at most {count}, each of which needs a text")
+        raise ValueError(f"{plural(len(names), 'special token')} of at most {count}, each of which needs a text")
     return [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
 
 

@@ -19,6 +19,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.text import json_file, llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks, settings
+from dunes.text.plural import plural
 from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
@@ -160,14 +161,14 @@ class Tokenizer:
         return 1 + max(self.inner.get_vocab().values(), default=-1)
 
     @property
-    def begin(self) -> list[int]:
-        """What stands before a text: what its own tokenizer puts there, often nothing.
+    def bos(self) -> list[int]:
+        """What the tokenizer itself puts before every text, such as LLaMA's `<s>`; often nothing."""
+        return self._set_in_front if self._marks.begin is None else list(self._marks.begin)
 
-        Where the tokenizer was trained here it is the end of the document before.
-        """
-        if self._marks.begin is not None:
-            return list(self._marks.begin)
-        return [self.end] if self.by_lines else self._set_in_front
+    @property
+    def begin(self) -> list[int]:
+        """What stands at the beginning of a document: `bos`, or where it was trained here the end of another."""
+        return [self.end] if self.by_lines and self._marks.begin is None else self.bos
 
     @cached_property
     def _set_in_front(self) -> list[int]:
@@ -213,8 +214,12 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in found.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids after which a model writes on with this text; at least one, since a model needs one."""
-        return [*self.begin, *self.encode(text)] or [self.end]
+        """The ids after which a model writes on with this text; at least one, since a model needs one.
+
+        Those of the text after `bos`; an empty text is the beginning of a document. To a model trained here, the
+        end token before a text says that a document begins with it, as hardly any does with a prompt.
+        """
+        return [*(self.bos if text else self.begin), *self.encode(text)] or [self.end]
 
     @cached_property
     def by_lines(self) -> bool:
@@ -315,8 +320,8 @@ def _foreign(path: Path) -> tokenizers.Tokenizer:
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= LIMIT_IDS:
         raise ValueError(
-            f"{len(ids)} tokens with {len(set(ids))} ids up to {max(ids, default=0)}; each needs its own, "
-            f"below {LIMIT_IDS}"
+            f"{plural(len(ids), 'token')} with {plural(len(set(ids)), 'id')} up to {max(ids, default=0)}; "
+            f"each needs its own, below {LIMIT_IDS}"
         )
     return inner
 

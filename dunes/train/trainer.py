@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import tree
+from dunes.text.plural import plural
 from dunes.train.loss import Loss
 
 
@@ -87,8 +88,9 @@ class Trainer:
             yield step
             if self.bad >= self.patience:
                 raise Diverged(
-                    f"loss or gradient was not finite for {self.bad} steps in a row, up to step {step.number}; "
-                    "the weights are those before them. A lower learning rate or a look at the data may help"
+                    f"loss or gradient was not finite for {plural(self.bad, 'step')} in a row, up to "
+                    f"step {step.number}; the weights are those before them. "
+                    "A lower learning rate or a look at the data may help"
                 )
 
     def _step(self, batches: list[Any], start: float) -> Step:

@@ -1,0 +1,218 @@
+"""Text from a model, and the places in files where it goes on."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+from dunes import checkpoint
+from dunes.cli import verbs
+from dunes.generate import Token
+from dunes.models import llama
+from dunes.models.start import initialise
+from dunes.runs import write as runs_write
+from dunes.runs.write import complete_line, text_before
+from dunes.text import Tokenizer
+from dunes.text.marks import Marks
+from dunes.text.pairs import LETTER
+
+
+def test_places_in_files(tmp_path):
+    file = tmp_path / "a:b.py"
+    file.write_text("one\ntwo\n")
+    assert text_before(f"{file}:2:3") == "one\ntw"
+    assert text_before(f"{file}:1:1") == ""
+    assert text_before(f"{file}:2:4") == "one\ntwo"
+    assert text_before(f"{file}:3:1") == "one\ntwo\n", "the empty line behind the last line end"
+    refused = {
+        "2:5": r"line 2 has columns 1 to 4",
+        "4:1": r"has 3 lines",
+        "9:1": r"has 3 lines",
+        **dict.fromkeys(
+            ("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1"), "expected FILE:LINE:COLUMN"
+        ),
+    }
+    for place, message in refused.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            text_before(f"{file}:{place}")
+        assert str(caught.value).startswith(f"{file}:{place}: ")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="expected FILE:LINE:COLUMN"):
+        text_before(str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "before"),
+    [
+        ("a\x0cb\x0bc\x1cd\x85e\u2028f\u2029g\nh", "2:2", "a\x0cb\x0bc\x1cd\x85e\u2028f\u2029g\nh"),
+        ("a\x0cb\x0bc\x1cd\x85e\u2028f\u2029g\nh", "1:4", "a\x0cb"),
+        ("one\r\ntwo\r\n", "2:4", "one\r\ntwo"),
+        ("one\r\ntwo\r\n", "3:1", "one\r\ntwo\r\n"),
+        ("one\rtwo\r", "2:3", "one\rtw"),
+        ("one\r\r\ntwo\n\rx", "2:1", "one\r"),
+        ("one\r\r\ntwo\n\rx", "5:2", "one\r\r\ntwo\n\rx"),
+        ("\ufeffone\n", "1:3", "on"),
+        ("\ufeff", "1:1", ""),
+        ("one\n\ufefftwo", "2:2", "one\n\ufeff"),
+        ("", "1:1", ""),
+        ("\tä😀x", "1:5", "\tä😀x"),
+    ],
+)
+def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
+    (tmp_path / "file").write_bytes(content.encode())
+    assert text_before(f"{tmp_path / 'file'}:{place}") == before
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "message"),
+    [
+        ("one\r\n", "1:5", "line 1 has columns 1 to 4"),
+        ("one\r", "3:1", "has 2 lines"),
+        ("one", "2:1", "has 1 line$"),
+        ("", "2:1", "has 1 line$"),
+        ("\ufeffone", "1:5", "line 1 has columns 1 to 4"),
+    ],
+)
+def test_a_place_outside_a_file_is_refused_with_what_there_is(content, place, message, tmp_path):
+    (tmp_path / "file").write_bytes(content.encode())
+    with pytest.raises(ValueError, match=message):
+        text_before(f"{tmp_path / 'file'}:{place}")
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "file").write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=r"file: not UTF-8 at byte 3"):
+        text_before(f"{tmp_path / 'file'}:1:1")
+
+
+def writes(monkeypatch, tokenizer, text):
+    """Let the decode loop write this text whatever it is asked; return what it is asked."""
+    asked = []
+
+    def generate(model, ids, **options):
+        asked.append(ids)
+        yield from (Token(i, 0.0) for i in [*tokenizer.encode(text), tokenizer.end])
+
+    monkeypatch.setattr(runs_write, "generate", generate)
+    return asked
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\r", "\n\n", "\r\nmore", "\r\r\n"])
+def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
+    for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
+        writes(monkeypatch, tokenizer, f"a\x0cb;{end}")
+        assert complete_line(None, tokenizer, 64, "x = ") == "a\x0cb;"
+
+
+def test_a_line_end_that_is_healed_does_not_end_the_rest(monkeypatch):
+    tokenizer = foreign(["\n\n", "\nab"])
+    writes(monkeypatch, tokenizer, "\nabc\nd")
+    assert complete_line(None, tokenizer, 64, "x\n") == "abc"
+    writes(monkeypatch, tokenizer, "\n\nabc")
+    assert complete_line(None, tokenizer, 64, "x\n") == ""
+
+
+def foreign(tokens):
+    """A tokenizer of another make, in which these are tokens, too, across line ends."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spelled = ["".join(LETTER[b] for b in token.encode()) for token in tokens]
+    merges, vocab = [], [*letters]
+    for token in spelled:
+        for cut in range(1, len(token)):
+            pair = (token[:cut], token[cut])
+            merges += [pair] if pair not in merges else []
+            vocab += [token[: cut + 1]] if token[: cut + 1] not in vocab else []
+    inner = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(vocab)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<|endoftext|>"])
+    return Tokenizer(inner)
+
+
+def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
+    own, other = Tokenizer.train("bytes", []), foreign(["ab"])
+    for tokenizer, start in ((own, [own.end]), (other, [])):
+        asked = writes(monkeypatch, tokenizer, "")
+        for length in (1, 32, 33, 8 * 64 + 1):
+            complete_line(None, tokenizer, 64, "x" * length)
+        ids = tokenizer.encode("x" * 32)
+        assert asked == [[*start, ids[0]], [*start, *ids], ids, ids]
+    begins = Tokenizer(foreign(["ab"]).inner, Marks((7,), None))
+    asked = writes(monkeypatch, begins, "")
+    complete_line(None, begins, 64, "x" * 100)
+    assert asked == [[7, *begins.encode("x" * 32)]]
+
+
+def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):
+    loaded = SimpleNamespace(model=None, tokenizer=Tokenizer.train("bytes", []), context=64)
+    monkeypatch.setattr(checkpoint, "local", lambda model: SimpleNamespace(folder=model))
+    monkeypatch.setattr(checkpoint, "load", lambda *arguments: loaded)
+    asked = writes(monkeypatch, loaded.tokenizer, "ree\r\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\r\ntwo\rth")))
+    verbs.complete("run")
+    assert asked[0][1:] == loaded.tokenizer.encode("one\r\ntwo\rth")
+    assert capsys.readouterr().out == "ree\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    with pytest.raises(ValueError, match="standard input: not UTF-8 at byte 3"):
+        verbs.complete("run")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The README's runs/project, with a model of random numbers."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.train("chars", map(chr, range(32, 127)))
+    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 16, 1, 64)))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # what stands before must matter
+            parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.3)
+    checkpoint.save(model, tmp_path / "runs" / "project", tokenizer, 64)
+    return tmp_path / "runs" / "project"
+
+
+BOS = {"bos_token": "<|im_start|>", "add_bos_token": True}
+
+
+@pytest.mark.parametrize("marks", [None, BOS, BOS | {"add_bos_token": False}])
+def test_the_example_in_the_readme_writes_what_the_verb_writes(marks, folder, capsys):
+    if marks is not None:
+        (folder / "dunes.json").unlink()  # which has the digest of what is changed here
+        (folder / "tokenizer_config.json").write_text(json.dumps(marks))
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (example,) = (
+        part for part in re.findall("```python\n(.*?)```", readme, re.DOTALL) if "import generate" in part
+    )
+    exec(example, {})
+    written = capsys.readouterr().out
+    assert len(written) > 20
+    verbs.generate("runs/project", "def main(", tokens=40)
+    assert capsys.readouterr().out == f"def main({written}\n"
+
+
+def test_an_own_tokenizer_sets_nothing_in_front_and_neither_does_transformers(folder):
+    from transformers import AutoTokenizer
+
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.prompt("def main(") == ours.encode("def main(") == theirs("def main(")["input_ids"]
+    assert ours.prompt("") == [ours.end]
+
+
+@pytest.mark.parametrize(("text", "told"), [("a" * 30, ""), ("aaa", "3 of 30 tokens"), ("", "0 of 30 tokens")])
+def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch, capsys):
+    tokenizer = Tokenizer.load(folder)
+    monkeypatch.setattr(
+        runs_write, "generate", lambda *_, limit, **__: (Token(i, 0.0) for i in tokenizer.encode(text))
+    )
+    verbs.generate("runs/project", "def main(", tokens=30)
+    said = capsys.readouterr()
+    assert said.out == f"def main({text}\n"
+    assert told in said.err
+    assert bool(said.err) == bool(told)
