@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sysconfig
 import tracemalloc
@@ -15,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dunes.data import Row, Windows, cached, collect, default_cache, opened
+from dunes.data import Row, Windows, cached, collect, default_cache, files, opened, sources
 from dunes.data.sources import BLOCK, GIANT
 from dunes.data.windows import shuffled
 from dunes.text import Tokenizer
@@ -257,7 +258,7 @@ def test_the_same_file_named_twice_is_read_once(tmp_path):
 
 
 @pytest.mark.timeout(30)
-def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path):
+def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path, monkeypatch):
     put(tmp_path, {"a.py": "a", "sub/b.py": "b", "elsewhere.txt": "c"})
     source = put(tmp_path / "source", {"kept.py": "kept", "sub/kept.py": "kept too"})
     (source / "loop").symlink_to("loop")
@@ -269,19 +270,130 @@ def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path):
     (source / "device").symlink_to(os.devnull)
     os.mkfifo(source / "pipe")
     os.mkfifo(source / "sub" / ".gitignore")
-    corpus = collect([source])
-    assert names(corpus) == ["file", "kept.py", "sub/kept.py"]
-    assert {reason: sorted(skipped) for reason, skipped in corpus.skipped.items()} == {
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(source)  # the name of a socket is short
+        listening.bind("socket")
+        corpus = collect([source])
+    assert names(corpus) == ["kept.py", "sub/kept.py"]
+    harmless = {
         "unreadable": ["broken", "loop", "one", "two"],
-        "not regular files": ["device", "pipe", "sub/.gitignore"],
+        "not regular files": ["pipe", "socket", "sub/.gitignore"],
+        "links": ["sub/up"],
     }
+    assert reasons(corpus) == harmless | {"links that lead outside": ["device", "file"]}
+    assert "2 links that lead outside" in corpus.report()
+    assert "--follow-links reads what lies outside" in corpus.report()
     with pytest.raises(ValueError, match="1 not regular files"):
         collect([source / "pipe"])
+    followed = collect([source], follow_links=True)
+    assert names(followed) == ["file", "kept.py", "sub/kept.py"]
+    irregular = sorted([*harmless["not regular files"], "device"])
+    assert reasons(followed) == harmless | {"not regular files": irregular}
+
+
+def reasons(corpus):
+    return {reason: sorted(skipped) for reason, skipped in corpus.skipped.items()}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(not os.path.exists("/proc/kmsg"), reason="no file here is regular, empty and endless")
+def test_files_that_never_end_are_not_opened(tmp_path):
+    endless = "/proc/kmsg"
+    source = put(tmp_path / "source", {"kept.py": "kept", "sub/kept.py": "kept too"})
+    (source / "log").symlink_to(endless)
+    (source / "sub" / ".gitignore").symlink_to(endless)
+    assert names(collect([source])) == ["kept.py", "sub/kept.py"]
+    followed = collect([source], follow_links=True)
+    assert names(followed) == ["kept.py", "sub/kept.py"]
+    assert reasons(followed) == {"empty": ["log", "sub/.gitignore"]}
+    for named in (endless, source / "log"):
+        with pytest.raises(ValueError, match="1 empty"):
+            collect([named])
+
+
+def test_what_is_linked_outside_is_read_if_asked_for_by_its_own_rules(tmp_path):
+    put(tmp_path / "shared", {"a.py": "a", "in/b.py": "b", "secret/key": "c", ".gitignore": "secret/\n*.log"})
+    put(tmp_path / "shared", {"d.log": "d", ".git/config": "e", "secret/open/f.py": "f"})
+    source = put(tmp_path / "source", {"own.py": "own", ".gitignore": "hidden*\nown"})
+    links = {
+        "all": "shared", "again": "shared/in", "key": "shared/secret/key", "open": "shared/secret/open",
+        "log": "shared/d.log", "hidden": "shared/in", "a": "shared/a.py", "own": "source/own.py",
+    }  # fmt: skip
+    for name, target in links.items():
+        (source / name).symlink_to(tmp_path / target)
+    (tmp_path / "shared" / "in" / "back").symlink_to(source)
+    (tmp_path / "shared" / "in" / "up").symlink_to(tmp_path / "shared")
+    assert names(collect([source])) == [".gitignore", "own.py"]
+    corpus = collect([source], follow_links=True)
+    assert names(corpus) == [".gitignore", "a", "again/b.py", "again/up/.gitignore", "own.py"]
+    ignored = ["again/up/d.log", "again/up/secret", "hidden", "key", "log", "open", "own"]
+    # What was followed once is not followed again, from wherever a link leads there.
+    links, copies = ["again/back", "again/up/in/back", "again/up/in/up", "all"], ["again/up/a.py", "again/up/in/b.py"]
+    assert reasons(corpus) == {"ignored": ignored, "links": links, "duplicates": copies}
+
+
+def test_a_link_that_is_named_is_what_it_leads_to(tmp_path):
+    put(tmp_path / "real", {"a.py": "a", "in/b.py": "b"})
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "file").symlink_to("real/a.py")
+    assert names(collect([tmp_path / "folder"])) == ["a.py", "in/b.py"]
+    assert names(collect([tmp_path / "file"])) == ["file"]
+
+
+def test_links_between_sources_and_hard_links_are_read_once(tmp_path):
+    put(tmp_path, {"one/a.py": "a", "two/b.py": "b"})
+    (tmp_path / "one" / "to").symlink_to(tmp_path / "two" / "b.py")
+    os.link(tmp_path / "one" / "a.py", tmp_path / "two" / "hard.py")
+    corpus = collect([tmp_path / "one", tmp_path / "two"])
+    assert names(corpus) == ["a.py", "b.py"]
+    assert reasons(corpus) == {"links": ["to"], "duplicates": ["hard.py"]}
+
+
+@pytest.mark.timeout(30)
+def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path, monkeypatch):
+    put(tmp_path, {"a.py": "a", "log.txt": "a line\n" * 9})
+    read = files.open_plain
+
+    class Growing:
+        def __init__(self, path):
+            self.path, self.inner = path, read(path)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.inner.close()
+
+        def read(self, size):
+            with self.path.open("a") as file:
+                file.write("another line\n" * 9)
+            return self.inner.read(size)
+
+    monkeypatch.setattr(sources, "open_plain", lambda path: (Growing if path.suffix == ".txt" else read)(path))
+    corpus = collect([tmp_path])
+    assert names(corpus) == ["a.py"]
+    assert reasons(corpus) == {"changed while being read": ["log.txt"]}
+
+
+@pytest.mark.timeout(30)
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    put(tmp_path, {"a.py": "a", "b.py": "b"})
+    corpus = collect([tmp_path])
+    for document in [*corpus.train, *corpus.valid]:
+        document.path.unlink()
+        os.mkfifo(document.path)
+        with pytest.raises(ValueError, match="changed while it was being read"):
+            list(document.text())
+    # Between the look at a file and its opening, too.
+    status = os.stat(__file__)
+    monkeypatch.setattr(os, "stat", lambda path, **more: status)
+    with pytest.raises(OSError, match="not a plain file any more"):
+        files.open_plain(tmp_path / "a.py")
 
 
 def test_what_may_not_be_read_is_passed_over_and_counted(tmp_path, monkeypatch):
     put(tmp_path, {"a.py": "a", "closed/b.py": "b", "closed.py": "c", "open/.gitignore": "d", "open/e.py": "e"})
-    scandir, read = os.scandir, Path.open
+    scandir, read, opened = os.scandir, Path.open, os.open
 
     def refuse(path):
         if Path(path).name in ("closed", "closed.py", ".gitignore"):
@@ -289,6 +401,7 @@ def test_what_may_not_be_read_is_passed_over_and_counted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scandir(path))
     monkeypatch.setattr(Path, "open", lambda path, *rest, **more: refuse(path) or read(path, *rest, **more))
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: refuse(path) or opened(path, *rest, **more))
     corpus = collect([tmp_path])
     assert names(corpus) == ["a.py", "open/e.py"]
     assert sorted(corpus.skipped["unreadable"]) == ["closed", "closed.py", "open/.gitignore"]

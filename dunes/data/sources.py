@@ -6,21 +6,17 @@ same file is on the same side on every machine and after every edit elsewhere.
 """
 
 import codecs
-import os
 import stat
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from dunes.data.ignore import Rules, above, ignored, parsed, rules
+from dunes.data.files import OUTSIDE, SourceFile, Walk, open_plain
 
 BLOCK = 1 << 20
 GIANT = 400_000
-NEVER = {".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "site-packages"}
-STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Document:
         """
         seen, whole = blake2b(digest_size=16), False
         try:
-            yield from _decoded(self.path, seen)
+            yield from _decoded(self.path, seen, self.size)
             whole = seen.hexdigest() == self.digest
         except (OSError, UnicodeDecodeError):
             pass
@@ -69,23 +65,26 @@ class Corpus:
         size = sum(d.size for d in self.train + self.valid) / 1e6
         skipped = ", ".join(f"{n} {reason}" for reason, n in self.counts.most_common())
         kept = f"{len(self.train)} files to learn, {len(self.valid)} to validate, {size:.1f} MB"
-        return f"{kept}; passed over: {skipped or 'nothing'}"
+        hint = "; --follow-links reads what lies outside" if OUTSIDE in self.skipped else ""
+        return f"{kept}; passed over: {skipped or 'nothing'}{hint}"
 
 
-def collect(sources: Sequence[str | Path], share: float = 0.05) -> Corpus:
+def collect(sources: Sequence[str | Path], share: float = 0.05, follow_links: bool = False) -> Corpus:
     """The corpus of some files and folders; `stdlib` names the running Python's standard library.
 
-    About `share` of the files, and of several at least one, but never all, go to validation. Raises
-    ValueError if a source is missing, or if no text is found.
+    About `share` of the files, and of several at least one, but never all, go to validation. Links that lead
+    outside the sources are read with `follow_links` only. Raises ValueError if a source is missing, or if no
+    text is found.
     """
-    corpus = Corpus()
+    walk = Walk(sources, follow_links)
+    corpus = Corpus(skipped=walk.skipped)
     documents: dict[str, Document] = {}
-    for path, name, named in _files(sources, corpus):
-        found = _examine(path, name, named)
+    for file in walk.files():
+        found = _examine(file)
         if isinstance(found, str):
-            corpus.skipped.setdefault(found, []).append(name)
+            walk.skip(found, file.name)
         elif found.digest in documents:
-            corpus.skipped.setdefault("duplicates", []).append(name)
+            walk.skip("duplicates", file.name)
         else:
             documents[found.digest] = found
     if not documents:
@@ -103,79 +102,56 @@ def _name(document: Document) -> str:
     return document.name
 
 
-def _files(sources: Sequence[str | Path], corpus: Corpus) -> Iterator[tuple[Path, str, bool]]:
-    """(path, name within its source, whether the user named the file itself)."""
-    for source in sources:
-        if str(source) == "stdlib":
-            root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-            yield from _walk(root, root, [(root, parsed(STDLIB_TESTS))], corpus)
-            continue
-        path = Path(source).expanduser()
-        if path.is_dir():
-            yield from _walk(path, path, above(path), corpus)
-        elif path.exists():
-            yield path, path.name, True
-        else:
-            raise ValueError(f"{path}: no such file or folder")
-
-
-def _walk(folder: Path, root: Path, found: Rules, corpus: Corpus) -> Iterator[tuple[Path, str, bool]]:
-    """Every file below, in the order of names. A link to a folder is not followed: it may lead back."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda e: e.name)
-    except OSError:
-        corpus.skipped.setdefault("unreadable", []).append(folder.relative_to(root).as_posix())
-        return
-    found, real = [*found, *rules(folder)], folder.resolve()
-    for entry in entries:
-        path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=False)
-        name = path.relative_to(root).as_posix()
-        if entry.name in NEVER or (entry.is_symlink() and os.path.isdir(path)):
-            continue
-        if ignored(real / entry.name, is_folder, found):
-            corpus.skipped.setdefault("ignored", []).append(name)
-        elif is_folder:
-            yield from _walk(path, root, found, corpus)
-        else:
-            yield path, name, False
-
-
-def _examine(path: Path, name: str, named: bool) -> Document | str:
+def _examine(file: SourceFile) -> Document | str:
     """The document, or why it is none. A file that the user named himself is never too large."""
     try:
-        status = path.stat()
+        status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "not regular files"
-        with path.open("rb") as file:
-            head = file.read(1 << 16)
+        if not status.st_size:  # nor are files read that say so and have content: of /proc, and some never end
+            return "empty"
+        with open_plain(file.path) as opened:
+            head = opened.read(1 << 16)
         if b"\0" in head:
             return "binary"
         if not head.strip():
             return "empty"
-        if not named and status.st_size > GIANT and generated(head):
+        if not file.named and status.st_size > GIANT and generated(head):
             return "generated"
         seen = blake2b(digest_size=16)
-        for block in _decoded(path, seen):
+        for block in _decoded(file.path, seen, status.st_size):
             if "\0" in block:
                 return "binary"
-        return Document(path, name, status.st_size, seen.hexdigest())
+        return Document(file.path, file.name, status.st_size, seen.hexdigest())
     except UnicodeDecodeError:
         return "not UTF-8"
+    except _ChangedError:
+        return "changed while being read"
     except OSError:
         return "unreadable"
 
 
-def _decoded(path: Path, seen: "blake2b") -> Iterator[str]:
-    """Blocks of whole lines of a UTF-8 file; its bytes go into the digest on the way."""
-    decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
-    with path.open("rb") as file:
-        while data := file.read(BLOCK):
+class _ChangedError(OSError):
+    """A file has more or fewer bytes than it had."""
+
+
+def _decoded(path: Path, seen: "blake2b", size: int) -> Iterator[str]:
+    """Blocks of whole lines of a UTF-8 file of so many bytes, which go into the digest on the way.
+
+    No more is read than the size, so that a file that grows all the time has an end.
+    """
+    decoder, rest, left = codecs.getincrementaldecoder("utf-8")(), "", size + 1
+    with open_plain(path) as file:
+        while data := file.read(min(BLOCK, left)):
+            left -= len(data)
             seen.update(data)
             text = rest + decoder.decode(data)
             cut = text.rfind("\n") + 1 or (len(text) if len(text) > 4 * BLOCK else 0)
             if cut:
                 yield text[:cut]
             rest = text[cut:]
+    if left != 1:
+        raise _ChangedError(f"{path}: changed while it was being read")
     decoder.decode(b"", True)
     if rest:
         yield rest
