@@ -21,7 +21,7 @@ OUTSIDE = "links that lead outside"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read: its name is its path within its source, and `named` whether the user named the file itself."""
+    """A file: its name is its path within its source, and `named` whether the user named the file itself."""
 
     path: Path
     name: str
