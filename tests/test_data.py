@@ -16,8 +16,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dunes.data import Row, Windows, cached, collect, default_cache, files, opened, sources
-from dunes.data.sources import BLOCK, GIANT
+from dunes.data import Row, Windows, cached, collect, default_cache, document, files, opened
+from dunes.data.document import BLOCK, GIANT
 from dunes.data.windows import shuffled
 from dunes.text import Tokenizer
 
@@ -372,7 +372,7 @@ def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path, monkeypatch):
                 file.write("another line\n" * 9)
             return self.inner.read(size)
 
-    monkeypatch.setattr(sources, "open_plain", lambda path: (Growing if path.suffix == ".txt" else read)(path))
+    monkeypatch.setattr(document, "open_plain", lambda path: (Growing if path.suffix == ".txt" else read)(path))
     corpus = collect([tmp_path])
     assert names(corpus) == ["a.py"]
     assert reasons(corpus) == {"changed while being read": ["log.txt"]}
@@ -382,11 +382,11 @@ def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path, monkeypatch):
 def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     put(tmp_path, {"a.py": "a", "b.py": "b"})
     corpus = collect([tmp_path])
-    for document in [*corpus.train, *corpus.valid]:
-        document.path.unlink()
-        os.mkfifo(document.path)
+    for text in [*corpus.train, *corpus.valid]:
+        text.path.unlink()
+        os.mkfifo(text.path)
         with pytest.raises(ValueError, match="changed while it was being read"):
-            list(document.text())
+            list(text.text())
     # Between the look at a file and its opening, too.
     status = os.stat(__file__)
     monkeypatch.setattr(os, "stat", lambda path, **more: status)

@@ -14,8 +14,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from conftest import data
 from dunes.data import coloured, examples, preflight, read, refuse, report, split, tokenized
-from dunes.data.examples import KINDS, LIMIT_ROW, Record
+from dunes.data.examples import KINDS, Record
 from dunes.data.packing import collated
+from dunes.data.records import LIMIT_ROW
 from dunes.text import END, Tokenizer, templates
 from dunes.text.chat import render
 from dunes.text.templates import BEGIN, TEMPLATES, Own, Piece, Turn, encoded, named, prompt
@@ -624,7 +625,7 @@ def test_a_split_leaves_something_on_both_sides():
 
 def test_inputs_and_roles_count_in_a_split():
     a, b = (Turn("user", "a b"), Turn("assistant", "")), (Turn("user", "a", "b"), Turn("assistant", ""))
-    assert len({examples._hashed(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
+    assert len({examples.hashed(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
 
 
 # Shown, and real data

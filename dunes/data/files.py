@@ -4,6 +4,7 @@ Links are not followed unless that is asked for: what they lead to inside the so
 left out on purpose, and what lies outside may be a device, a password, or the whole disk.
 """
 
+import io
 import os
 import stat
 import sysconfig
@@ -108,12 +109,15 @@ def _source_path(source: str | Path) -> Path:
 def open_plain(path: Path) -> BinaryIO:
     """The file, opened for reading. Raises OSError for what is no plain file, without waiting for it."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: that alone may move a device
-        raise OSError(f"{path}: not a plain file")
+        raise OSError("not a plain file")
     file = open(path, "rb", opener=_opened)  # noqa: SIM115  (the caller closes it)
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode) and status.st_size:
         return file
     file.close()
-    raise OSError(f"{path}: not a plain file any more")
+    if stat.S_ISREG(status.st_mode):
+        return io.BytesIO()  # some of /proc have content all the same, and some of these no end
+    raise OSError("not a plain file any more")
 
 
 def _opened(path: str, flags: int) -> int:

@@ -22,13 +22,15 @@ FEW = 0.05
 class Report:
     """Counts of examples to learn from, except where `validation` is named.
 
-    `trained` are the targets that remain within the context and `lost` those beyond it, `lengths` the
-    QUANTILES in ids before anything is cut, `ended` the examples in which a token that ends an answer is a
-    target, `blank` those without any target, `doubled` those that begin twice, validation's included, `used`
-    the different ids, and `highest` the highest of them all.
+    `texts` are windows of plain text, the others conversations. `tokens` counts what windows share once, `trained`
+    are the targets that remain within the context and `lost` those beyond it, `lengths` the QUANTILES in ids
+    before anything is cut, `ended` the conversations in which a token that ends an answer is a target, `blank` the
+    examples without any target, `doubled` those that begin twice, validation's included, `used` the different ids,
+    and `highest` the highest of them all.
     """
 
     examples: int
+    texts: int
     validation: int
     tokens: int
     trained: int
@@ -56,9 +58,10 @@ class Report:
     def lines(self) -> list[str]:
         """The report for a person, a line for each subject."""
         lengths = ", ".join(f"{q:.0%} {n}" for q, n in zip(QUANTILES, self.lengths, strict=True))
+        windows = f" ({self.texts} of them windows of plain text)" if self.texts else ""
         return [
-            f"{self.examples} examples, {self.validation} for validation; {self.duplicates} are copies of others, "
-            f"{self.shared} of those for validation are also learnt from",
+            f"{self.examples} examples{windows}, {self.validation} for validation; {self.duplicates} are copies of "
+            f"others, {self.shared} of those for validation are also learnt from",
             f"{self.tokens} tokens, {self.trained} of them trained on ({self.share_trained:.1%}); "
             f"{self.blank} examples with nothing to train on",
             f"length in tokens: {lengths}; cut at {self.context}: {self.share_truncated:.1%} of the examples, "
@@ -97,11 +100,13 @@ def report(
     distinct = set(learnt)
     every = [*examples, *validation]
     stops = np.array(sorted({template.stop(tokenizer), *tokenizer.stops}))
-    ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in zip(examples, kept, strict=True)]
+    spoken = [(e, k) for e, k in zip(examples, kept, strict=True) if e.window is None]
+    ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in spoken]
     return Report(
         examples=len(examples),
+        texts=len(examples) - len(spoken),
         validation=len(validation),
-        tokens=int(lengths.sum()),
+        tokens=int(lengths.sum()) - sum(bool(e.window) for e in examples),
         trained=sum(int(k.sum()) for k in kept),
         lost=sum(int(e.trained[context + 1 :].sum()) for e in examples),
         lengths=_quantiles(lengths),
@@ -153,7 +158,7 @@ def refuse(found: Report, limit: float = 0.05) -> None:
         )
     if not found.trained:
         raise ValueError(f"none of {found.tokens} tokens is trained on: the examples have no answers")
-    if not found.ended:
+    if found.texts < found.examples and not found.ended:
         raise ValueError(
             "the token that ends an answer is never trained on, so that the model would never stop; "
             "choose another template, or a longer context"

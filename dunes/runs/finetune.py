@@ -84,7 +84,8 @@ def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
 def domain(lesson: Lesson, show: Display) -> Ids | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
     try:
-        ids, files = held_out(lesson.base.tokenizer, lesson.base.card, lesson.plan.domain)
+        how = {"follow_links": lesson.plan.follow_links} if lesson.plan.domain else {}
+        ids, files = held_out(lesson.base.tokenizer, lesson.base.card, lesson.plan.domain, **how)
     except (ValueError, OSError):
         if lesson.plan.domain:
             raise

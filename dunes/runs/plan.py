@@ -115,14 +115,20 @@ def option(field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Terms):
-    """What training from scratch is asked; `size` counts parameters (what is left open: `runs/dial.py`)."""
+    """What training from scratch is asked; `size` counts parameters (what is left open: `runs/dial.py`).
+
+    Of files of records the fields `text_field` are learned, or what is text in them. `split` is how text is held
+    out, "files" or "tails"; where it is open, the tails if there is a single file.
+    """
 
     sources: tuple[str, ...] = ()
+    text_field: tuple[str, ...] = ()
+    follow_links: bool = False
     family: str = "arcee"
     tokenizer: str = "bpe"
     vocab: int = 4096
     size: int = 0
-    split: str = "files"
+    split: str | None = None
 
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
         "family": FAMILIES,

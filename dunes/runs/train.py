@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ def train(plan: Plan, folder: Path, show: Display, again: bool = False, **how: A
     def prepared(plan: Plan, spent: Spent) -> Make | None:
         with spent("reading the text"):
             corpus = gather(plan)
-        show.line(corpus.report())
+        for line in (corpus.report(), *corpus.notes):
+            show.line(line)
+        plan = replace(plan, split=corpus.split)
         with spent("choosing"):
             plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
         for line in reasons:
