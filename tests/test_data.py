@@ -1,8 +1,10 @@
 """From files to batches: what is read, what is kept on disk, and in which order it comes."""
 
+import gzip
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +18,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dunes.data import Row, Windows, cached, collect, default_cache, document, files, opened
+from dunes.data import Row, Windows, cached, collect, default_cache, document, files, opened, shards
 from dunes.data.document import BLOCK, GIANT
 from dunes.data.windows import shuffled
 from dunes.text import Tokenizer
@@ -553,6 +555,93 @@ def test_a_large_file_is_read_in_little_memory(tmp_path):
         tracemalloc.stop()
     assert size == document.size > 38_000_000
     assert peak < 25_000_000
+
+
+# Files of records
+
+
+def record_lines(count, **more):
+    return "".join(json.dumps({"id": i, "text": f"the text of {i}\n", **more}) + "\n" for i in range(count))
+
+
+def learned(documents):
+    return [text for d in documents for text in map("".join, d.texts())]
+
+
+def test_records_are_learned_by_their_texts_and_held_out_by_their_hashes(tmp_path):
+    put(tmp_path, {"a.py": "x = 1\n", "in/rows.jsonl": record_lines(400) + '{"id": 7}\n{"text": ""}\n'})
+    put(tmp_path, {"copy.jsonl.gz": gzip.compress((tmp_path / "in" / "rows.jsonl").read_bytes())})
+    corpus = collect([tmp_path])
+    expected = [f"the text of {i}\n" for i in range(400)]
+    assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted([*expected, "x = 1\n"])
+    held = learned(corpus.valid)
+    assert 5 < len(held) < 45
+    assert sum(d.size for d in [*corpus.train, *corpus.valid]) == len("".join(expected)) + 6
+    assert reasons(corpus) == {"duplicates": ["in/rows.jsonl"]}
+    assert corpus.notes == ["learned from records: the field text (402 records; 2 without text passed over)"]
+    put(tmp_path / "more", {"rows.jsonl": record_lines(500)})
+    assert set(held) <= set(learned(collect([tmp_path / "more"]).valid))
+
+
+def test_of_a_few_records_each_side_gets_one(tmp_path):
+    for count, sides in ((1, [1, 0]), (2, [1, 1]), (3, [2, 1])):
+        corpus = collect(
+            [put(tmp_path / str(count), {"rows.jsonl": record_lines(count) * 2}) / "rows.jsonl"], 1e-9
+        )
+        assert [len(set(learned(side))) for side in (corpus.train, corpus.valid)] == sides
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def test_what_is_taken_from_records_is_said(tmp_path):
+    rows = {
+        "tasks.json": json.dumps([{"instruction": "Hi", "output": "Ho"}, {"instruction": "A", "output": "B"}]),
+        "chat.jsonl": json.dumps({"messages": [said("user", "Who"), said("assistant", "I")]}),
+        "other.jsonl": json.dumps({"body": "other"}),
+        "settings.json": '[{"body": "no text"}]',
+    }  # fmt: skip
+    corpus = collect([put(tmp_path / "all", rows)])
+    texts = ["A\n\nB", "Hi\n\nHo", "Who\n\nI", rows["settings.json"]]
+    assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted(texts)
+    assert corpus.notes[:2] == [
+        "learned from records: the texts of chats (messages) (1 record)",
+        "learned from records: the texts of Alpaca (instruction, input, output) (2 records)",
+    ]
+    assert re.search(
+        r"other\.jsonl, line 1: expected the keys .*; found body; name .* --text-field", corpus.notes[2]
+    )
+    assert reasons(corpus) == {"unreadable records": ["other.jsonl"]}
+    with pytest.raises(ValueError, match=r"other\.jsonl, line 1: .* --text-field"):
+        collect([tmp_path / "all" / "other.jsonl"])
+    body = collect([tmp_path / "all"], text_field=["body"])
+    assert sorted(learned([*body.train, *body.valid])) == sorted([rows["tasks.json"], "no text", "other"])
+
+
+def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK", 50)
+    texts = [f"{i} héllo\nworld {'long ' * (i % 40)}" for i in range(60)]
+    path = put(tmp_path, {"rows.jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts)}) / "rows.jsonl"
+    corpus = collect([path])
+    for side in (corpus.train, corpus.valid):
+        ids = [i for text in learned(side) for i in (*BYTES.encode(text), BYTES.end)]
+        assert cached(side, BYTES).tokens.tolist() == ids
+    assert sorted(learned(corpus.train) + learned(corpus.valid)) == sorted(texts)
+
+
+@pytest.mark.parametrize("change", ["more", "less", "another", "broken", "gone"])
+def test_records_that_changed_are_noticed_when_they_are_read(tmp_path, change):
+    path = put(tmp_path, {"rows.jsonl": record_lines(20)}) / "rows.jsonl"
+    corpus = collect([path])
+    if change == "gone":
+        path.unlink()
+    else:
+        data = {"more": record_lines(21), "less": record_lines(19), "another": record_lines(20).replace("3", "4")}
+        path.write_text(data.get(change, record_lines(20) + "{"))
+    for side in (*corpus.train, *corpus.valid):
+        with pytest.raises(ValueError, match=r"rows\.jsonl: changed while it was being read; start again"):
+            list(side.text())
 
 
 # Shards

@@ -96,7 +96,7 @@ def read(path: Path | str, fields: Sequence[str] = ()) -> Records:
     found = list(rows(path))
     if not found:
         raise ValueError(f"{path}: no records; expected a JSON list, or one JSON object a line")
-    kind = _tried(found[0][0], lambda: _kind(found[0][1]))
+    kind = _tried(found[0][0], lambda: _known(found[0][1]))
     made = [Record(_tried(place, lambda row=row: _read(kind, row)), place, kind) for place, row in found]  # type: ignore[misc]
     return Records(path, kind, form(path), made)
 
@@ -130,14 +130,18 @@ def text_of(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any]
     ValueError for a row of no known kind.
     """
     if not fields:
-        try:
-            kind = _kind(first)
-        except ValueError as error:
-            raise ValueError(f"{error}; {NAME_FIELD}") from None
+        kind = _known(first)
         if kind != "text":
             return f"the texts of {KINDS[kind].said}", lambda row: _joined(t.whole for t in _read(kind, row))
     fields = fields or ("text",)
     return _listed(fields), lambda row: _joined(_field(row, name) for name in fields)
+
+
+def _known(row: Any) -> str:
+    try:
+        return _kind(row)
+    except ValueError as error:
+        raise ValueError(f"{error}; {NAME_FIELD}") from None
 
 
 def _listed(fields: Sequence[str]) -> str:

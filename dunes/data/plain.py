@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from dunes.data.examples import Example, Record, hashed
+from dunes.data.examples import Example, Record
 
 LEAST_TAIL = 16
 """Tokens at the end of a text that are worth measuring on."""
@@ -16,9 +16,11 @@ def windows(example: Example, context: int) -> Iterator[Example]:
         yield Example(example.ids[start:stop], example.trained[start:stop], place, number + (example.window or 0))
 
 
-def few(rows: Sequence[Record], share: float) -> bool:
-    """Whether to hold out one of these texts would be to hold out more than the share."""
-    return 0 < len({hashed(row.talk) for row in rows}) * share < 1
+def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
+    """The plain texts of which each is more than the share of all of them."""
+    texts = [row for row in rows if row.kind == "text"]
+    limit = share * sum(len(row.talk[-1].text) for row in texts)
+    return [row for row in texts if len(row.talk[-1].text) > limit]
 
 
 def tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:

@@ -60,8 +60,8 @@ class Report:
         lengths = ", ".join(f"{q:.0%} {n}" for q, n in zip(QUANTILES, self.lengths, strict=True))
         windows = f" ({self.texts} of them windows of plain text)" if self.texts else ""
         return [
-            f"{self.examples} examples{windows}, {self.validation} for validation; {self.duplicates} are copies of "
-            f"others, {self.shared} of those for validation are also learnt from",
+            f"{self.examples} examples{windows}, {self.validation} for validation; "
+            f"{self.duplicates} are copies of others, {self.shared} of those for validation are also learnt from",
             f"{self.tokens} tokens, {self.trained} of them trained on ({self.share_trained:.1%}); "
             f"{self.blank} examples with nothing to train on",
             f"length in tokens: {lengths}; cut at {self.context}: {self.share_truncated:.1%} of the examples, "

@@ -18,13 +18,17 @@ from dunes.text.templates import Turn
 class RecordDocument(Document):
     """The texts of a file of records: those that validate, whose hashes are below `limit`, or the others.
 
-    `size` counts the bytes of these texts, and `whole` is the digest of all texts in the file.
+    There are `count` of them, of `size` bytes, and `what` says what is taken as text; `blank` records have none.
+    `whole` is the digest of all texts in the file.
     """
 
     whole: str
     fields: tuple[str, ...]
     limit: float
     validates: bool
+    what: str
+    count: int
+    blank: int
 
     def text(self) -> Iterator[str]:
         """Each text as a block. Raises ValueError if the file is no longer what it was when it was collected."""
@@ -42,23 +46,6 @@ class RecordDocument(Document):
 
     def texts(self) -> Iterator[Iterable[str]]:
         return ((text,) for text in self.text())
-
-
-@dataclass
-class Taken:
-    """How many records of how many files were taken, and how many of these have no text."""
-
-    files: int = 0
-    records: int = 0
-    blank: int = 0
-
-    def add(self, records: int, blank: int) -> None:
-        self.files, self.records, self.blank = self.files + 1, self.records + records, self.blank + blank
-
-    def words(self) -> str:
-        files = f" in {self.files} files" if self.files > 1 else ""
-        blank = f"; {self.blank} without text passed over" if self.blank else ""
-        return f"{self.records} records{files}{blank}"
 
 
 def holds_records(file: SourceFile, fields: Sequence[str] = ()) -> bool:
@@ -81,13 +68,10 @@ def holds_records(file: SourceFile, fields: Sequence[str] = ()) -> bool:
         return False
 
 
-def record_documents(
-    file: SourceFile, share: float, fields: Sequence[str], taken: dict[str, Taken]
-) -> list[RecordDocument]:
+def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
     """Both sides of a file of records, about `share` of which validate: of different ones one at least, never all.
 
-    A side without text is left out, and `taken` counts by what is taken as text. Raises ValueError that names
-    the file, the line and what was expected.
+    A side without text is left out. Raises ValueError that names the file, the line and what was expected.
     """
     seen, places, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
     for _, text in texts(file.path, fields):
@@ -97,7 +81,6 @@ def record_documents(
             places.append(_place(text))
             sizes.append(len(text.encode()))
     what, _ = text_of(first_row(file.path), fields)
-    taken.setdefault(what, Taken()).add(len(places) + blank, blank)
     least, most = min(places), max(places)
     limit = min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
     below, size = np.array(places) < limit, np.array(sizes)
@@ -105,9 +88,22 @@ def record_documents(
     for validates in (False, True):
         digest = blake2b(f"{whole} {limit!r} {validates}".encode(), digest_size=16).hexdigest()
         own = size[below == validates]
-        rest = (whole, tuple(fields), limit, validates)
+        rest = (whole, tuple(fields), limit, validates, what, len(own), 0 if validates else blank)
         sides += [RecordDocument(file.path, file.name, int(own.sum()), digest, *rest)] if len(own) else []
     return sides
+
+
+def taken(documents: Sequence[Document]) -> list[str]:
+    """What was taken as text from how many records, and how many have none, in lines."""
+    sides = [d for d in documents if isinstance(d, RecordDocument)]
+    return [_taken(what, [d for d in sides if d.what == what]) for what in dict.fromkeys(d.what for d in sides)]
+
+
+def _taken(what: str, sides: Sequence[RecordDocument]) -> str:
+    count, blank, files = sum(d.count for d in sides), sum(d.blank for d in sides), len({d.path for d in sides})
+    where = f" in {files} files" if files > 1 else ""
+    without = f"; {blank} without text passed over" if blank else ""
+    return f"learned from records: {what} ({count + blank} record{'s' * (count + blank != 1)}{where}{without})"
 
 
 def _place(text: str) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dunes.data.document import Document, plain_document
 from dunes.data.files import OUTSIDE, SourceFile, Walk
-from dunes.data.record_document import RecordDocument, Taken, holds_records, record_documents
+from dunes.data.record_document import RecordDocument, holds_records, record_documents, taken
 
 
 @dataclass
@@ -57,10 +57,10 @@ def collect(
     records that is a source cannot be read, or if no text is found.
     """
     walk = Walk(sources, follow_links)
-    corpus, taken = Corpus(skipped=walk.skipped), dict[str, Taken]()
+    corpus = Corpus(skipped=walk.skipped)
     documents: dict[str, Document] = {}
     for file in walk.files():
-        found = _documents(file, share, text_field, taken, corpus.notes)
+        found = _documents(file, share, text_field, corpus.notes)
         if isinstance(found, str):
             walk.skip(found, file.name)
         elif found[0].digest in documents:
@@ -70,20 +70,20 @@ def collect(
     if not documents:
         where, why = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
         raise ValueError(f"{where}: no text to learn from ({why}); give files or folders of UTF-8 text")
-    corpus.notes[:0] = [f"records: {what} of {counts.words()}" for what, counts in taken.items()]
+    corpus.notes[:0] = taken([*documents.values()])
     _divide(corpus, [*documents.values()], share)
     return corpus
 
 
 def _documents(
-    file: SourceFile, share: float, fields: Sequence[str], taken: dict[str, Taken], notes: list[str]
+    file: SourceFile, share: float, fields: Sequence[str], notes: list[str]
 ) -> Sequence[Document] | str:
     """The documents in a file, or why there are none. Raises ValueError for bad records that the user named."""
     if not holds_records(file, fields):
         found = plain_document(file)
         return found if isinstance(found, str) else [found]
     try:
-        return record_documents(file, share, fields, taken)
+        return record_documents(file, share, fields)
     except ValueError as error:
         if file.named:
             raise

@@ -16,7 +16,7 @@ from dunes import augment, checkpoint, measure
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import Example, Record, split, tokenized
 from dunes.data.packing import Batch, Batches, collated
-from dunes.data.plain import few, tails, windows
+from dunes.data.plain import large_texts, tails, windows
 from dunes.data.preflight import refuse, report
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
@@ -147,17 +147,15 @@ def _written(
 def _divided(
     rows: Sequence[Record], share: float, write: Callable[[Sequence[Record]], list[Example]]
 ) -> tuple[list[Example], list[Example], list[Record]]:
-    """Examples to learn from and to validate on, and the rows of the latter: whole ones by their hashes, but of a
-    few long texts their ends."""
-    plain = [row for row in rows if row.kind == "text"]
-    learn, held = split([row for row in rows if row.kind != "text"], share)
-    examples, valid = write(learn), write(held)
-    if few(plain, share):
-        heads, ends = tails(write(plain), share)
-        if ends:
-            return [*examples, *heads], [*valid, *ends], [*held, *plain]
-    learn, kept = split(plain, share)
-    return [*examples, *write(learn)], [*valid, *write(kept)], [*held, *kept]
+    """Examples to learn from and to validate on, and the rows of the latter: whole ones by their hashes, but of
+    texts that are a large part of all their ends."""
+    large = large_texts(rows, share)
+    heads, ends = tails(write(large), share)
+    whole = {id(row) for row in large} if ends else set()
+    learn, held = split([row for row in rows if id(row) not in whole], share)
+    if not ends:
+        return write(learn), write(held), held
+    return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
 
 
 def _context(plan: Tuning, examples: Sequence[Example], base: checkpoint.Loaded) -> int:
