@@ -21,12 +21,12 @@ import torch
 import tyro
 
 from dunes import measure, tree
+from dunes.plural import plural
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.plan import Plan, parse_size
 from dunes.runs.progress import Display
 from dunes.runs.run import Run
 from dunes.runs.train import prepare
-from dunes.text.plural import plural
 
 OVERHEAD = 20.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""

@@ -22,9 +22,9 @@ import tyro
 
 from dunes import measure
 from dunes.bench import plot, rows
+from dunes.plural import plural
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, records
-from dunes.text.plural import plural
 
 ROOT = Path(__file__).parent.parent
 KEPT, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"

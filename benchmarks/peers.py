@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from tuning import Tuning
 from work import COMPARED, Work
 
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 SIDES = Path(__file__).parent / "peers"
 

@@ -23,9 +23,9 @@ from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, Ask, Round
 from dunes.generate import sampler
+from dunes.plural import plural
 from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage
 from dunes.runs.write import write
-from dunes.text.plural import plural
 
 
 def folder(path: str, limit: int = TOKENS) -> Ask:

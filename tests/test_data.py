@@ -1,9 +1,12 @@
 """From files to batches: what is read, what is kept on disk, and in which order it comes."""
 
+import gzip
 import json
 import os
 import random
+import re
 import shutil
+import socket
 import subprocess
 import sysconfig
 import tracemalloc
@@ -15,8 +18,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dunes.data import Row, Windows, cached, collect, default_cache, opened
-from dunes.data.sources import BLOCK, GIANT
+from dunes.data import Row, Windows, cached, collect, default_cache, document, files, opened, shards
+from dunes.data.document import BLOCK, GIANT
 from dunes.data.windows import shuffled
 from dunes.text import Tokenizer
 
@@ -257,7 +260,7 @@ def test_the_same_file_named_twice_is_read_once(tmp_path):
 
 
 @pytest.mark.timeout(30)
-def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path):
+def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path, monkeypatch):
     put(tmp_path, {"a.py": "a", "sub/b.py": "b", "elsewhere.txt": "c"})
     source = put(tmp_path / "source", {"kept.py": "kept", "sub/kept.py": "kept too"})
     (source / "loop").symlink_to("loop")
@@ -269,19 +272,133 @@ def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path):
     (source / "device").symlink_to(os.devnull)
     os.mkfifo(source / "pipe")
     os.mkfifo(source / "sub" / ".gitignore")
-    corpus = collect([source])
-    assert names(corpus) == ["file", "kept.py", "sub/kept.py"]
-    assert {reason: sorted(skipped) for reason, skipped in corpus.skipped.items()} == {
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(source)  # the name of a socket is short
+        listening.bind("socket")
+        corpus = collect([source])
+    assert names(corpus) == ["kept.py", "sub/kept.py"]
+    harmless = {
         "unreadable": ["broken", "loop", "one", "two"],
-        "not regular files": ["device", "pipe", "sub/.gitignore"],
+        "not regular files": ["pipe", "socket", "sub/.gitignore"],
+        "links": ["sub/up"],
     }
+    assert reasons(corpus) == harmless | {"links that lead outside": ["device", "file"]}
+    assert "2 links that lead outside" in corpus.report()
+    assert "--follow-links reads what lies outside" in corpus.report()
     with pytest.raises(ValueError, match="1 not regular files"):
         collect([source / "pipe"])
+    followed = collect([source], follow_links=True)
+    assert names(followed) == ["file", "kept.py", "sub/kept.py"]
+    irregular = sorted([*harmless["not regular files"], "device"])
+    assert reasons(followed) == harmless | {"not regular files": irregular}
+
+
+def reasons(corpus):
+    return {reason: sorted(skipped) for reason, skipped in corpus.skipped.items()}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(not os.path.exists("/proc/kmsg"), reason="no file here is regular, empty and endless")
+def test_files_that_never_end_are_not_opened(tmp_path):
+    endless = "/proc/kmsg"
+    source = put(tmp_path / "source", {"kept.py": "kept", "sub/kept.py": "kept too"})
+    (source / "log").symlink_to(endless)
+    (source / "sub" / ".gitignore").symlink_to(endless)
+    assert names(collect([source])) == ["kept.py", "sub/kept.py"]
+    followed = collect([source], follow_links=True)
+    assert names(followed) == ["kept.py", "sub/kept.py"]
+    assert reasons(followed) == {"empty": ["log", "sub/.gitignore"]}
+    for named in (endless, source / "log"):
+        with pytest.raises(ValueError, match="1 empty"):
+            collect([named])
+
+
+def test_what_is_linked_outside_is_read_if_asked_for_by_its_own_rules(tmp_path):
+    put(tmp_path / "shared", {"a.py": "a", "in/b.py": "b", "secret/key": "c", ".gitignore": "secret/\n*.log"})
+    put(tmp_path / "shared", {"d.log": "d", ".git/config": "e", "secret/open/f.py": "f"})
+    source = put(tmp_path / "source", {"own.py": "own", ".gitignore": "hidden*\nown"})
+    links = {
+        "all": "shared", "again": "shared/in", "a1": "shared/secret/key", "a2": "shared/secret/open",
+        "a3": "shared/d.log", "hidden": "shared/in", "a": "shared/a.py", "own": "source/own.py",
+    }  # fmt: skip
+    for name, target in links.items():
+        (source / name).symlink_to(tmp_path / target)
+    (tmp_path / "shared" / "in" / "back").symlink_to(source)
+    (tmp_path / "shared" / "in" / "up").symlink_to(tmp_path / "shared")
+    assert names(collect([source])) == [".gitignore", "own.py"]
+    corpus = collect([source], follow_links=True)
+    assert names(corpus) == [".gitignore", "a", "again/b.py", "again/up/.gitignore", "own.py"]
+    ignored = ["a1", "a2", "a3", "again/up/d.log", "again/up/secret", "hidden", "own"]
+    # What was followed once is not followed again, from wherever a link leads there.
+    links, copies = (
+        ["again/back", "again/up/in/back", "again/up/in/up", "all"],
+        ["again/up/a.py", "again/up/in/b.py"],
+    )
+    assert reasons(corpus) == {"ignored": ignored, "links": links, "duplicates": copies}
+
+
+def test_a_link_that_is_named_is_what_it_leads_to(tmp_path):
+    put(tmp_path / "real", {"a.py": "a", "in/b.py": "b"})
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "file").symlink_to("real/a.py")
+    assert names(collect([tmp_path / "folder"])) == ["a.py", "in/b.py"]
+    assert names(collect([tmp_path / "file"])) == ["file"]
+
+
+def test_links_between_sources_and_hard_links_are_read_once(tmp_path):
+    put(tmp_path, {"one/a.py": "a", "two/b.py": "b"})
+    (tmp_path / "one" / "to").symlink_to(tmp_path / "two" / "b.py")
+    os.link(tmp_path / "one" / "a.py", tmp_path / "two" / "hard.py")
+    corpus = collect([tmp_path / "one", tmp_path / "two"])
+    assert names(corpus) == ["a.py", "b.py"]
+    assert reasons(corpus) == {"links": ["to"], "duplicates": ["hard.py"]}
+
+
+@pytest.mark.timeout(30)
+def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path, monkeypatch):
+    put(tmp_path, {"a.py": "a", "log.txt": "a line\n" * 9})
+    read = files.open_plain
+
+    class Growing:
+        def __init__(self, path):
+            self.path, self.inner = path, read(path)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.inner.close()
+
+        def read(self, size):
+            with self.path.open("a") as file:
+                file.write("another line\n" * 9)
+            return self.inner.read(size)
+
+    monkeypatch.setattr(document, "open_plain", lambda path: (Growing if path.suffix == ".txt" else read)(path))
+    corpus = collect([tmp_path])
+    assert names(corpus) == ["a.py"]
+    assert reasons(corpus) == {"changed while being read": ["log.txt"]}
+
+
+@pytest.mark.timeout(30)
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
+    put(tmp_path, {"a.py": "a", "b.py": "b"})
+    corpus = collect([tmp_path])
+    for text in [*corpus.train, *corpus.valid]:
+        text.path.unlink()
+        os.mkfifo(text.path)
+        with pytest.raises(ValueError, match="changed while it was being read"):
+            list(text.text())
+    # Between the look at a file and its opening, too.
+    status = os.stat(__file__)
+    monkeypatch.setattr(os, "stat", lambda path, **more: status)
+    with pytest.raises(OSError, match="not a plain file any more"):
+        files.open_plain(tmp_path / "a.py")
 
 
 def test_what_may_not_be_read_is_passed_over_and_counted(tmp_path, monkeypatch):
     put(tmp_path, {"a.py": "a", "closed/b.py": "b", "closed.py": "c", "open/.gitignore": "d", "open/e.py": "e"})
-    scandir, read = os.scandir, Path.open
+    scandir, read, opened = os.scandir, Path.open, os.open
 
     def refuse(path):
         if Path(path).name in ("closed", "closed.py", ".gitignore"):
@@ -289,6 +406,7 @@ def test_what_may_not_be_read_is_passed_over_and_counted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scandir(path))
     monkeypatch.setattr(Path, "open", lambda path, *rest, **more: refuse(path) or read(path, *rest, **more))
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: refuse(path) or opened(path, *rest, **more))
     corpus = collect([tmp_path])
     assert names(corpus) == ["a.py", "open/e.py"]
     assert sorted(corpus.skipped["unreadable"]) == ["closed", "closed.py", "open/.gitignore"]
@@ -437,6 +555,93 @@ def test_a_large_file_is_read_in_little_memory(tmp_path):
         tracemalloc.stop()
     assert size == document.size > 38_000_000
     assert peak < 25_000_000
+
+
+# Files of records
+
+
+def record_lines(count, **more):
+    return "".join(json.dumps({"id": i, "text": f"the text of {i}\n", **more}) + "\n" for i in range(count))
+
+
+def learned(documents):
+    return [text for d in documents for text in map("".join, d.texts())]
+
+
+def test_records_are_learned_by_their_texts_and_held_out_by_their_hashes(tmp_path):
+    put(tmp_path, {"a.py": "x = 1\n", "in/rows.jsonl": record_lines(400) + '{"id": 7}\n{"text": ""}\n'})
+    put(tmp_path, {"copy.jsonl.gz": gzip.compress((tmp_path / "in" / "rows.jsonl").read_bytes())})
+    corpus = collect([tmp_path])
+    expected = [f"the text of {i}\n" for i in range(400)]
+    assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted([*expected, "x = 1\n"])
+    held = learned(corpus.valid)
+    assert 5 < len(held) < 45
+    assert sum(d.size for d in [*corpus.train, *corpus.valid]) == len("".join(expected)) + 6
+    assert reasons(corpus) == {"duplicates": ["in/rows.jsonl"]}
+    assert corpus.notes == ["learned from records: the field text (402 records; 2 without text passed over)"]
+    put(tmp_path / "more", {"rows.jsonl": record_lines(500)})
+    assert set(held) <= set(learned(collect([tmp_path / "more"]).valid))
+
+
+def test_of_a_few_records_each_side_gets_one(tmp_path):
+    for count, sides in ((1, [1, 0]), (2, [1, 1]), (3, [2, 1])):
+        corpus = collect(
+            [put(tmp_path / str(count), {"rows.jsonl": record_lines(count) * 2}) / "rows.jsonl"], 1e-9
+        )
+        assert [len(set(learned(side))) for side in (corpus.train, corpus.valid)] == sides
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def test_what_is_taken_from_records_is_said(tmp_path):
+    rows = {
+        "tasks.json": json.dumps([{"instruction": "Hi", "output": "Ho"}, {"instruction": "A", "output": "B"}]),
+        "chat.jsonl": json.dumps({"messages": [said("user", "Who"), said("assistant", "I")]}),
+        "other.jsonl": json.dumps({"body": "other"}),
+        "settings.json": '[{"body": "no text"}]',
+    }  # fmt: skip
+    corpus = collect([put(tmp_path / "all", rows)])
+    texts = ["A\n\nB", "Hi\n\nHo", "Who\n\nI", rows["settings.json"]]
+    assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted(texts)
+    assert corpus.notes[:2] == [
+        "learned from records: the texts of chats (messages) (1 record)",
+        "learned from records: the texts of Alpaca (instruction, input, output) (2 records)",
+    ]
+    assert re.search(
+        r"other\.jsonl, line 1: expected the keys .*; found body; name .* --text-field", corpus.notes[2]
+    )
+    assert reasons(corpus) == {"unreadable records": ["other.jsonl"]}
+    with pytest.raises(ValueError, match=r"other\.jsonl, line 1: .* --text-field"):
+        collect([tmp_path / "all" / "other.jsonl"])
+    body = collect([tmp_path / "all"], text_field=["body"])
+    assert sorted(learned([*body.train, *body.valid])) == sorted([rows["tasks.json"], "no text", "other"])
+
+
+def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK", 50)
+    texts = [f"{i} héllo\nworld {'long ' * (i % 40)}" for i in range(60)]
+    path = put(tmp_path, {"rows.jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts)}) / "rows.jsonl"
+    corpus = collect([path])
+    for side in (corpus.train, corpus.valid):
+        ids = [i for text in learned(side) for i in (*BYTES.encode(text), BYTES.end)]
+        assert cached(side, BYTES).tokens.tolist() == ids
+    assert sorted(learned(corpus.train) + learned(corpus.valid)) == sorted(texts)
+
+
+@pytest.mark.parametrize("change", ["more", "less", "another", "broken", "gone"])
+def test_records_that_changed_are_noticed_when_they_are_read(tmp_path, change):
+    path = put(tmp_path, {"rows.jsonl": record_lines(20)}) / "rows.jsonl"
+    corpus = collect([path])
+    if change == "gone":
+        path.unlink()
+    else:
+        data = {"more": record_lines(21), "less": record_lines(19), "another": record_lines(20).replace("3", "4")}
+        path.write_text(data.get(change, record_lines(20) + "{"))
+    for side in (*corpus.train, *corpus.valid):
+        with pytest.raises(ValueError, match=r"rows\.jsonl: changed while it was being read; start again"):
+            list(side.text())
 
 
 # Shards

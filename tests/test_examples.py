@@ -4,8 +4,13 @@
 
 import gzip
 import json
+import os
+import re
+import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -14,10 +19,15 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from conftest import data
 from dunes.data import coloured, examples, preflight, read, refuse, report, split, tokenized
-from dunes.data.examples import KINDS, LIMIT_ROW, Record
+from dunes.data.dataset import read_dataset
+from dunes.data.examples import KINDS, Record
 from dunes.data.packing import collated
+from dunes.data.plain import large_texts, tails, windows
+from dunes.data.records import LIMIT_ROW
+from dunes.ops.cross_entropy import IGNORE
 from dunes.text import END, Tokenizer, templates
 from dunes.text.chat import render
+from dunes.text.lines import line_parts
 from dunes.text.templates import BEGIN, TEMPLATES, Own, Piece, Turn, encoded, named, prompt
 
 TASK = {"instruction": "Add {them}.", "input": "1 and {instruction}", "output": "Three.\nReally"}
@@ -624,7 +634,7 @@ def test_a_split_leaves_something_on_both_sides():
 
 def test_inputs_and_roles_count_in_a_split():
     a, b = (Turn("user", "a b"), Turn("assistant", "")), (Turn("user", "a", "b"), Turn("assistant", ""))
-    assert len({examples._hashed(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
+    assert len({examples.hashed(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
 
 
 # Shown, and real data
@@ -667,3 +677,196 @@ def test_many_conversations_are_rendered_by_few_processes(bpe, monkeypatch):
     assert len(calls) <= 5
     assert [len(g) for g in templates._groups(talks)] == [700, 1, 799]
     assert [*templates._groups([])] == []
+
+
+# Files of records and of plain text, alone and in folders
+
+
+def test_fields_that_are_named_are_read_as_plain_text(tmp_path):
+    asked = [{"q": "Hi", "a": "Ho", "n": 1}, {"q": " ", "a": None}, {"a": "alone"}, {"q": "", "n": 2}]
+    found = read(put(tmp_path, lines(*asked)), ["q", "a"])
+    assert [r.talk for r in found.rows] == [(Turn("text", t),) for t in ("Hi\n\nHo", "alone")]
+    assert [r.place.rpartition(", ")[2] for r in found.rows] == ["line 1", "line 3"]
+    assert found.detected.endswith("2 records of plain text, in JSON lines; 2 without text are passed over")
+    with pytest.raises(ValueError, match=r"line 1: n: expected a text, found a number"):
+        read(put(tmp_path, lines(*asked)), ["n"])
+    with pytest.raises(
+        ValueError, match=r"expected text in the field body, found q, a, n; name what to read with --text-field"
+    ):
+        read(put(tmp_path, lines(*asked)), ["body"])
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_what_is_text_in_records_of_each_kind(kind, tmp_path):
+    path = put(tmp_path, lines(FORMS[kind], FORMS[kind]))
+    expected = "Hi" if kind == "text" else "Hi\n\nHo"
+    assert [text for _, text in examples.texts(path)] == [expected] * 2
+    with pytest.raises(ValueError, match="found question; name what to read with --text-field"):
+        list(examples.texts(put(tmp_path, lines({"question": "a"}))))
+    with pytest.raises(ValueError, match="expected records with text, found text; name what to read"):
+        list(examples.texts(put(tmp_path, lines({"text": " "}, {"text": None}))))
+
+
+def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
+    polars = pytest.importorskip("polars")
+    monkeypatch.setattr("dunes.data.records.PARQUET_ROWS", 2)
+    for kind, row in FORMS.items():
+        path = tmp_path / f"{kind}[a=1].parquet"
+        polars.DataFrame([row] * 5).write_parquet(path)
+        found = read(path)
+        assert (found.kind, found.form, len(found.rows)) == (kind, "parquet", 5)
+        assert [r.talk for r in found.rows] == [r.talk for r in read(put(tmp_path, lines(*[row] * 5))).rows]
+        assert found.rows[4].place == f"{path}, row 5"
+    wide = tmp_path / "wide"
+    polars.DataFrame({"id": [1, 2, 3], "body": ["a", None, "c"]}).write_parquet(wide)
+    found = read(wide, ["body"])
+    assert [r.talk[0].text for r in found.rows] == ["a", "c"]
+    with pytest.raises(ValueError, match="expected text in the field text, found id, body; name"):
+        read(wide, ["text"])
+    for content in (b"", b"PAR1", b"PAR1" + wide.read_bytes()[4:-9], b'{"text": "a"}'):
+        with pytest.raises(ValueError, match=r"x\.parquet: cannot be read as parquet") as caught:
+            read(put(tmp_path, content, "x.parquet"))
+        assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(ValueError, match=re.escape("is missing; pip install -e '.[parquet]'")):
+        read(wide)
+
+
+def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
+    folder = tmp_path / "data"
+    (folder / "in").mkdir(parents=True)
+    put(folder, lines(FORMS["messages"]), "chats.jsonl")
+    put(folder, gzip.compress(lines(FORMS["text"]).encode()), "in/texts.jsonl.gz")
+    put(folder, json.dumps([FORMS["alpaca"]], indent=1), "tasks.json")
+    put(folder, '{"name": "a project"}', "package.json")
+    put(folder, '[{"name": "settings"}]', "settings.json")
+    put(folder, "A book.\n", "book.txt")
+    put(folder, "A book.\n", "copy.txt")
+    put(folder, b"\0\1", "image.bin")
+    put(folder, "ignored*", ".gitignore")
+    put(folder, "{", "ignored.jsonl")
+    (folder / "link").symlink_to(__file__)
+    found, said = read_dataset(folder)
+    assert {f.path.name: (f.kind, len(f.rows)) for f in found} == {
+        "chats.jsonl": ("messages", 1),
+        "texts.jsonl.gz": ("text", 1),
+        "tasks.json": ("alpaca", 1),
+        "data": ("text", 4),
+    }
+    plain = {r.place.rpartition("/")[2]: r.talk[0].text for r in found[-1].rows}
+    assert plain["book.txt"] == "A book.\n"
+    assert plain.keys() == {"book.txt", "package.json", "settings.json", ".gitignore"}
+    assert said[-2:] == [
+        f"{folder}: 4 files of plain text",
+        "passed over: 1 duplicates, 1 ignored, 1 binary, 1 links that lead outside; --follow-links reads what lies outside",
+    ]
+    assert len(read_dataset(folder, follow_links=True)[0][-1].rows) == 5
+    put(folder, "{broken", "z.jsonl")
+    with pytest.raises(ValueError, match=r"data/z\.jsonl, line 1: not JSON"):
+        read_dataset(folder)
+
+
+def test_a_file_that_is_named_is_what_it_holds(tmp_path):
+    book = "It was a dark night.\n[and]\n"
+    for content in (book, "[Chapter 1]\n" + book, "{curly}\n" + book):
+        ((found,), said) = read_dataset(put(tmp_path, content, "book.txt"))
+        assert [r.talk for r in found.rows] == [(Turn("text", content),)]
+        assert said == [f"{tmp_path / 'book.txt'}: 1 file of plain text"]
+    ((found,), _) = read_dataset(put(tmp_path, lines(FORMS["alpaca"]), "rows"))
+    assert found.kind == "alpaca"
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        read_dataset(put(tmp_path, "broken", "data.json"))
+    for content, name in ((b"\xff\xfe", "a.txt"), (b"", "b.txt"), (b"\0", "c")):
+        with pytest.raises(
+            ValueError, match=rf"{name}: nothing to learn from \(passed over: 1 (not UTF-8|empty|binary)\)"
+        ):
+            read_dataset(put(tmp_path, content, name))
+    with pytest.raises(ValueError, match="no such file or folder"):
+        read_dataset(tmp_path / "nowhere")
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_for_a_file_of_records_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match=r"pipe\.jsonl: cannot be read: not a plain file"):
+        read_dataset(tmp_path / "pipe.jsonl")
+    if os.path.exists("/proc/kmsg"):
+        (tmp_path / "log.jsonl").symlink_to("/proc/kmsg")
+        with pytest.raises(ValueError, match="no records"):
+            read(tmp_path / "log.jsonl")
+
+
+# Plain text in windows
+
+
+def targets_of(made, context):
+    """The targets that a trainer is asked for in rows of this context, in order."""
+    return [int(t) for e in made for t in collated([[e]], context)[1].flatten() if t != IGNORE]
+
+
+@pytest.mark.parametrize("context", [1, 2, 7, 100, 1000])
+def test_each_token_of_a_text_is_a_target_once(bpe, llama3, spaced, context):
+    for tokenizer in (bpe, llama3, spaced):
+        text = made([Turn("text", WORDS[:300])], named("plain"), tokenizer)
+        parts = [*windows(text, context)]
+        assert targets_of(parts, context) == text.ids[1:].tolist()
+        assert all(len(p) <= context + 1 for p in parts)
+        assert [p.window for p in parts] == [*range(len(parts))]
+        counted = report(parts, [], context, tokenizer.vocab, named("plain"), tokenizer)
+        assert (counted.tokens, counted.trained, counted.lost) == (len(text), len(text) - 1, 0)
+        assert (counted.texts, counted.truncated, counted.blank, counted.doubled) == (len(parts), 0, 0, 0)
+        refuse(counted)
+
+
+def test_the_ids_of_a_long_text_are_those_of_the_whole(bpe, spaced, monkeypatch):
+    monkeypatch.setattr(examples, "line_parts", partial(line_parts, size=5))
+    text = "The answer.\nis\r\n\n" + WORDS[:500].replace(" ", "\n") + "no end"
+    for tokenizer in (bpe, spaced):
+        whole, flags = encoded(next(named("plain").write([(Turn("text", text),)])), tokenizer)
+        found = made([Turn("text", text)], named("plain"), tokenizer)
+        assert (found.ids.tolist(), found.trained.tolist()) == (whole, flags)
+
+
+def test_the_hash_of_a_talk_is_that_of_its_words(monkeypatch):
+    monkeypatch.setattr(examples, "line_parts", partial(line_parts, size=3))
+    talks = [(), chat("user"), chat("user", "assistant"), (Turn("user", "a\n\n b\nc", "d e\x1cf"), Turn("text", "")),
+             (Turn("user", "é \"q\"\u2028x", ""), Turn("assistant", " \n"))]  # fmt: skip
+    for talk in talks:
+        words = [[t.role, *t.text.split(), None, *t.input.split()] for t in talk]
+        digest = blake2b(json.dumps(words).encode(), digest_size=6).digest()
+        assert examples.hashed(talk) == int.from_bytes(digest) / 2**48
+
+
+def test_tails_are_held_out_without_leaks():
+    tokenizer = Tokenizer.train("bytes", [])
+    whole = [made([Turn("text", WORDS[:n])], named("plain"), tokenizer) for n in (600, 900, 8)]
+    learn, held = tails(whole, 0.2)
+    assert len(learn) == 3
+    assert len(held) == 2
+    assert learn[2] is whole[2]
+    for text, head, tail in zip(whole, learn, held, strict=False):
+        asked = [targets_of(side, 2000) for side in ([head], [tail])]
+        assert asked[0] + asked[1] == text.ids[1:].tolist()
+        assert abs(len(asked[1]) / len(text) - 0.2) < 0.01
+        parts = [*windows(head, 9), *windows(tail, 9)]
+        assert targets_of(parts, 9) == text.ids[1:].tolist()
+    counted = report(learn[:1], held[:1], 2000, tokenizer.vocab, named("plain"), tokenizer)
+    assert counted.ended == 0
+    refuse(counted)  # a text that goes on has no end to learn
+
+
+def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypatch):
+    text = [*windows(made([Turn("text", "The answer")], named("plain"), bpe), 3)]
+    answer = made(GOOD[0], named("plain"), bpe)
+    refuse(report([answer, *text], [], 99, bpe.vocab, named("plain"), bpe))
+    endless = examples.Example(answer.ids, answer.trained & (answer.ids != bpe.end))
+    with pytest.raises(ValueError, match="never trained on"):
+        refuse(report([endless, *text], [], 99, bpe.vocab, named("plain"), bpe))
+
+
+def test_large_texts_are_those_that_are_more_than_the_share():
+    sized = [Record((Turn("text", "a" * n),), f"{n}", "text") for n in (1000, 60, 40, 40)]
+    spoken = [Record(chat("user", "assistant"), "x", "messages")]
+    assert large_texts([*sized, *spoken], 0.05) == sized[:2]
+    assert large_texts(sized, 0.5) == sized[:1]
+    assert large_texts(spoken, 0.05) == []

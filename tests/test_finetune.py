@@ -16,6 +16,7 @@ from conftest import display, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
 from dunes.cli import verbs
+from dunes.data import Batches
 from dunes.data.examples import split
 from dunes.models import FAMILIES
 from dunes.models.start import initialise
@@ -481,6 +482,79 @@ def test_other_records(kind, base, tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     if kind == "messages":
         assert loaded.tokenizer.inner.token_to_id("<|im_end|>") in loaded.tokenizer.stops
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("books") / "book.txt"
+    path.write_text("".join(f"{r['instruction']} {r['output']}\n" for r in ROWS))
+    return path
+
+
+def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, tokenizer, tmp_path):
+    lesson = ready(base, book, steps=None)
+    plan = lesson.plan
+    ids = [*tokenizer.begin, *tokenizer.encode(book.read_text()), tokenizer.end]
+    assert len(ids) > 3 * plan.context
+    assert plan.context == lesson.base.context == 128
+    rows = Batches(lesson.train, plan.context, 1, packed=plan.packed)
+    asked_for = [t for e in lesson.train for t in e.ids[1:].tolist()]
+    held = [t for e in lesson.valid for t in e.ids[1:].tolist()]
+    assert asked_for + held == ids[1:]
+    assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
+    # An epoch asks for each of them once, and nothing is left out of a row.
+    epoch = [
+        t for _, targets, _ in (rows.at(i) for i in range(rows.epoch)) for t in targets[targets >= 0].tolist()
+    ]
+    assert sorted(epoch) == sorted(asked_for)
+    out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
+    assert "0 for validation" not in out
+    assert f"{len(ids) - len(held)} tokens, {len(asked_for)} of them trained on" in out
+    card = checkpoint.load(tmp_path / "run").card
+    assert card["measured"]["tokens"] == len(held)
+    assert card["measured"]["loss"] < card["measured"]["before"]
+    again = score_of(tmp_path / "run", replace(asked(base, book), context=card["finetuned"]["context"]))
+    assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
+
+
+def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book, examples, tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "book.txt").write_text(book.read_text())
+    (folder / "rows.json").write_text(examples.read_text())
+    rows = [{"q": r["instruction"], "a": r["output"]} for r in ROWS]
+    (folder / "more.jsonl").write_text("".join(json.dumps({"text": r["q"]}) + "\n" for r in rows))
+    plan = asked(base, folder, steps=12)
+    out = finetuned(plan, tmp_path / "straight")
+    assert "90 records of Alpaca" in out
+    assert "90 records of plain text" in out
+    assert "1 file of plain text" in out
+    assert "template: alpaca" in out
+    with monkeypatch.context() as patch:
+        stopping_at(5, patch)
+        assert finetune(plan, tmp_path / "halves", display()[0]) == 130
+    assert finetune(Tuning(), tmp_path / "halves", display()[0], again=True) == 0
+    one, two = weights(tmp_path / "straight"), weights(tmp_path / "halves")
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    (folder / "bad.jsonl").write_text("{")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 1: not JSON"):
+        finetune(asked(base, folder), tmp_path / "bad", display()[0])
+    (folder / "bad.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(
+        ValueError, match=r"bad\.jsonl, line 1: expected the keys .*found q, a; name .*--text-field"
+    ):
+        finetune(asked(base, folder), tmp_path / "bad", display()[0])
+    both = asked(base, folder / "bad.jsonl", text_field=("q", "a"), valid=str(book))
+    assert "1 records of plain text" in finetuned(both, tmp_path / "field", dry=True)
+
+
+def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, book, tmp_path):
+    narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
+    out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry=True)
+    assert "look: the base knows" not in out
+    assert "cut at 16: 0.0% of the examples" in out
+    assert out.count("book.txt, window") == 2
+    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context=40), tmp_path / "run", dry=True)
 
 
 def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dunes
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 
 @pytest.mark.parametrize(

@@ -303,15 +303,53 @@ def test_a_corpus_that_cannot_be_learned_says_what_is_needed(corpus, tmp_path):
     (tmp_path / "corpus").mkdir()
     for name, content in files.items():
         (tmp_path / "corpus" / name).write_bytes(content)
-    found = refused(toy(tmp_path / "corpus", tokenizer="bytes"), tmp_path / "run")
+    found = refused(toy(tmp_path / "corpus", tokenizer="bytes", split="files"), tmp_path / "run")
     assert re.search(words, found), found
     assert not (tmp_path / "run" / "state" / "plan.json").exists()
 
 
-def test_one_file_trains_when_its_tail_is_held_out(tmp_path):
+@pytest.mark.parametrize("split", [None, "tails"])
+def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n" * 200)
-    plan = toy(tmp_path / "book.txt", tokenizer="chars", split="tails", steps=3)
-    assert train(plan, tmp_path / "run", display()[0]) == 0
+    plan, run = toy(tmp_path / "book.txt", tokenizer="chars", split=split, steps=6), tmp_path / "run"
+    show, out = display()
+    with monkeypatch.context() as patch:
+        stopping_at(3, patch)
+        assert train(plan, run, show) == 130
+    assert ("its last 10% are held out" in out.getvalue()) == (split is None)
+    assert train(Plan(), run, display()[0], again=True, asked={}) == 0
+    card = checkpoint.load(run).card
+    assert card["trained"]["split"] == "tails"
+    score, files = score_folder(run)
+    assert (score.loss, score.tokens, files) == (card["measured"]["loss"], card["measured"]["tokens"], 1)
+
+
+@pytest.mark.parametrize("split", [None, "tails"])
+def test_records_are_learned_by_their_texts(split, tmp_path):
+    rows = [{"id": i, "body": f"Task {i} is a task of {i * 7} parts.\n" * 3} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    plan = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), split=split, steps=3)
+    show, out = display()
+    assert train(plan, tmp_path / "run", show) == 0
+    assert "learned from records: the field body (60 records)" in out.getvalue()
+    loaded = checkpoint.load(tmp_path / "run")
+    assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.pieces()}
+    assert loaded.card["trained"]["split"] == (split or "files")
+    score, _ = score_folder(tmp_path / "run")
+    assert score.loss == pytest.approx(loaded.card["measured"]["loss"], rel=1e-6)
+    assert score.tokens == loaded.card["measured"]["tokens"]
+    assert score_folder(tmp_path / "run", [str(tmp_path)], text_field=["body"])[0].tokens > score.tokens
+
+
+def test_what_links_lead_to_is_trained_and_scored_if_asked_for(code, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in code.iterdir():
+        (source / path.name).symlink_to(path)
+    assert "40 links that lead outside; --follow-links reads" in refused(toy(source), tmp_path / "run")
+    assert train(toy(source, follow_links=True, steps=2), tmp_path / "run", display()[0]) == 0
+    card = checkpoint.load(tmp_path / "run").card
+    assert score_folder(tmp_path / "run")[0].loss == pytest.approx(card["measured"]["loss"], rel=1e-6)
 
 
 def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):

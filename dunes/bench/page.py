@@ -10,13 +10,13 @@ from typing import Any
 from dunes.bench import plot
 from dunes.checkpoint.card import read as read_card
 from dunes.measure import fingerprint
+from dunes.plural import plural
 from dunes.runs.plan import Plan, Terms
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
 from dunes.runs.track import SAMPLES, written
 from dunes.runs.tuning import Tuning
 from dunes.text import json_file
-from dunes.text.plural import plural
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">

@@ -13,8 +13,8 @@ from dunes.bench.memory import Foreseen, Truth
 from dunes.bench.rows import SETTING
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
+from dunes.plural import plural
 from dunes.runs.progress import quantity
-from dunes.text.plural import plural
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 WIDTH = 240

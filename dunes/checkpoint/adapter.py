@@ -29,8 +29,8 @@ from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
 from dunes.checkpoint.stored import Stored, held
 from dunes.models import spellings
+from dunes.plural import plural
 from dunes.text import Tokenizer, json_file
-from dunes.text.plural import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."

@@ -8,8 +8,8 @@ from typing import Any
 from dunes.checkpoint import atomic
 from dunes.checkpoint.inside import inside
 from dunes.checkpoint.seen import Seen, note_of
+from dunes.plural import plural
 from dunes.text import json_file
-from dunes.text.plural import plural
 
 CARD = "dunes.json"
 FORMAT = 1

@@ -10,7 +10,7 @@ import torch
 
 from dunes.checkpoint.stored import Stored, Weights, moved
 from dunes.models.names import Move, Names, numbers, to_ours, to_theirs
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
 HEADS = ("lm_head.weight", "output.weight")

@@ -17,8 +17,8 @@ import torch
 
 from dunes.checkpoint.mapped import Mapped, unusable
 from dunes.checkpoint.stored import Stored
+from dunes.plural import plural
 from dunes.text import json_file
-from dunes.text.plural import plural
 
 LENGTH = 32_000_000
 TENSORS = 100_000

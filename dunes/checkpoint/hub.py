@@ -27,7 +27,7 @@ from typing import Any
 from dunes.checkpoint import atomic
 from dunes.checkpoint.seen import Seen
 from dunes.data.shards import default_cache
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 SECONDS = 10.0  # that an answer of the Hub may take
 PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"

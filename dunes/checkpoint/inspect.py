@@ -17,8 +17,8 @@ from dunes.checkpoint.folder import agree
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
 from dunes.models.outline import outline
+from dunes.plural import plural
 from dunes.text import Tokenizer
-from dunes.text.plural import plural
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
 SHOWN = 40

@@ -18,8 +18,8 @@ from dunes.checkpoint.header import shown
 from dunes.checkpoint.hub import NAME, local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.text import Tokenizer, chat, json_file
-from dunes.text.plural import plural
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False) -> Loaded:

@@ -20,7 +20,7 @@ from dunes.checkpoint.header import NAME, TENSORS, named, refused, shown
 from dunes.checkpoint.mapped import RANK, Mapped, span, unusable
 from dunes.checkpoint.stored import Stored
 from dunes.checkpoint.zipped import entries
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 # A tensor takes about 35 opcodes and 150 bytes. What steps a pickle may take follows from the storages that the
 # archive lists, so that a small file is refused soon; the older format lists them behind the pickle.

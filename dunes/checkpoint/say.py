@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dunes.models import FAMILIES
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 
 class Said(NamedTuple):

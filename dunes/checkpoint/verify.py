@@ -20,7 +20,7 @@ from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Stored, Weights, cast, counted, held
 from dunes.models.outline import outline
 from dunes.parts import Attention, Decoder
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 Tick = Callable[[int], None]
 

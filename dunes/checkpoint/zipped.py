@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import BinaryIO
 
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 ENTRIES = 101_000
 _END, _END64, _LOCATOR = Struct("<4s4H2IH"), Struct("<4sQ2H2I4Q"), Struct("<4sIQI")

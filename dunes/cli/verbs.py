@@ -36,7 +36,11 @@ def train(
     tokenizer: Annotated[Kind | None, _open("bpe|bytes|chars", "bpe")] = None,
     vocab: Annotated[int | None, _open("TOKENS", "4096")] = None,
     lr: Annotated[float | None, _open("RATE", "0.02")] = None,
-    split: Annotated[Literal["files", "tails"] | None, _open("files|tails", "files")] = None,
+    split: Annotated[
+        Literal["files", "tails"] | None, _open("files|tails", "files; of a single one tails")
+    ] = None,
+    text_field: Annotated[tuple[str, ...], _open("FIELD", "text, or what a conversation says")] = (),
+    follow_links: bool = False,
     seed: Annotated[int | None, _open("NUMBER", "0")] = None,
     device: Device = None,
     dry_run: bool = False,
@@ -53,7 +57,8 @@ def train(
     Example: dunes train ~/code/project --out runs/project --minutes 15
 
     Args:
-        sources: Files and folders of text; `stdlib` names the running Python's standard library.
+        sources: Files and folders of text, JSON lines or parquet; `stdlib` names the running Python's standard
+            library.
         out: Folder of the run; the model comes to lie there.
         minutes: End after so many minutes.
         steps: End after so many steps instead.
@@ -65,6 +70,8 @@ def train(
         vocab: Vocabulary size of a bpe tokenizer.
         lr: Peak learning rate of matrices (Muon); embeddings, head and norms (AdamW) get half of it.
         split: Hold out whole files for validation, or the tails of all files.
+        text_field: Field of records to learn from; several are put together.
+        follow_links: Read what links in the sources lead to, outside of them, too.
         seed: Another seed, another run.
         device: What to compute on.
         dry_run: Say what would be done and what memory it takes, and do nothing.
@@ -92,6 +99,8 @@ def train(
         "vocab": vocab,
         "lr": lr,
         "split": split,
+        "text_field": text_field or None,
+        "follow_links": follow_links or None,
         "seed": seed,
         "device": device,
     }
@@ -111,7 +120,9 @@ Speech = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llam
 def finetune(
     model: Annotated[str | None, tyro.conf.Positional, _open("MODEL", "needed")] = None,
     *,
-    data: Annotated[Path | None, _open("FILE", "needed")] = None,
+    data: Annotated[Path | None, _open("FILE|FOLDER", "needed")] = None,
+    text_field: Annotated[tuple[str, ...], _open("FIELD", "by the kind of records")] = (),
+    follow_links: bool = False,
     out: Annotated[Path | None, _open("RUN", "needed")] = None,
     method: Annotated[Method | None, _open("|".join(get_args(Method)), "lora")] = None,
     where: Annotated[tuple[str, ...], _open("GLOB", "all linear maps in the blocks; full: everything")] = (),
@@ -152,7 +163,10 @@ def finetune(
 
     Args:
         model: A model folder, or a name on the Hub.
-        data: JSON list or JSON lines: Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text.
+        data: JSON list, JSON lines or parquet: Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text;
+            plain text; or a folder of such files.
+        text_field: Field of records to read as plain text; several are put together.
+        follow_links: Read what links in a folder lead to, outside of it, too.
         out: Folder of the run; the adapter, or with full the model, comes to lie there.
         method: What is trained beside the frozen base; or all of it (full).
         where: Places of the adapter, or what is trained with full; ! excludes, the last match wins.
@@ -192,9 +206,20 @@ def finetune(
 
     if out is None and not dry_run:
         raise ValueError("--out is missing; name a folder for the run")
-    apart = ("out", "show", "dry_run", "resume", "override", "strict", "profile", "tensorboard", "unpacked")
+    apart = (
+        "out",
+        "show",
+        "dry_run",
+        "resume",
+        "override",
+        "strict",
+        "profile",
+        "tensorboard",
+        "unpacked",
+        "follow_links",
+    )
     given: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in asked.items() if k not in apart}
-    given |= {"packed": False} if unpacked else {}
+    given |= ({"packed": False} if unpacked else {}) | ({"follow_links": True} if follow_links else {})
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard, "examples": show}
     plan, folder = Tuning(**given), out or Path("runs/none")
@@ -231,8 +256,8 @@ def generate(
     """
     from dunes import checkpoint, measure
     from dunes.generate import sampler
+    from dunes.plural import plural
     from dunes.runs.write import write
-    from dunes.text.plural import plural
 
     loaded = checkpoint.load(checkpoint.local(model).folder, measure.device(), any_base)
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
@@ -339,6 +364,8 @@ def evaluate(
     model: Model,
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     *,
+    text_field: Annotated[tuple[str, ...], _open("FIELD", "as in training")] = (),
+    follow_links: bool = False,
     tasks: Annotated[tuple[str, ...], _open("TASK", "none")] = (),
     task_folder: Annotated[Path | None, _open("FOLDER", "none")] = None,
     limit: Annotated[int | None, _open("DOCUMENTS", "all")] = None,
@@ -354,6 +381,8 @@ def evaluate(
     Args:
         model: A model folder, or a name on the Hub.
         sources: Files and folders to score; nothing means what the model's training held out.
+        text_field: Field of records to score; several are put together.
+        follow_links: Read what links in the sources lead to, outside of them, too.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which fetches their data.
         task_folder: Folder with YAML files of more tasks.
         limit: Take only so many documents of each task.
@@ -367,10 +396,11 @@ def evaluate(
     if idle := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
         raise ValueError(f"{idle[0]} is for tasks; name them with --tasks")
     from dunes import checkpoint
+    from dunes.plural import plural
     from dunes.runs.score import score_folder
-    from dunes.text.plural import plural
 
-    score, files = score_folder(checkpoint.local(model).folder, sources, any_base)
+    how = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
+    score, files = score_folder(checkpoint.local(model).folder, sources, any_base, **how)
     print(
         f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"

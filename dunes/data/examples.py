@@ -4,26 +4,22 @@ What a file holds is found by looking, and a bad row is an error that names it: 
 passed over teaches something else than its writer meant.
 """
 
-import gzip
-import io
 import json
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.text.plural import plural
+from dunes.data.records import form, rows
+from dunes.plural import plural
+from dunes.text.lines import line_parts
 from dunes.text.templates import Talk, Template, Turn, encoded
 from dunes.text.tokenizer import Tokenizer
-
-LIMIT_ROW, LIMIT_LIST = 1 << 24, 1 << 31
-"""The longest line, and the longest file that is one JSON list, in bytes."""
 
 ROLES = {
     "system": "system", "developer": "system",
@@ -38,25 +34,29 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row of a file as a conversation; `place` names file and line, or row."""
+    """One row of a file as a conversation; `place` names file and line, or row, and `kind` is a key of KINDS."""
 
     talk: Talk
     place: str
+    kind: str = ""
 
 
 @dataclass(frozen=True)
 class Records:
-    """What a file holds. `kind` is a key of KINDS, `form` how it is written."""
+    """What a file holds. `kind` is a key of KINDS, `form` how it is written, `blank` counts rows without text."""
 
     path: Path
     kind: str
     form: str
     rows: list[Record]
+    blank: int = 0
 
     @property
     def detected(self) -> str:
         """One line: what was found, and as what it is read."""
-        return f"{self.path}: {plural(len(self.rows), 'record')} of {KINDS[self.kind].said}, in {self.form}"
+        blank = f"; {self.blank} without text are passed over" if self.blank else ""
+        records = plural(len(self.rows), "record")
+        return f"{self.path}: {records} of {KINDS[self.kind].said}, in {self.form}{blank}"
 
 
 @dataclass(frozen=True)
@@ -70,82 +70,100 @@ class Kind:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
-    """`ids` (T,) int32, and `trained` (T,) bool: which of them are targets. `place` is where it came from."""
+    """`ids` (T,) int32, and `trained` (T,) bool: which of them are targets. `place` is where it came from.
+
+    `window` counts the parts of a plain text, which share their ends; a conversation is whole, and has None.
+    """
 
     ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
     place: str = ""
+    window: int | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-def read(path: Path | str) -> Records:
-    """The records of a JSON list or of a file with one JSON object a line, gzipped or not.
+def read(path: Path | str, fields: Sequence[str] = ()) -> Records:
+    """The records of a JSON list, of a file with one JSON object a line, gzipped or not, or of a parquet file.
 
-    Raises ValueError that names the file, the line or row, what was expected and what was found.
+    With `fields` these are read as plain text, whatever else there is. Raises ValueError that names the file, the
+    line or row, what was expected and what was found.
     """
     path = Path(path)
-    try:
-        with _opened(path) as file:
-            listed = _first(file) == b"["
-            rows = list(_listed(path, file) if listed else _lines(path, file))
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if not rows:
+    if fields:
+        given = [*texts(path, fields)]
+        made = [Record((Turn("text", text),), place, "text") for place, text in given if text]
+        return Records(path, "text", form(path), made, len(given) - len(made))
+    found = list(rows(path))
+    if not found:
         raise ValueError(f"{path}: no records; expected a JSON list, or one JSON object a line")
-    kind = _tried(rows[0][0], lambda: _kind(rows[0][1]))
-    made = [Record(_tried(place, lambda row=row: _read(kind, row)), place) for place, row in rows]  # type: ignore[misc]
-    return Records(path, kind, "a JSON list" if listed else "JSON lines", made)
+    kind = _tried(found[0][0], lambda: _known(found[0][1]))
+    made = [Record(_tried(place, lambda row=row: _read(kind, row)), place, kind) for place, row in found]  # type: ignore[misc]
+    return Records(path, kind, form(path), made)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unzipped if it begins as gzip's do."""
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        inner: Any = gzip.GzipFile(fileobj=file) if zipped else file
-        with io.BufferedReader(inner) as buffered:
-            yield buffered
+def texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """The place and the text of each record, empty if it has none: of these fields, or of what `text_of` knows.
+
+    Raises ValueError like `read`, and if no record has text.
+    """
+    take: Callable[[Any], str] | None = None
+    some, seen = False, ""
+    for place, row in rows(path, fields):
+        if take is None:
+            _, take = _tried(place, lambda row=row: text_of(row, fields))  # type: ignore[misc]
+            seen = _keys(row)
+        text = _tried(place, lambda take=take, row=row: take(row))  # type: ignore[misc]
+        some = some or bool(text)
+        yield place, text
+    if not some:
+        expected = f"text in {_listed(fields)}" if fields else "records with text"
+        raise ValueError(f"{path}: expected {expected}, found {seen or 'no records'}; {NAME_FIELD}")
 
 
-def _first(file: BinaryIO) -> bytes:
-    """The first byte that is neither blank nor of a byte order mark; the file begins anew afterwards."""
-    start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    file.seek(0)
-    return start
+NAME_FIELD = "name what to read with --text-field"
 
 
-def _listed(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    data = file.read(LIMIT_LIST + 1)
-    if len(data) > LIMIT_LIST:
-        raise ValueError(f"{path}: a list of more than {LIMIT_LIST} bytes; write one JSON object a line")
-    rows = _json(str(path), data)
-    for i, row in enumerate(rows, 1):
-        yield f"{path}, row {i}", row
+def text_of(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:
+    """What is text in a file of which this is the first row, in words, and what takes it from a row.
+
+    Several fields, and the turns of a conversation, are put together with a blank line between them. Raises
+    ValueError for a row of no known kind.
+    """
+    if not fields:
+        kind = _known(first)
+        if kind != "text":
+            return f"the texts of {KINDS[kind].said}", lambda row: _joined(t.whole for t in _read(kind, row))
+    fields = fields or ("text",)
+    return _listed(fields), lambda row: _joined(_field(row, name) for name in fields)
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    number = 0
-    while line := file.readline(LIMIT_ROW + 1):
-        number += 1
-        place = f"{path}, line {number}"
-        if len(line) > LIMIT_ROW:
-            raise ValueError(f"{place}: more than {LIMIT_ROW} bytes; expected a JSON object a line")
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if line.strip():
-            yield place, _json(place, line)
-
-
-def _json(place: str, data: bytes) -> Any:
+def _known(row: Any) -> str:
     try:
-        return json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: not UTF-8 at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON: {error}; expected a JSON object a line, or one list") from None
+        return _kind(row)
+    except ValueError as error:
+        raise ValueError(f"{error}; {NAME_FIELD}") from None
+
+
+def _listed(fields: Sequence[str]) -> str:
+    return f"the field{'s' if len(fields) > 1 else ''} {', '.join(fields)}"
+
+
+def _field(row: Any, name: str) -> str:
+    """The text in a field; empty if there is none."""
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {_type(row)}")
+    return _text(row, name, "")
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """The parts with a blank line between them; empty if they are blank."""
+    return "\n\n".join(part for part in parts if part.strip())
+
+
+def _keys(row: Any) -> str:
+    return ", ".join(map(str, row))[:200] or "no keys" if isinstance(row, dict) else _type(row)
 
 
 def _tried(place: str, make: Callable[[], Any]) -> Any:
@@ -311,7 +329,7 @@ def split(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Record], li
     """
     if not 0 <= share < 1:
         raise ValueError(f"the share for validation is at least 0 and below 1, not {share}")
-    places = [_hashed(row.talk) for row in rows]
+    places = [hashed(row.talk) for row in rows]
     different = sorted(set(places))
     if not share or len(different) < 2:
         return list(rows), []
@@ -322,10 +340,17 @@ def split(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Record], li
     return train, [row for row, held in zip(rows, sides, strict=True) if held]
 
 
-def _hashed(talk: Talk) -> float:
-    """Where the words fall in [0, 1)."""
-    words = [[t.role, *t.text.split(), None, *t.input.split()] for t in talk]
-    return int.from_bytes(blake2b(json.dumps(words).encode(), digest_size=6).digest()) / 2**48
+def hashed(talk: Talk) -> float:
+    """Where the words fall in [0, 1): the digest of their JSON, a list for each turn."""
+    words = blake2b(digest_size=6)
+    for i, turn in enumerate(talk):
+        words.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
+        for part in chain(line_parts(turn.text), (None,), line_parts(turn.input)):
+            listed = [None] if part is None else part.split()
+            words.update(f", {json.dumps(listed)[1:-1]}".encode() if listed else b"")
+        words.update(b"]")
+    words.update(b"]" if talk else b"[]")
+    return int.from_bytes(words.digest()) / 2**48
 
 
 def tokenized(
@@ -341,12 +366,22 @@ def tokenized(
     template.check(tokenizer)
     written = template.write([row.talk for row in rows])
     for row in rows:
-        yield _tried(row.place, lambda place=row.place: _example(next(written), tokenizer, train_on, place))  # type: ignore[misc]
+        yield _tried(row.place, lambda row=row: _example(next(written), tokenizer, train_on, row))  # type: ignore[misc]
 
 
-def _example(pieces: Any, tokenizer: Tokenizer, train_on: str, place: str) -> Example:
+def _example(pieces: Any, tokenizer: Tokenizer, train_on: str, row: Record) -> Example:
+    if row.talk[-1].role == "text":
+        return _text_example(row, tokenizer)
     ids, trained = encoded(pieces, tokenizer, train_on == "all")
-    return Example(np.array(ids, np.int32), np.array(trained, bool), place)
+    return Example(np.array(ids, np.int32), np.array(trained, bool), row.place)
+
+
+def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
+    """What `encoded` gives for a plain text, which may be too long for lists of Python's numbers."""
+    parts = tokenizer.encode_document(line_parts(row.talk[-1].text))
+    begin, end = (np.array(ids, np.int32) for ids in (tokenizer.begin, [tokenizer.end]))
+    ids = np.concatenate([begin, *(np.array(part, np.int32) for part in parts), end])
+    return Example(ids, np.arange(len(ids)) >= len(begin), row.place, 0)
 
 
 def coloured(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:

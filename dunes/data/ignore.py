@@ -6,6 +6,7 @@ what lies below it: that is excluded because nobody walks there.
 
 import os
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,11 +39,14 @@ def parsed(lines: Iterable[str]) -> Lines:
 
 
 def rules(folder: Path) -> Rules:
-    """The rules in a folder's own .gitignore; none if it cannot be read, as git has it too."""
+    """The rules in a folder's own .gitignore; none if it is a link or cannot be read, as git has it too."""
     listing = folder / ".gitignore"
     try:
+        status = os.lstat(listing)
+        if not (stat.S_ISREG(status.st_mode) and status.st_size):
+            return []
         # File names need not be UTF-8, and neither need what is written about them.
-        text = listing.read_text("utf-8-sig", "surrogateescape") if os.path.isfile(listing) else ""
+        text = listing.read_text("utf-8-sig", "surrogateescape")
     except OSError:
         return []
     return [(folder.resolve(), parsed(text.split("\n")))]
@@ -53,13 +57,18 @@ def above(folder: Path) -> Rules:
 
     None, if they exclude the folder itself: whoever names it all the same wants what is in it.
     """
-    parents = [folder.resolve(), *folder.resolve().parents]
+    return rules_above(folder, True) or []
+
+
+def rules_above(path: Path, is_folder: bool) -> Rules | None:
+    """The rules in the folders above a path inside a git checkout; None if they exclude it, or one of these."""
+    parents = [path.resolve(), *path.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
     found: Rules = []
     for i in range(top, 0, -1):
         found += rules(parents[i])
-        if ignored(parents[i - 1], True, found):
-            return []
+        if ignored(parents[i - 1], is_folder or i > 1, found):
+            return None
     return found
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from dunes.data.examples import Example
 from dunes.data.windows import shuffled
 from dunes.ops.cross_entropy import IGNORE
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """ids, targets and positions, each (B, T) int64: IGNORE where nothing is asked, -1 where there is padding."""

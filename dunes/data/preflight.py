@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dunes.data.examples import Example
-from dunes.text.plural import plural
+from dunes.plural import plural
 from dunes.text.templates import Template
 from dunes.text.tokenizer import Tokenizer
 
@@ -23,13 +23,15 @@ FEW = 0.05
 class Report:
     """Counts of examples to learn from, except where `validation` is named.
 
-    `trained` are the targets that remain within the context and `lost` those beyond it, `lengths` the
-    QUANTILES in ids before anything is cut, `ended` the examples in which a token that ends an answer is a
-    target, `blank` those without any target, `doubled` those that begin twice, validation's included, `used`
-    the different ids, and `highest` the highest of them all.
+    `texts` are windows of plain text, the others conversations. `tokens` counts what windows share once, `trained`
+    are the targets that remain within the context and `lost` those beyond it, `lengths` the QUANTILES in ids
+    before anything is cut, `ended` the conversations in which a token that ends an answer is a target, `blank` the
+    examples without any target, `doubled` those that begin twice, validation's included, `used` the different ids,
+    and `highest` the highest of them all.
     """
 
     examples: int
+    texts: int
     validation: int
     tokens: int
     trained: int
@@ -57,8 +59,9 @@ class Report:
     def lines(self) -> list[str]:
         """The report for a person, a line for each subject."""
         lengths = ", ".join(f"{q:.0%} {n}" for q, n in zip(QUANTILES, self.lengths, strict=True))
+        windows = f" ({self.texts} of them windows of plain text)" if self.texts else ""
         return [
-            f"{plural(self.examples, 'example')}, {self.validation} for validation; "
+            f"{plural(self.examples, 'example')}{windows}, {self.validation} for validation; "
             f"{plural(self.duplicates, 'is a copy of another', 'are copies of others')}, "
             f"{plural(self.shared, 'of those for validation is', 'of those for validation are')} also learnt from",
             f"{plural(self.tokens, 'token')}, {self.trained} of them trained on ({self.share_trained:.1%}); "
@@ -107,11 +110,13 @@ def report(
     distinct = set(learnt)
     every = [*examples, *validation]
     stops = np.array(sorted({template.stop(tokenizer), *tokenizer.stops}))
-    ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in zip(examples, kept, strict=True)]
+    spoken = [(e, k) for e, k in zip(examples, kept, strict=True) if e.window is None]
+    ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in spoken]
     return Report(
         examples=len(examples),
+        texts=len(examples) - len(spoken),
         validation=len(validation),
-        tokens=int(lengths.sum()),
+        tokens=int(lengths.sum()) - sum(bool(e.window) for e in examples),
         trained=sum(int(k.sum()) for k in kept),
         lost=sum(int(e.trained[context + 1 :].sum()) for e in examples),
         lengths=_quantiles(lengths),
@@ -164,7 +169,7 @@ def refuse(found: Report, limit: float = 0.05) -> None:
         )
     if not found.trained:
         raise ValueError(f"none of {plural(found.tokens, 'token')} is trained on: the examples have no answers")
-    if not found.ended:
+    if found.texts < found.examples and not found.ended:
         raise ValueError(
             "the token that ends an answer is never trained on, so that the model would never stop; "
             "choose another template, or a longer context"

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from dunes.plural import plural
 from dunes.text.lines import decode_text, split_lines
-from dunes.text.plural import plural
 
 SHOWN, LAST, PROMPTS = 3, 20, 5
 """How many tasks a prompt shows, up to which number it asks for more, and how many prompts a round asks."""

@@ -1,6 +1,6 @@
 """Tokens of a corpus on disk: private, immutable, digested, mapped into memory.
 
-A shard is a folder with `tokens.bin` (little-endian ids, one document after another, each closed by
+A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each closed by
 the end token) and `shard.json`. It is kept under a key made of the documents' contents, the tokenizer
 and the settings, so a changed corpus or tokenizer never meets old tokens.
 """
@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b, sha256
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.data.sources import Document
+from dunes.data.document import BLOCK, Document
+from dunes.plural import plural
 from dunes.text import Tokenizer
-from dunes.text.plural import plural
+from dunes.text.lines import line_parts
 
 FORMAT = 1
 
@@ -152,14 +153,12 @@ def _write(
     path = folder / "tokens.bin"
     with path.open("wb") as file:
         for document in documents:
-            for block in document.text():
-                ids = [i for piece in tokenizer.encode_all(_pieces(block)) for i in piece]
+            for group in _groups(document):
+                encoded = zip(group, tokenizer.encode_all([part for part, _ in group]), strict=True)
+                ids = [i for (_, last), part in encoded for i in (*part, *([end] if last else []))]
                 length += len(ids)
                 digest.update(data := np.array(ids, dtype).tobytes())
                 file.write(data)
-            digest.update(data := np.array([end], dtype).tobytes())
-            file.write(data)
-            length += 1
             told(document.size)
         file.flush()
         os.fsync(file.fileno())
@@ -167,15 +166,19 @@ def _write(
     (folder / "shard.json").write_text(json.dumps(card | {"length": length, "sha256": digest.hexdigest()}))
 
 
-def _pieces(block: str, size: int = 1 << 16) -> list[str]:
-    """Parts of a block that end at line ends, where tokens end too: work for all cores."""
-    parts, start = [], 0
-    while start < len(block):
-        end = block.find("\n", start + size)
-        end = len(block) if end < 0 else end + 1
-        parts.append(block[start:end])
-        start = end
-    return parts
+def _groups(document: Document) -> Iterator[list[tuple[str, bool]]]:
+    """The document's texts in parts, each with whether it ends its text, about BLOCK characters at a time."""
+    group: list[tuple[str, bool]] = []
+    size = 0
+    for text in document.texts():
+        for part in (part for block in text for part in line_parts(block)):
+            group.append((part, False))
+            size += len(part)
+            if size > BLOCK:
+                yield group
+                group, size = [], 0
+        group.append(("", True))
+    yield group
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 ROUNDS = 4
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 BAND = 64
 """Queries at a time: longer bands compute more scores that nothing sees, shorter ones more calls."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dunes.ops.attention import apart, attend
 from dunes.parts.context import Context
 from dunes.parts.position import Rotary
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 
 class Cache:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dunes.ops.attention import Bands, bands
 from dunes.parts.cache import Cache
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 
 class Context:

@@ -5,7 +5,7 @@
 from torch import Tensor, nn
 
 from dunes.parts.context import Context
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 
 class Embedding(nn.Module):

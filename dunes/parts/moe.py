@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dunes.ops import experts as forms
 from dunes.parts.mlp import GatedMLP
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 Routed = list[tuple["MoE", Tensor]]
 

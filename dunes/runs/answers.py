@@ -19,6 +19,7 @@ from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
 from dunes.generate import below, generate, sampler
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
 from dunes.runs.json_lines import append_text
 from dunes.runs.lesson import Lesson, memory
@@ -33,7 +34,6 @@ from dunes.runs.tuning import (
     Tuning,
 )
 from dunes.text import Tokenizer, json_file, templates
-from dunes.text.plural import plural
 from dunes.text.templates import Talk
 
 SHOWN = 3

@@ -21,8 +21,8 @@ from dunes.checkpoint.folder import Loaded
 from dunes.checkpoint.opening import adapts, base_of, load_for, put_on
 from dunes.generate import Sampler, below, generate
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.text import Stream, Tokenizer
-from dunes.text.plural import plural
 from dunes.text.templates import Talk, Template, Turn, of, prompt
 
 NONE = "none"

@@ -1,7 +1,7 @@
 """From a plan's sources to tokens: what is learned from and what is held out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from dunes.checkpoint.atomic import write_file
 from dunes.data import Corpus, Document, Ids, Shard, cached, collect, default_cache
+from dunes.plural import plural
 from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.text import Tokenizer
-from dunes.text.plural import plural
 
 SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on: more hardly changes it."""
@@ -35,15 +35,17 @@ class Tokens:
 
 def gather(plan: Plan) -> Corpus:
     """The plan's documents. Raises ValueError if there is nothing to learn from, or nothing to validate on."""
-    corpus = collect(plan.sources)
-    if plan.split == "tails":
-        return Corpus(train=corpus.train + corpus.valid, skipped=corpus.skipped)
-    if not corpus.valid:
+    corpus = collect(plan.sources, follow_links=plan.follow_links, text_field=plan.text_field)
+    if plan.split == "files" and not corpus.valid:
         raise ValueError(
             "no file is left for validation: the corpus is a single file; "
             "give more files, or hold out the last tenth of each with --split tails"
         )
-    return corpus
+    if plan.split == "files" or (plan.split is None and corpus.valid):
+        return corpus
+    if plan.split is None:
+        corpus.notes.append(f"a single text: its last {TAIL:.0%} are held out for validation")
+    return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
 
 
 def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> Tokens:
@@ -55,7 +57,7 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> To
     shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
     train: Ids
     valid: Ids
-    train, valid = _tails(shards[0], tokenizer.end) if plan.split == "tails" else (s.row for s in shards)
+    train, valid = _tails(shards[0], tokenizer.end) if corpus.split == "tails" else (s.row for s in shards)
     for side, tokens, least in (("learn from", train, plan.context + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
@@ -117,12 +119,17 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, show: Display) -
 
 
 def _tails(shard: Shard, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Each document without its last tenth, and the last tenths."""
+    """Each text without its last tenth, and the last tenths."""
     ends = np.flatnonzero(shard.tokens == end) + 1
     heads, tails, start = [], [], 0
     for stop in ends.tolist():
-        cut = stop - round((stop - start) * TAIL)
+        cut = tail_start(start, stop)
         heads.append(shard.tokens[start:cut])
         tails.append(shard.tokens[cut:stop])
         start = stop
     return np.concatenate(heads), np.concatenate(tails)
+
+
+def tail_start(start: int, stop: int) -> int:
+    """Where the last tenth begins of a text whose tokens, its end among them, are those from `start` to `stop`."""
+    return stop - round((stop - start) * TAIL)

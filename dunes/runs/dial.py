@@ -17,10 +17,10 @@ from torch import nn
 from dunes import measure, tree
 from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
+from dunes.plural import plural
 from dunes.runs.memory import Shape, largest, process, training
 from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
-from dunes.text.plural import plural
 from dunes.text.tokenizer import SPECIAL
 
 BYTES_A_TOKEN = 3.9

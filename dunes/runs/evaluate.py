@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dunes import tree
 from dunes.data import Ids
 from dunes.parts import Decoder
-from dunes.text.plural import plural
+from dunes.plural import plural
 from dunes.train import IGNORE
 
 BATCH = 16

@@ -12,6 +12,7 @@ from dunes.checkpoint.adapter import architecture, sayable
 from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.answers import Answers, Before
 from dunes.runs.lesson import Lesson, altered, answered, kept, optimizer
 from dunes.runs.loop import How, Make, go
@@ -20,7 +21,6 @@ from dunes.runs.run import Run, scheduled
 from dunes.runs.score import held_out
 from dunes.runs.spent import Spent
 from dunes.runs.tuning import METHODS, Tuning
-from dunes.text.plural import plural
 from dunes.train import Trainer
 
 BEFORE = Path("state") / "before.json"
@@ -109,7 +109,8 @@ def _earlier(path: Path, show: Display) -> Before | None:
 def domain(lesson: Lesson, show: Display) -> Ids | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
     try:
-        ids, files = held_out(lesson.base.tokenizer, lesson.base.card, lesson.plan.domain)
+        how = {"follow_links": lesson.plan.follow_links} if lesson.plan.domain else {}
+        ids, files = held_out(lesson.base.tokenizer, lesson.base.card, lesson.plan.domain, **how)
     except (ValueError, OSError):
         if lesson.plan.domain:
             raise

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dunes import checkpoint, measure
 from dunes.generate import Sampler, generate_all, sampler
+from dunes.plural import plural
 from dunes.runs.evaluate import BATCH
 from dunes.text.marks import settings, token
-from dunes.text.plural import plural
 
 TOKENS = 256
 """How many tokens an answer may have if its task does not say: what the `hf` backend takes."""

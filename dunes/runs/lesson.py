@@ -1,8 +1,9 @@
 """What a finetune learns from, and on: the base, its examples as ids, and what that takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
 from dunes.checkpoint.opening import adapts
-from dunes.data.examples import Example, Record, read, split, tokenized
+from dunes.data.dataset import read_dataset
+from dunes.data.examples import Example, Record, split, tokenized
 from dunes.data.packing import Batch, Batches, collated
+from dunes.data.plain import large_texts, tails, windows
 from dunes.data.preflight import refuse, report
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
 from dunes.runs.progress import Display
 from dunes.runs.run import learned
@@ -26,6 +30,7 @@ from dunes.runs.tuning import (
     METHODS,
     Tuning,
     changed,
+    leading,
     learning_rate,
     rows_a_step,
     speaks,
@@ -33,7 +38,6 @@ from dunes.runs.tuning import (
     wide_enough,
 )
 from dunes.text import Tokenizer, chat, templates
-from dunes.text.plural import plural
 from dunes.text.templates import Template
 from dunes.train import adamw, halved
 
@@ -59,17 +63,12 @@ class Lesson:
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
         if adapts(folder := checkpoint.local(plan.model).folder):
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
-        records = read(plan.data)
-        show.line(records.detected)
-        if plan.valid:
-            other = read(plan.valid)
-            show.line(other.detected)
-            rows, held = records.rows, other.rows
-        else:
-            rows, held = split(records.rows, plan.held_out)
-        if not held:
-            raise ValueError(f"{plan.data}: no example is left for validation; give more, or others with --valid")
+        files, lines = read_dataset(plan.data, plan.text_field, plan.follow_links)
+        others, more = read_dataset(plan.valid, plan.text_field, plan.follow_links) if plan.valid else ([], [])
+        for line in (*lines, *more):
+            show.line(line)
         base = checkpoint.load(folder)
+        records = leading([*files, *others])
         template = speaks(plan, records, base.tokenizer, base.card)
         show.line(f"template: {template.name}")
         own, tokenizer = taught(base), base.tokenizer
@@ -77,16 +76,24 @@ class Lesson:
             tokenizer = templates.carried(template, tokenizer)
             if own not in (None, template.name):
                 show.line(f"look: it takes the place of the template that the base was taught with: {own}")
-        learn, valid = ([*tokenized(r, template, tokenizer, plan.train_on)] for r in (rows, held))
-        return cls(plan, base, folder, tokenizer, template, learn, valid, held)
+        write = partial(_written, plan, template, records.kind not in BY_THEMSELVES, tokenizer)
+        rows, held = ([row for r in side for row in r.rows] for side in (files, others))
+        if held:
+            learn, valid = write(rows), write(held)
+        else:
+            learn, valid, held = _divided(rows, plan.held_out, write)
+        if not held:
+            raise ValueError(f"{plan.data}: no example is left for validation; give more, or others with --valid")
+        context = _context(plan, [*learn, *valid], base)
+        learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
+        return cls(replace(plan, context=context), base, folder, tokenizer, template, learn, valid, held)
 
     def chosen(self, show: Display) -> "Lesson":
         """The same with nothing left open in the plan, after the report on the examples.
 
         Raises ValueError for examples from which a model would not learn what they show.
         """
-        longest = max((len(e) for e in [*self.train, *self.valid]), default=0)
-        context = wide_enough(self.plan, longest, self.base.model, self.base.context)
+        context = self.plan.context
         if context > self.base.context:
             show.line(f"look: the base knows {self.base.context} tokens; what lies beyond is learned here alone")
         found = report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
@@ -125,6 +132,44 @@ class Lesson:
     @property
     def _width(self) -> int:
         return self.base.model.embed.token.embedding_dim
+
+
+def _written(
+    plan: Tuning, template: Template, spoken: bool, tokenizer: Tokenizer, rows: Sequence[Record]
+) -> list[Example]:
+    """The rows as ids; beside conversations, which are `spoken`, other rows keep a template of their own."""
+    examples: list[Example] = []
+    for plain, group in groupby(rows, key=lambda row: spoken and row.kind in BY_THEMSELVES):
+        form = templates.named("plain") if plain else template
+        examples += tokenized([*group], form, tokenizer, plan.train_on)
+    return examples
+
+
+def _divided(
+    rows: Sequence[Record], share: float, write: Callable[[Sequence[Record]], list[Example]]
+) -> tuple[list[Example], list[Example], list[Record]]:
+    """Examples to learn from and to validate on, and the rows of the latter: whole ones by their hashes, but of
+    texts that are a large part of all their ends."""
+    large = large_texts(rows, share)
+    heads, ends = tails(write(large), share)
+    whole = {id(row) for row in large} if ends else set()
+    learn, held = split([row for row in rows if id(row) not in whole], share)
+    if not ends:
+        return write(learn), write(held), held
+    return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
+
+
+def _context(plan: Tuning, examples: Sequence[Example], base: checkpoint.Loaded) -> int:
+    """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
+    sizes = (len(e) if e.window is None else min(len(e), base.context + 1) for e in examples)
+    longest = max(sizes, default=0)
+    context = wide_enough(plan, longest, base.model, base.context)
+    spoken = any(e.window is None for e in examples)
+    return context if plan.context or spoken else min(context, base.context)
+
+
+def _in_windows(example: Example, context: int) -> Iterable[Example]:
+    return [example] if example.window is None else windows(example, context)
 
 
 def taught(base: checkpoint.Loaded) -> str | None:

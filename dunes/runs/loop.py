@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from dunes import checkpoint, measure
+from dunes.plural import plural
 from dunes.runs.dial import flops
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import append_text
@@ -35,7 +36,6 @@ from dunes.runs.run import (
 from dunes.runs.saver import Saver
 from dunes.runs.spent import Spent, lines
 from dunes.runs.track import Mirror
-from dunes.text.plural import plural
 from dunes.train import Clock, Diverged, Step
 
 CHECK_TOKENS = 16_384

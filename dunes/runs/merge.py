@@ -19,7 +19,7 @@ from dunes.checkpoint.opening import adapts, base_of
 from dunes.checkpoint.source import opened
 from dunes.checkpoint.verify import Unmerged, Verified, held_logits
 from dunes.parts import Decoder
-from dunes.text.plural import plural
+from dunes.plural import plural
 
 Into = Literal["dequantized", "original"]
 TWICE = 2.0

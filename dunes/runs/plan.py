@@ -150,16 +150,20 @@ class Plan(Terms):
     """What training from scratch is asked (what is left open: `runs/dial.py`).
 
     `size` counts parameters; `depth` layers of `width` say the shape instead, and the size follows.
+    Of files of records the fields `text_field` are learned, or what is text in them. `split` is how text is held
+    out, "files" or "tails"; where it is open, the tails if there is a single file.
     """
 
     sources: tuple[str, ...] = ()
+    text_field: tuple[str, ...] = ()
+    follow_links: bool = False
     family: str = "arcee"
     tokenizer: str = "bpe"
     vocab: int = 4096
     size: int = 0
     depth: int = 0
     width: int = 0
-    split: str = "files"
+    split: str | None = None
 
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
         **Terms.KNOWN,

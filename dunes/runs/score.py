@@ -7,36 +7,55 @@ from typing import Any
 import numpy as np
 
 from dunes import checkpoint, measure
-from dunes.data import Ids, collect
+from dunes.data import Document, Ids, collect
+from dunes.runs.corpus import tail_start
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.text import Tokenizer
 
 
-def score_folder(folder: Path, sources: Sequence[str] = (), any_base: bool = False) -> tuple[Score, int]:
-    """The score on all text in the sources, and how many files that is; `any_base` as in `checkpoint.load`.
+def score_folder(
+    folder: Path, sources: Sequence[str] = (), any_base: bool = False, **how: Any
+) -> tuple[Score, int]:
+    """The score on all text in the sources, and how many files that is.
 
-    Without sources: on the files that the model's own training held out. Raises ValueError if the
-    model's card does not say which these are, or if there is no text.
+    `any_base` is as in `checkpoint.load`, `how` are options of `collect`.
+
+    Without sources: on what the model's own training held out. Raises ValueError if the model's card does not
+    say what that is, or if there is no text.
     """
     loaded = checkpoint.load(folder, measure.device(), any_base)
     try:
-        ids, files = held_out(loaded.tokenizer, loaded.card, sources)
+        ids, files = held_out(loaded.tokenizer, loaded.card, sources, **how)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return evaluate(loaded.model, ids, widths(loaded.tokenizer.pieces()), loaded.context), files
 
 
-def held_out(tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = ()) -> tuple[Ids, int]:
-    """The ids of all text in the sources, and how many files that is; without sources, of the files that the
-    training in the card held out. Raises ValueError if the card does not say which these are."""
+def held_out(
+    tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = (), **how: Any
+) -> tuple[Ids, int]:
+    """The ids of all text in the sources, and how many files that is; without sources, of what the training in
+    the card held out. Raises ValueError if the card does not say what that is."""
     trained = card.get("trained", {})
-    if not sources and trained.get("split") != "files":
+    if sources:
+        corpus = collect(sources, **how)
+        return _ids(tokenizer, corpus.valid + corpus.train, True), len(corpus.valid + corpus.train)
+    if trained.get("split") not in ("files", "tails"):
         raise ValueError("does not say which files were held out; name the sources to score")
-    corpus = collect(sources or trained["sources"])
-    documents = corpus.valid + corpus.train if sources else corpus.valid
-    ids = list[int]()
+    told = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
+    corpus = collect(trained["sources"], **told | how)
+    whole = trained["split"] == "files"
+    documents = corpus.valid if whole else corpus.train + corpus.valid
+    return _ids(tokenizer, documents, whole), len(documents)
+
+
+def _ids(tokenizer: Tokenizer, documents: Sequence[Document], whole: bool) -> Ids:
+    """The ids of the texts in the documents, or of their last tenths: as in training, where that held them out."""
     # Where a document begins after the end of the one before, that end is there already.
-    begin = [i for i in tokenizer.begin if i != tokenizer.end]
-    for document in documents:
-        ids += [*begin, *(i for part in tokenizer.encode_document(document.text()) for i in part), tokenizer.end]
-    return np.array(ids), len(documents)
+    begin = [i for i in tokenizer.begin if i != tokenizer.end] if whole else []
+    found = []
+    for text in (text for document in documents for text in document.texts()):
+        parts = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
+        ids = np.concatenate([np.array(begin, np.int32), *parts, np.array([tokenizer.end], np.int32)])
+        found.append(ids if whole else ids[tail_start(0, len(ids)) :].copy())
+    return np.concatenate(found) if found else np.array([], np.int32)

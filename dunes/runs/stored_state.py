@@ -20,7 +20,8 @@ def read_state(folder: Path, kind: type[Terms]) -> dict[str, Any]:
 
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
-    state = {"spent": {}, "worse_checks": 0} | checkpoint.restore(folder)  # which older states do not have
+    state: dict[str, Any] = {"spent": {}, "worse_checks": 0}  # which older states do not have
+    state |= checkpoint.restore(folder)
     if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
     for name, (expected, fits) in FIELDS.items():

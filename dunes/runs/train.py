@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from dunes.data import Windows
 from dunes.models import FAMILIES
 from dunes.models.start import initialise
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.dial import chosen, needs
 from dunes.runs.evaluate import Score, evaluate, widths
@@ -25,7 +26,6 @@ from dunes.runs.run import Run, facts, scheduled
 from dunes.runs.spent import Spent
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
-from dunes.text.plural import plural
 from dunes.train import Trainer, muon
 
 
@@ -39,7 +39,9 @@ def train(plan: Plan, folder: Path, show: Display, again: bool = False, **how: A
     def prepared(plan: Plan, spent: Spent) -> Make | None:
         with spent("reading the text"):
             corpus = gather(plan)
-        show.line(corpus.report())
+        for line in (corpus.report(), *corpus.notes):
+            show.line(line)
+        plan = replace(plan, split=corpus.split)
         with spent("choosing"):
             plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
         for line in reasons:

@@ -65,13 +65,15 @@ class Tuning(Terms):
     """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`.
 
     `where` are globs: the places of the adapter or, for `full`, what is trained. `batch` rows make a step,
-    `at_once` of them at a time. `valid` is a file of its own for validation, else a share `held_out` of the data
-    is kept for it. `truncated` is the share of the examples that may be cut, and `domain` is text of the kind
-    that the base knows.
+    `at_once` of them at a time. `data` is a file or a folder, of whose records `text_field` is read as plain text,
+    if named. `valid` is one of its own for validation, else a share `held_out` of the data is kept for it.
+    `truncated` is the share of the examples that may be cut, and `domain` is text of the kind that the base knows.
     """
 
     model: str = ""
     data: str = ""
+    text_field: tuple[str, ...] = ()
+    follow_links: bool = False
     method: str = "lora"
     where: tuple[str, ...] = ()
     rank: int = 16
@@ -123,6 +125,13 @@ class Tuning(Terms):
                 raise ValueError(f"--ranks {each}: expected GLOB=RANK, such as blocks.*.mlp.**=8")
             found.append((glob, int(rank)))
         return found
+
+
+def leading(files: Sequence[Records]) -> Records:
+    """The records by which a template is chosen: conversations, which one for single answers could not write, then
+    single answers, then those that are written as they should be read."""
+    order = sorted(files, key=lambda r: (r.kind in BY_THEMSELVES, r.kind == "alpaca"))
+    return order[0]
 
 
 def speaks(plan: Tuning, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]) -> templates.Template:

@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import nn
 
 from dunes.generate import Sampler, begun, below, generate, sampler
+from dunes.plural import plural
 from dunes.text import Stream, Tokenizer
 from dunes.text.lines import decode_text, split_lines
-from dunes.text.plural import plural
 
 LINE_END = re.compile(rb"[\r\n]")
 

@@ -1,10 +1,11 @@
-"""Lines as editors count them: they end at \\n, \\r\\n or \\r, and nowhere else.
+"""Lines as editors count them, and long texts in parts: lines end at \\n, \\r\\n or \\r, and nowhere else.
 
 So has the Language Server Protocol them; `str.splitlines` ends lines at form feeds, U+0085 and U+2028, too.
 https://microsoft.github.io/language-server-protocol/specifications/lsp/3.17/specification/#textDocuments
 """
 
 import re
+from collections.abc import Iterator
 
 _START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
@@ -23,3 +24,13 @@ def decode_text(data: bytes, source: str) -> str:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source}: not UTF-8 at byte {error.start}") from None
+
+
+def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
+    """Parts of about so many characters that end at \\n, where tokens end too; a line is never cut."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + size)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end

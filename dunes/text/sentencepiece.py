@@ -21,8 +21,8 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from dunes.plural import plural
 from dunes.text.pairs import apart, joined
-from dunes.text.plural import plural
 
 SPACE = "▁"
 LIMIT_BYTES, LIMIT_PIECES, LIMIT_PIECE, LIMIT_WORK = 1 << 26, 1 << 20, 512, 100_000_000

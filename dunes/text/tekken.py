@@ -14,8 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
+from dunes.plural import plural
 from dunes.text.pairs import BYTE, LETTER, apart, joined
-from dunes.text.plural import plural
 
 LIMIT_BYTES, LIMIT_VOCAB, LIMIT_TOKEN, LIMIT_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
 """Largest file, most tokens, longest token in bytes, and what all tokens' squared lengths may add up to."""

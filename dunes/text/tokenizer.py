@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from dunes.plural import plural
 from dunes.text import json_file, llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks, settings
-from dunes.text.plural import plural
 from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"

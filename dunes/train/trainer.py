@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import tree
-from dunes.text.plural import plural
+from dunes.plural import plural
 from dunes.train.loss import Loss
 
 

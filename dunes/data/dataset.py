@@ -1,0 +1,54 @@
+"""What to finetune on, from a file or a folder: records, each file of its own kind, and files of plain text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dunes.data.document import Document, plain_document
+from dunes.data.examples import Record, Records, read
+from dunes.data.files import OUTSIDE, SourceFile, Walk
+from dunes.data.record_document import holds_records
+from dunes.data.records import JSON
+from dunes.text.templates import Turn
+
+
+def read_dataset(
+    source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
+) -> tuple[list[Records], list[str]]:
+    """The records in a file, or in all files below a folder, and what was read and passed over, in lines.
+
+    A file of plain text is one record; .gitignore, binaries, links and copies are dealt with as by `collect`.
+    Raises ValueError that names the file, and the line or row, for records that cannot be read, and if there is
+    nothing to read.
+    """
+    walk = Walk([source], follow_links)
+    files: list[Records] = []
+    documents: dict[str, Document] = {}
+    for file in walk.files():
+        if _is_data(file, text_field):
+            files.append(read(file.path, text_field))
+        elif isinstance(document := plain_document(file), str):
+            walk.skip(document, file.name)
+        elif document.digest in documents:
+            walk.skip("duplicates", file.name)
+        else:
+            documents[document.digest] = document
+    lines = [records.detected for records in files]
+    if documents:
+        rows = [Record((Turn("text", "".join(d.text())),), str(d.path), "text") for d in documents.values()]
+        files.append(Records(Path(source), "text", "plain files", rows))
+        lines.append(f"{source}: {_files(len(rows))} of plain text")
+    if skipped := ", ".join(f"{len(names)} {reason}" for reason, names in walk.skipped.items()):
+        hint = "; --follow-links reads what lies outside" if OUTSIDE in walk.skipped else ""
+        lines.append(f"passed over: {skipped}{hint}")
+    if not files:
+        raise ValueError(f"{source}: nothing to learn from ({lines[0] if lines else 'no files'})")
+    return files, lines
+
+
+def _is_data(file: SourceFile, fields: Sequence[str]) -> bool:
+    """Whether to read a file as records; a .json file that the user names is refused where it holds none."""
+    return holds_records(file, fields) or (file.named and file.path.name.lower().endswith(JSON))
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}"

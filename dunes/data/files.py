@@ -1,0 +1,124 @@
+"""The plain files below some files and folders, less what nobody wants to read.
+
+Links are not followed unless that is asked for: what they lead to inside the sources is read at its own place or
+left out on purpose, and what lies outside may be a device, a password, or the whole disk.
+"""
+
+import io
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from dunes.data.ignore import Rules, above, ignored, parsed, rules, rules_above
+
+NEVER = {".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "site-packages"}
+STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
+OUTSIDE = "links that lead outside"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file: its name is its path within its source, and `named` whether the user named the file itself."""
+
+    path: Path
+    name: str
+    named: bool
+
+
+class Walk:
+    """The files of some sources, in the order of their names; `skipped` fills with the others, by reason.
+
+    `stdlib` names the running Python's standard library. A link that is itself a source is followed, and any
+    other with `follow_links` if it leads outside the sources. Raises ValueError for a source that is missing.
+    """
+
+    def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
+        self.follow_links = follow_links
+        self.skipped: dict[str, list[str]] = {}
+        self.sources = [(source, _source_path(source)) for source in sources]
+        self._roots = [path.resolve() for _, path in self.sources]
+
+    def files(self) -> Iterator[SourceFile]:
+        """Each file once for each source that it lies in; devices, pipes and sockets among them."""
+        for source, path in self.sources:
+            if str(source) == "stdlib":
+                yield from self._below(path, path, [(path, parsed(STDLIB_TESTS))])
+            elif path.is_dir():
+                yield from self._below(path, path, above(path))
+            else:
+                yield SourceFile(path, path.name, True)
+
+    def skip(self, reason: str, name: str) -> None:
+        self.skipped.setdefault(reason, []).append(name)
+
+    def _below(self, folder: Path, root: Path, found: Rules) -> Iterator[SourceFile]:
+        try:
+            entries = sorted(os.scandir(folder), key=lambda e: e.name)
+        except OSError:
+            self.skip("unreadable", folder.relative_to(root).as_posix())
+            return
+        found, real = [*found, *rules(folder)], folder.resolve()
+        for entry in entries:
+            path = Path(entry.path)
+            name, is_folder = path.relative_to(root).as_posix(), os.path.isdir(path)
+            if entry.name in NEVER:
+                continue
+            if ignored(real / entry.name, is_folder, found):
+                self.skip("ignored", name)
+            elif entry.is_symlink():
+                yield from self._linked(path, root, is_folder)
+            elif is_folder:
+                yield from self._below(path, root, found)
+            else:
+                yield SourceFile(path, name, False)
+
+    def _linked(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
+        """What a link leads to, if that is outside the sources and asked for, and by its own folders' rules."""
+        name = path.relative_to(root).as_posix()
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError):  # it leads nowhere, or to itself
+            self.skip("unreadable", name)
+            return
+        if any(target.is_relative_to(place) for place in self._roots):
+            self.skip("links", name)
+        elif not self.follow_links:
+            self.skip(OUTSIDE, name)
+        elif (found := rules_above(target, is_folder)) is None:
+            self.skip("ignored", name)
+        elif is_folder:
+            self._roots.append(target)  # so that no link in it leads back
+            yield from self._below(path, root, found)
+        else:
+            yield SourceFile(path, name, False)
+
+
+def _source_path(source: str | Path) -> Path:
+    if str(source) == "stdlib":
+        return Path(sysconfig.get_paths()["stdlib"]).resolve()
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    return path
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """The file, opened for reading. Raises OSError for what is no plain file, without waiting for it."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: that alone may move a device
+        raise OSError("not a plain file")
+    file = open(path, "rb", opener=_opened)  # noqa: SIM115  (the caller closes it)
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode) and status.st_size:
+        return file
+    file.close()
+    if stat.S_ISREG(status.st_mode):
+        return io.BytesIO()  # some of /proc have content all the same, and some of these no end
+    raise OSError("not a plain file any more")
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)

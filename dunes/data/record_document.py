@@ -1,0 +1,116 @@
+"""The texts of files of records as documents: some of the records validate, the others are learned from."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from dunes.data.document import Document
+from dunes.data.examples import hashed, text_of, texts
+from dunes.data.files import SourceFile
+from dunes.data.records import JSON, LINES, TABLE, first_row, form
+from dunes.text.templates import Turn
+
+
+@dataclass(frozen=True)
+class RecordDocument(Document):
+    """The texts of a file of records: those that validate, whose hashes are below `limit`, or the others.
+
+    There are `count` of them, of `size` bytes, and `what` says what is taken as text; `blank` records have none.
+    `whole` is the digest of all texts in the file.
+    """
+
+    whole: str
+    fields: tuple[str, ...]
+    limit: float
+    validates: bool
+    what: str
+    count: int
+    blank: int
+
+    def text(self) -> Iterator[str]:
+        """Each text as a block. Raises ValueError if the file is no longer what it was when it was collected."""
+        seen, whole = blake2b(digest_size=16), False
+        try:
+            for _, text in texts(self.path, self.fields):
+                seen.update(_delimited(text))
+                if text and (_place(text) < self.limit) == self.validates:
+                    yield text
+            whole = seen.hexdigest() == self.whole
+        except ValueError:
+            pass
+        if not whole:
+            raise ValueError(f"{self.path}: changed while it was being read; start again")
+
+    def texts(self) -> Iterator[Iterable[str]]:
+        return ((text,) for text in self.text())
+
+
+def holds_records(file: SourceFile, fields: Sequence[str] = ()) -> bool:
+    """Whether a file is one of records: by its name, or if its name leaves it open by its first row.
+
+    A .json file in a folder is one if it is a list of records that can be read; of a file that the user named
+    himself it is enough that it begins as one of records does.
+    """
+    name = file.path.name.lower()
+    if name.endswith((*LINES, TABLE)):
+        return True
+    if not (file.named or name.endswith(JSON)):
+        return False
+    try:
+        first = first_row(file.path)
+        if file.named:
+            return isinstance(first, dict) or name.endswith(JSON)
+        return form(file.path) == "a JSON list" and bool(text_of(first, fields)[1](first))
+    except (ValueError, OSError):
+        return False
+
+
+def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
+    """Both sides of a file of records, about `share` of which validate: of different ones one at least, never all.
+
+    A side without text is left out. Raises ValueError that names the file, the line and what was expected.
+    """
+    seen, places, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
+    for _, text in texts(file.path, fields):
+        seen.update(_delimited(text))
+        blank += not text
+        if text:
+            places.append(_place(text))
+            sizes.append(len(text.encode()))
+    what, _ = text_of(first_row(file.path), fields)
+    least, most = min(places), max(places)
+    limit = min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
+    below, size = np.array(places) < limit, np.array(sizes)
+    whole, sides = seen.hexdigest(), []
+    for validates in (False, True):
+        digest = blake2b(f"{whole} {limit!r} {validates}".encode(), digest_size=16).hexdigest()
+        own = size[below == validates]
+        rest = (whole, tuple(fields), limit, validates, what, len(own), 0 if validates else blank)
+        sides += [RecordDocument(file.path, file.name, int(own.sum()), digest, *rest)] if len(own) else []
+    return sides
+
+
+def taken(documents: Sequence[Document]) -> list[str]:
+    """What was taken as text from how many records, and how many have none, in lines."""
+    sides = [d for d in documents if isinstance(d, RecordDocument)]
+    return [_taken(what, [d for d in sides if d.what == what]) for what in dict.fromkeys(d.what for d in sides)]
+
+
+def _taken(what: str, sides: Sequence[RecordDocument]) -> str:
+    count, blank, files = sum(d.count for d in sides), sum(d.blank for d in sides), len({d.path for d in sides})
+    where = f" in {files} files" if files > 1 else ""
+    without = f"; {blank} without text passed over" if blank else ""
+    return f"learned from records: {what} ({count + blank} record{'s' * (count + blank != 1)}{where}{without})"
+
+
+def _place(text: str) -> float:
+    return hashed((Turn("text", text),))
+
+
+def _delimited(text: str) -> bytes:
+    """The text with its length in front, so that no two rows of texts are the same bytes."""
+    data = text.encode()
+    return len(data).to_bytes(8) + data
