@@ -1,5 +1,6 @@
 """Whole runs at toy size: what they leave behind, and that stopping loses nothing."""
 
+import io
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from conftest import display, toy
 from dunes import checkpoint, measure
@@ -28,7 +30,7 @@ from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting
 from dunes.runs.plan import Plan, config_for, parse_size, size_fields
-from dunes.runs.progress import duration, quantity
+from dunes.runs.progress import Display, duration, quantity
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
 from dunes.runs.train import train
@@ -457,6 +459,16 @@ def test_a_size_asked_for_is_about_the_size_built(family, size):
     with torch.device("meta"):
         model = FAMILIES[family].build(config_for(Plan(sources=("x",), family=family, size=size), 2048))
     assert count(model) == pytest.approx(size, rel=0.2)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, terminal):
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=terminal)
+    train(toy(code, steps=6), tmp_path / "run", Display(console, quiet=True))
+    assert out.getvalue().lstrip().startswith("done after 6 steps")
+    assert "dunes generate" in out.getvalue()
+    assert "it writes" not in out.getvalue()
 
 
 def test_depth_and_width_can_be_asked_for(code, tmp_path):

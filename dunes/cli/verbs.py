@@ -46,6 +46,7 @@ def train(
     dry_run: bool = False,
     resume: bool = False,
     override: Annotated[tuple[str, ...], _open("FIELD", "none")] = (),
+    quiet: bool = False,
     strict: bool = False,
     profile: bool = False,
     tensorboard: bool = False,
@@ -78,6 +79,7 @@ def train(
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
         override: Fields that may be others than the run's when going on, of minutes, steps, sources and
             corpus; threads, dtype and device are chosen anew.
+        quiet: Print warnings and results only.
         strict: Stop when a save fails, and do not go back past a damaged state.
         profile: Say at the end where the time went: text, data, first step, steps, checks, saves.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
@@ -110,7 +112,7 @@ def train(
     folder = out or Path("runs/none")
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard}
-    return run(plan, folder, Display(), resume, asked=given, **how)
+    return run(plan, folder, Display(quiet=quiet and not dry_run), resume, asked=given, **how)
 
 
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8"]
@@ -150,6 +152,7 @@ def finetune(
     dry_run: bool = False,
     resume: bool = False,
     override: Annotated[tuple[str, ...], _open("FIELD", "none")] = (),
+    quiet: bool = False,
     strict: bool = False,
     profile: bool = False,
     tensorboard: bool = False,
@@ -195,6 +198,7 @@ def finetune(
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
         override: Fields that may be others than the run's when going on, of minutes and steps, and where model,
             data, valid and domain were moved to; threads, dtype and device are chosen anew.
+        quiet: Print warnings and results only.
         strict: Stop when a save fails, and do not go back past a damaged state.
         profile: Say at the end where the time went.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
@@ -212,6 +216,7 @@ def finetune(
         "dry_run",
         "resume",
         "override",
+        "quiet",
         "strict",
         "profile",
         "tensorboard",
@@ -223,7 +228,7 @@ def finetune(
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard, "examples": show}
     plan, folder = Tuning(**given), out or Path("runs/none")
-    return run(plan, folder, Display(), resume, asked=given, **how)
+    return run(plan, folder, Display(quiet=quiet and not dry_run), resume, asked=given, **how)
 
 
 def generate(

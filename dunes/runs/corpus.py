@@ -75,7 +75,7 @@ def _tokenizer(plan: Plan, documents: Sequence[Document], show: Display) -> Toke
     for path in folder.glob(f"{key}-*.json"):
         if path.stem.endswith(_digest(text := path.read_bytes())):
             return Tokenizer(tokenizers.Tokenizer.from_str(text.decode()))
-    show.line(f"training a {plan.tokenizer} tokenizer")
+    show.detail(f"training a {plan.tokenizer} tokenizer")
     trained = Tokenizer.train(plan.tokenizer, _sample(documents, plan), plan.vocab)
     data = trained.json().encode()
     folder.mkdir(parents=True, exist_ok=True)

@@ -84,10 +84,10 @@ def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
     dtype = getattr(torch, task.plan.dtype or "float32")
     before = _earlier(path, show)
     if before is None:
-        show.line("asking the base first")
+        show.detail("asking the base first")
         before = task.able(model, dtype)
     elif before.text != task.text:
-        show.line("the text of the base's own domain is another one now: asking the base again")
+        show.detail("the text of the base's own domain is another one now: asking the base again")
         before = replace(before, domain=task.known(model, dtype), text=task.text)
     else:
         return before
@@ -116,5 +116,5 @@ def domain(lesson: Lesson, show: Display) -> Ids | None:
             raise
         show.line("what is forgotten is not measured: name text of the base's own domain with --domain")
         return None
-    show.line(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
+    show.detail(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
     return ids

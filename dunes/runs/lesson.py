@@ -66,11 +66,11 @@ class Lesson:
         files, lines = read_dataset(plan.data, plan.text_field, plan.follow_links)
         others, more = read_dataset(plan.valid, plan.text_field, plan.follow_links) if plan.valid else ([], [])
         for line in (*lines, *more):
-            show.line(line)
+            show.detail(line)
         base = checkpoint.load(folder)
         records = leading([*files, *others])
         template = speaks(plan, records, base.tokenizer, base.card)
-        show.line(f"template: {template.name}")
+        show.detail(f"template: {template.name}")
         own, tokenizer = taught(base), base.tokenizer
         if own is None or plan.template or records.kind not in BY_THEMSELVES:
             tokenizer = templates.carried(template, tokenizer)
@@ -98,7 +98,7 @@ class Lesson:
             show.line(f"look: the base knows {self.base.context} tokens; what lies beyond is learned here alone")
         found = report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
         for line in found.lines():
-            show.line(line)
+            show.detail(line)
         refuse(found, self.plan.truncated)
         for line in found.warnings():
             show.line(f"look: {line}")
@@ -191,7 +191,7 @@ def _fitting(lesson: Lesson, show: Display) -> Tuning:
     while not plan.at_once and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if plan.batch % n == 0)
         parts = memory(replace(lesson, plan=replace(plan, at_once=at_once)))
-    show.line(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
+    show.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
         show.line("look: that may not fit; --method qlora, a smaller --context or --at-once needs less")
     return replace(plan, at_once=at_once)

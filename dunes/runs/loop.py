@@ -115,7 +115,7 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
             run.spent.seconds.update(spent.seconds)
             # Time spent on preparing counts: a person waits for that, too.
             run.elapsed += monotonic() - start
-            show.line(run.task.opening(run))
+            show.detail(run.task.opening(run))
             with mirror:
                 status = _run(run, saver, show, mirror)
             for line in ("where the time went:", *lines(run.spent.seconds)) if how.profile else ():
@@ -306,7 +306,7 @@ def _sample(run: Run, show: Display, weights_step: int) -> str:
         steps += f", with the best weights (step {weights_step})"
     text = run.task.sample(run.model)
     append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
-    show.line(f"\n--- after {steps}, it writes ---\n{text}\n---")
+    show.detail(f"\n--- after {steps}, it writes ---\n{text}\n---")
     return text
 
 

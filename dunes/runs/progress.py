@@ -16,26 +16,32 @@ EVERY = 10.0
 
 @dataclass
 class Display:
-    """`with Display(console) as show:` then `show.state(...)` after each step and `show.line(text)` between."""
+    """`with Display(console) as show:` then `show.state(...)` after each step and `show.line(text)` between.
+
+    A quiet one shows neither progress nor `detail`: warnings and results are left.
+    """
 
     console: Console = field(default_factory=lambda: Console(highlight=False))
+    quiet: bool = False
 
     def __enter__(self) -> Self:
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
         self._task = self._bar.add_task("", total=1.0, start=True)
         self._spoken = -EVERY
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.quiet:
             self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.quiet:
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
         """The state of the run, and the share of it that is done."""
+        if self.quiet:
+            return
         if self.console.is_terminal:
             self._bar.update(self._task, description=text, completed=min(1.0, done))
         elif monotonic() - self._spoken >= EVERY:
@@ -45,6 +51,11 @@ class Display:
     def line(self, text: str = "") -> None:
         """A line that stays."""
         self.console.print(text, markup=False, soft_wrap=True)
+
+    def detail(self, text: str) -> None:
+        """A line that a quiet display leaves out."""
+        if not self.quiet:
+            self.line(text)
 
     def coloured(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
         """Text of which some parts are marked: by their colour, or in brackets where there is none."""

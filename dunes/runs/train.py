@@ -40,12 +40,12 @@ def train(plan: Plan, folder: Path, show: Display, again: bool = False, **how: A
         with spent("reading the text"):
             corpus = gather(plan)
         for line in (corpus.report(), *corpus.notes):
-            show.line(line)
+            show.detail(line)
         plan = replace(plan, split=corpus.split)
         with spent("choosing"):
             plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
         for line in reasons:
-            show.line(line)
+            show.detail(line)
         if going.dry:
             return None
         with spent("tokenizing"):
