@@ -464,7 +464,7 @@ def test_a_size_asked_for_is_about_the_size_built(family, size):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, terminal):
     out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=terminal)
+    console = Console(file=out, width=100, force_terminal=terminal, highlight=False)
     train(toy(code, steps=6), tmp_path / "run", Display(console, quiet=True))
     assert out.getvalue().lstrip().startswith("done after 6 steps")
     assert "dunes generate" in out.getvalue()
