@@ -14,6 +14,8 @@ from dunes.train import Trainer, adamw, next_token
 class SquaredReLU(nn.Module):
     """An mlp of one's own. https://arxiv.org/abs/2109.08668"""
 
+    supports_packing = True  # treats each token by itself, so documents may share a row and keys be cached
+
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False)

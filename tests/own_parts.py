@@ -37,6 +37,20 @@ class Convolution(nn.Module):
         return self.inside(F.pad(x.mT, (2, 0))).mT.tanh()
 
 
+class CalledOtherwise(nn.Module):
+    """As some libraries do it: what is called is not the class's forward."""
+
+    supports_packing = True
+
+    def __init__(self, dim):
+        super().__init__()
+        self.inside = nn.Linear(dim, dim)
+        self.forward = self.shifted
+
+    def shifted(self, x):
+        return self.inside(x + F.pad(x[:, :-1], (0, 0, 1, 0))).tanh()
+
+
 class RunningNorm(nn.LayerNorm):
     def forward(self, x):
         return super().forward(x.cumsum(1))
@@ -96,6 +110,11 @@ def dynamic_attention(dim):
     return Attention(dim, 4, 2, position=Rotary(8, scaling=Dynamic(8.0, 4)))
 
 
+def moved_by_column(x, ctx):
+    """A user's own positions, which go by the row and not by the context."""
+    return x + 0.3 * torch.arange(x.shape[2], dtype=x.dtype)[:, None]
+
+
 def plain_mlp(dim):
     return GatedMLP(dim, 48)
 
@@ -113,7 +132,9 @@ OWN = {
     "shift in one of ours": {"mlp": lambda dim: ShiftedMLP(dim, 48)},
     "shift inside": {"mlp": shifted_inside},
     "convolution": {"mlp": Convolution},
+    "another forward": {"mlp": CalledOtherwise},
     "norm": {"norm": RunningNorm},
+    "position": {"attention": lambda dim: Attention(dim, 4, 2, position=moved_by_column)},
     "attention without a context": {"attention": Average},
     "attention in one of ours": {"attention": lambda dim: ShiftedAttention(dim, 4, 2, position=Rotary(8))},
     "attention with a context": {"attention": OwnAttention},

@@ -374,10 +374,14 @@ def test_documents_of_rows_that_begin_anywhere():
     assert documents(at).tolist() == [0, 0, 0, 3, 3, 3, 6, 7, 7, 9, 10, 10]
 
 
-def test_a_batch_of_padding_alone_is_nothing():
-    ids = torch.zeros(2, 3, dtype=torch.long)
-    total, count = model("llama").nats(ids, torch.full_like(ids, IGNORE), torch.full_like(ids, -1))
-    assert (float(total.detach()), int(count)) == (0.0, 0)
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_batch_of_padding_alone_is_nothing(rows):
+    ids = torch.zeros(rows, 3, dtype=torch.long)
+    for module in (model("llama"), of_own_parts("shift")):
+        total, count = module.nats(ids, torch.full_like(ids, IGNORE), torch.full_like(ids, -1))
+        assert (float(total.detach()), int(count)) == (0.0, 0)
+        assert module(ids, torch.full_like(ids, -1)).shape == (rows, 3, VOCAB)
 
 
 def test_dropout_of_attention_keeps_the_rows_as_they_are():
@@ -431,6 +435,8 @@ def test_who_may_mix_tokens_is_named_with_the_remedy():
     module = of_own_parts("shift")
     with pytest.warns(UserWarning, match="^Shifted may mix tokens, so .* write supports_packing = True"):
         module.nats(*packed()[0])
+    with pytest.warns(UserWarning, match="^moved_by_column may mix tokens"):
+        of_own_parts("position").nats(*packed()[0])
     module(torch.zeros(2, 5, dtype=torch.long))  # without positions each row is a document
 
 

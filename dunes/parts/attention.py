@@ -13,9 +13,9 @@ from dunes.plural import plural
 class Attention(nn.Module):
     """Multi-head attention: grouped when `kv_heads` < `heads`, sliding when `window` is set.
 
-    `position` turns queries and keys (Rotary, or any callable of (x, context)); `q_norm` and `k_norm`
-    are applied to each head before that. `out_bias` is `bias` unless given. `dropout` acts on attention
-    weights, in training only.
+    `position` turns queries and keys: Rotary, or any callable of (x, context), which says
+    `supports_packing = True` if it goes by the context's positions alone. `q_norm` and `k_norm` are applied to each
+    head before that. `out_bias` is `bias` unless given. `dropout` acts on attention weights, in training only.
     Raises ValueError if the heads do not share the key/value heads evenly.
     """
 
@@ -48,9 +48,9 @@ class Attention(nn.Module):
         self.head_dim, self.position, self.window, self.dropout = head_dim, position, window, dropout
 
     @property
-    def supports_packing(self) -> bool:
-        """Whether documents in a row do not see each other: unless their positions look at more than their own."""
-        return self.position is None or getattr(self.position, "supports_packing", False)
+    def supports_packing(self) -> bool | None:
+        """Whether documents in a row do not see each other, which then hangs on `position`; None: not known."""
+        return self.position is None or getattr(self.position, "supports_packing", None)
 
     def forward(self, x: Tensor, ctx: Context | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context: the whole sequence, from position 0."""

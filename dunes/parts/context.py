@@ -120,7 +120,8 @@ def documents_by_length(at: Tensor) -> list[Tensor]:
 
 PER_TOKEN = {
     *(nn.Module, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity, nn.Dropout, nn.Linear, nn.Embedding),
-    *(nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus),
+    *(nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.ELU, nn.SELU, nn.Mish),
+    *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish),
 }
 """Modules of torch that treat each token by itself; nn.Module itself has no forward."""
 
@@ -140,19 +141,28 @@ def undeclared(model: nn.Module) -> list[nn.Module]:
 
 
 def _declares_packing(module: nn.Module) -> bool:
+    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        return False  # another function is called than the class's forward
     author = next(c for c in type(module).__mro__ if "forward" in vars(c))
-    several = len(getattr(module, "normalized_shape", "D")) > 1  # a norm over more than a token's last dimension
-    return (author in PER_TOKEN and not several) or "supports_packing" in vars(author)
+    if author in PER_TOKEN:
+        return len(getattr(module, "normalized_shape", "D")) == 1  # else a norm over more than a token
+    return bool(vars(author).get("supports_packing")) and module.supports_packing is not None
 
 
 def warn_of_mixing(model: nn.Module, consequence: str) -> None:
     """Name the modules that are undeclared, if there are any, and what comes of it."""
-    if names := ", ".join(sorted({type(m).__name__ for m in undeclared(model)})):
+    if names := ", ".join(sorted(set(map(_name, undeclared(model))))):
         warnings.warn(
             f"{names} may mix tokens, so {consequence}; if each token is treated by itself, write "
-            "supports_packing = True in the class",
+            "supports_packing = True in its class",
             stacklevel=3,
         )
+
+
+def _name(module: nn.Module) -> str:
+    position: Any = getattr(module, "position", None)
+    at_fault = module if position is None or hasattr(position, "supports_packing") else position
+    return getattr(at_fault, "__name__", type(at_fault).__name__)
 
 
 def at_hand(x: Tensor) -> bool:

@@ -51,8 +51,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A language model. With head=None the token embedding is read backwards as the head (tied).
 
-    Documents that share a row do not see each other. Where a module's class does not say that it
-    `supports_packing`, each goes through the model in a row of its own, which takes longer.
+    Documents that share a row do not see each other. If a module is of a class that does not say that it
+    `supports_packing`, each document goes through the model in a row of its own, and `cache_for` gives a cache of
+    ids alone; both take longer.
     """
 
     supports_packing = True

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dunes.ops import gated
 
 Act = Callable[[Tensor], Tensor]
+"""Of each number by itself."""
 
 
 def squared_relu(x: Tensor) -> Tensor:
