@@ -23,6 +23,7 @@ import tyro
 from dunes import measure, tree
 from dunes.plural import plural
 from dunes.runs.corpus import Tokens, gather, tokenize
+from dunes.runs.json_lines import append_record, read_records
 from dunes.runs.plan import Plan, parse_size
 from dunes.runs.progress import Display
 from dunes.runs.run import Run
@@ -90,11 +91,7 @@ def main(
         sources=(source,), dtype=str(measure.dtype(measure.device())).removeprefix("torch."), threads=cores
     )
     held = {base.vocab: tokens_of(base)}
-    known = (
-        {(r["minutes"], r["shape"]) for r in map(json.loads, out.read_text().splitlines())}
-        if out.exists()
-        else set()
-    )
+    known = {(r["minutes"], r["shape"]) for r in read_records(out, "a run", lambda r: "shape" in r)}
     jobs = []
     for shape in shapes:
         size, batch, context, vocab = shape.split(",")
@@ -120,9 +117,8 @@ def main(
     torch.set_num_threads(1)
     with ThreadPoolExecutor(cores) as pool:
         for line in pool.map(one, jobs):
-            with out.open("a") as file:
-                file.write(line + "\n")
             r = json.loads(line)
+            append_record(out, r)
             what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['plan']['steps'], 'step')}"
             print(f"{what}, {r['bits_per_byte']:.4f} bits a byte", flush=True)
 

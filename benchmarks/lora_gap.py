@@ -32,6 +32,7 @@ from dunes.data import Batches, examples
 from dunes.parts import Decoder
 from dunes.runs import score
 from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.json_lines import append_record, read_records
 from dunes.text.templates import named
 from dunes.train import Schedule, Trainer, adamw
 
@@ -197,7 +198,7 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
 
 
 def read(out: Path) -> list[Row]:
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return read_records(out, "a run")
 
 
 def table(rows: list[Row]) -> str:
@@ -251,8 +252,7 @@ def main(
     for run in [Run(sweep, k, rate, other_embedding) for k in ranks for rate in (rates if k else full_rates)]:
         if not any(all(row[k] == v for k, v in run.key.items()) for row in read(out)):
             row = ran(run, dtype, tuned)
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_record(out, row)
     shared = {k: v for k, v in Run(sweep, 0, 0).key.items() if k not in ("method", "rank", "rate", "alpha")}
     rows = [r for r in read(out) if all(r[k] == v for k, v in shared.items())]
     print(table(rows))

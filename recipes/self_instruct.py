@@ -24,7 +24,7 @@ from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, Ask, Round
 from dunes.generate import sampler
 from dunes.plural import plural
-from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage
+from dunes.runs.json_lines import append_record, keep_lines, print_warning, read_lines, warn_of_damage
 from dunes.runs.write import write
 
 
@@ -77,10 +77,14 @@ def server(url: str, name: str, limit: int = TOKENS) -> Ask:
 
 
 def before(path: Path) -> list[Round]:
-    """The rounds of the run before; lines that are damaged are told and skipped."""
-    lines = [(line, _round(line.record)) for line in read_lines(path)]
-    warn_of_damage(path, [line for line, found in lines if found is None], "a round", print_warning)
-    return [found for _, found in lines if found is not None]
+    """The rounds of the run before; damaged lines are told, and those that are no JSON objects are cut out."""
+    lines = read_lines(path)
+    found = [_round(line.record) for line in lines]
+    damaged = [line for line, known in zip(lines, found, strict=True) if known is None]
+    warn_of_damage(path, damaged, "a round", print_warning)
+    if any(line.record is None for line in lines):
+        keep_lines(path, [line for line in lines if line.record is not None])
+    return [known for known in found if known is not None]
 
 
 def _round(row: Any) -> Round | None:

@@ -11,6 +11,7 @@ from dunes.bench import plot
 from dunes.checkpoint.card import read as read_card
 from dunes.measure import fingerprint
 from dunes.plural import plural
+from dunes.runs.picture import drawable
 from dunes.runs.plan import Plan, Terms
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
@@ -50,8 +51,8 @@ def page(run: Path) -> str:
     if plan is None:
         raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
     points = plot.points(lines)
-    if not points:
-        raise ValueError(f"{run}: the run has not taken a step yet")
+    if not any(drawable(point["loss"]) for point in points):
+        raise ValueError(f"{run}: the run has not taken a step yet that has a finite loss")
     card = read_card(run)
     sections = [
         ("Learning", _images(run, lines, points)),
@@ -101,7 +102,8 @@ def _numbers(card: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> str:
-    pictures = [("training loss", plot.over_tokens(points, "loss", "training loss, nats a token"))]
+    words = "training loss (validation: dashed), nats/token"
+    pictures = [("training loss", plot.loss_over_tokens(points, words))]
     if any(p["bits_per_byte"] is not None for p in points):
         pictures.insert(0, ("held-out loss", plot.losses({run.resolve().name: lines})))
     pictures.append(("speed", plot.over_tokens(points, "speed", "tokens a second")))

@@ -16,7 +16,7 @@ from dunes.bench.table import duration, size
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
 from dunes.runs.extra import extra
-from dunes.runs.picture import smoothed
+from dunes.runs.picture import drawable, smoothed
 from dunes.runs.progress import quantity
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
@@ -165,7 +165,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     records = []
     for name, lines in runs.items():
         for point in points(lines):
-            if point["bits_per_byte"] is not None:
+            if point["bits_per_byte"] is not None and drawable(point["bits_per_byte"]):
                 records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
     if not records:
         raise ValueError(f"{', '.join(runs)}: no run measured bits a byte yet; let it train for 10 steps at least")
@@ -193,10 +193,20 @@ def over_rates(found: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
     )
 
 
+def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Training loss of a run's points over the tokens seen, and the validation loss in the same unit, dashed."""
+    p = _plotnine()
+    checks = [q for q in points if q["validation_loss"] is not None and drawable(q["validation_loss"])]
+    frame = {"x": [q["tokens"] for q in checks], "y": [q["validation_loss"] for q in checks]}
+    data = extra("pandas", "plot").DataFrame(frame)
+    picture = over_tokens(points, "loss", title)
+    return picture + p.geom_line(p.aes("x", "y"), data, color=COLOURS[3], linetype="dashed") if checks else picture
+
+
 def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, keep: float = 0.9) -> Any:
     """A column of a run's points over the tokens seen, each step and their running mean."""
     p = _plotnine()
-    kept = [q for q in points if q[column] == q[column]]
+    kept = [q for q in points if drawable(q[column])]
     smooth = smoothed([q[column] for q in kept], keep)
     records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(kept, smooth, strict=True)]
     return (
@@ -210,7 +220,7 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
 
 
 def points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's metrics as steps, tokens and minutes of training so far, with loss, rate and bits a byte."""
+    """A run's metrics as steps, tokens and minutes of training so far, with both losses, rate and bits a byte."""
     found, tokens, seconds = [], 0, 0.0
     for line in lines:
         if "loss" not in line:
@@ -218,7 +228,7 @@ def points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
         known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
         speed = {"speed": line["count"] / line["seconds"], "rate": line["rate"]}
-        found.append(known | speed | {"bits_per_byte": line.get("bits_per_byte")})
+        found.append(known | speed | {name: line.get(name) for name in ("bits_per_byte", "validation_loss")})
     return found
 
 

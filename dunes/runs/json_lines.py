@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.atomic import naming
+from dunes.checkpoint.atomic import naming, write_file
 
 Warn = Callable[[str], object]
 
@@ -66,6 +66,24 @@ def _object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def read_records(
+    path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Warn | None = None
+) -> list[dict[str, Any]]:
+    """The objects in the lines that fit, none if there is no file; `warn` gets a line about the others.
+
+    Without `warn` that goes to standard error.
+    """
+    lines = read_lines(path)
+    damaged = [line for line in lines if line.record is None or not fits(line.record)]
+    warn_of_damage(path, damaged, expected, warn or print_warning)
+    return [line.record for line in lines if line.record is not None and fits(line.record)]
+
+
+def keep_lines(path: Path, kept: Sequence[Line]) -> None:
+    """Replace a file by some of its lines, byte for byte. Raises OSError, and the file stands, if that fails."""
+    write_file(path, b"".join(line.text + b"\n" for line in kept))
 
 
 def print_warning(line: str) -> None:

@@ -305,8 +305,8 @@ def _sample(run: Run, show: Display, weights_step: int) -> str:
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
     text = run.task.sample(run.model)
-    append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
     show.detail(f"\n--- after {steps}, it writes ---\n{text}\n---")
+    append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
     return text
 
 

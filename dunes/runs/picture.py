@@ -22,14 +22,14 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = [r for r in records if "loss" in r and not r["skipped"] and _drawable(r["loss"])]
+    steps = [r for r in records if "loss" in r and not r["skipped"] and drawable(r["loss"])]
     x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
     axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
     axes.plot(x, centred(losses), color=TRAINING, label="training loss")
     bits = score.bits_per_byte / score.loss if score.loss else 0.0
     if checks := _checks(records, bits):
         axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
-    if _drawable(score.loss):
+    if drawable(score.loss):
         figures = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
         axes.plot(
             [step], [score.loss], "*", color=VALIDATION, markersize=12, label=f"kept: step {step}, {figures}"
@@ -51,12 +51,12 @@ def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, f
         loss = record.get("validation_loss")
         if loss is None and bits and record.get("bits_per_byte") is not None:
             loss = record["bits_per_byte"] / bits
-        if loss is not None and _drawable(loss):
+        if loss is not None and drawable(loss):
             found.append((record["step"], loss))
     return found
 
 
-def _drawable(loss: float) -> bool:
+def drawable(loss: float) -> bool:
     """Whether axes can hold it: not what is not finite, nor what only a damaged file says."""
     return abs(loss) < 1e30
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf, isnan
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock, Timeout
@@ -18,7 +18,15 @@ from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.evaluate import Score
-from dunes.runs.json_lines import Warn, append_record, print_warning, read_lines, warn_of_damage
+from dunes.runs.json_lines import (
+    Warn,
+    append_record,
+    keep_lines,
+    print_warning,
+    read_lines,
+    read_records,
+    warn_of_damage,
+)
 from dunes.runs.plan import MEASURED, T, Terms
 from dunes.runs.spent import Spent
 from dunes.runs.stored_state import check_optimizer, check_tensors, read_state, wrong_state
@@ -339,14 +347,12 @@ def note(folder: Path, record: dict[str, Any]) -> None:
 
 def records(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, those that are damaged left out; `warn` gets a line about these."""
-    lines = read_lines(path)
-    warn_of_damage(path, [line for line in lines if not _is_metric(line.record)], METRIC, warn)
-    return [line.record for line in lines if _is_metric(line.record)]
+    return read_records(path, METRIC, _is_metric, warn)
 
 
-def _is_metric(record: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+def _is_metric(record: dict[str, Any]) -> bool:
     """Whether a line is a step's, or a note about one, with numbers where readers compute with them."""
-    if record is None or type(record.get("step")) is not int or not _is_number(record["step"]):
+    if type(record.get("step")) is not int or not _is_number(record["step"]):
         return False
     if not all(_is_number(record[name]) for name in SCORES if record.get(name) is not None):
         return False
@@ -366,4 +372,4 @@ def cut(path: Path, step: int, warn: Warn = print_warning) -> None:
     warn_of_damage(path, [line for line in lines if line.record is None], METRIC, warn)
     kept = [x for x in lines if x.record is not None and not (_is_metric(x.record) and x.record["step"] > step)]
     if len(kept) < len(lines):
-        write_file(path, b"".join(line.text + b"\n" for line in kept))
+        keep_lines(path, kept)
