@@ -1,5 +1,6 @@
 """Text to ids and back: nothing is lost, lines stay apart, and Hugging Face's tools agree."""
 
+import json
 import os
 import random
 import re
@@ -322,3 +323,22 @@ def test_the_files_beside_a_tokenizer_are_bounded_like_all_json(content, said, t
         Tokenizer.load(tmp_path)
     assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_no_token_reaches_over_a_line_end(end):
+    text = f"value = function(argument, other){end}" * 100
+    tokenizer = Tokenizer.train("bpe", [text], 330)
+    assert tokenizer.by_lines
+    assert {piece for piece in tokenizer.pieces() if {*piece} & {*b"\r\n"}} == {b"\r", b"\n", end.encode()}
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text) == tokenizer.encode(f"value = function(argument, other){end}") * 100
+
+
+def test_a_tokenizer_of_an_older_run_still_counts_as_trained_here(tmp_path):
+    words = json.loads(Tokenizer.train("bpe", ["a\n"], 300).json())
+    words["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\n|[^\n]+"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    older = Tokenizer.load(tmp_path)
+    assert older.by_lines
+    assert older.begin == [older.end]
