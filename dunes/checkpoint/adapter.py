@@ -22,7 +22,7 @@ from dunes.augment.adapted import Adapted, dense, embeds, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import atomic, stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
-from dunes.checkpoint.folder import READY, beside, settle, verified, write_card
+from dunes.checkpoint.folder import beside, verified, write, write_card
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
@@ -148,9 +148,7 @@ def save_adapter(
                 (staged / file).write_text(json.dumps(content, indent=2) + "\n")
         write_card(staged, {**card, **(facts or {})})
 
-    settle(folder)
-    atomic.write_folder(folder / READY, fill, sum(w.nbytes for w in weights.values()))
-    settle(folder)
+    write(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
 def sayable(model: nn.Module, name: str = lora.NAME) -> None:
