@@ -20,10 +20,10 @@ from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapted, dense, embeds, sides
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint import atomic, stream
+from dunes.checkpoint import stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
 from dunes.checkpoint.base import ANYWAY, BaseWeights, Record, identity, prove, recorded
-from dunes.checkpoint.folder import READY, beside, settle, verified, write_card
+from dunes.checkpoint.folder import beside, verified, write, write_card
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
@@ -143,9 +143,7 @@ def save_adapter(
                 (staged / file).write_text(json.dumps(content, indent=2) + "\n")
         write_card(staged, {**card, **(facts or {})})
 
-    settle(folder)
-    atomic.write_folder(folder / READY, fill, sum(w.nbytes for w in weights.values()))
-    settle(folder)
+    write(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
 def sayable(model: nn.Module, name: str = lora.NAME) -> None:

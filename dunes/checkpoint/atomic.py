@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dunes.staging import staged
+
 MANIFEST = "manifest.json"
 BLOCK = 1 << 18
 """Numbers of a tensor that are digested at a time."""
@@ -73,12 +75,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace one file."""
-    staged = path.with_name(f".{path.name}.new")
-    with naming(path):
-        staged.write_bytes(data)
-        sync(staged)
-        os.replace(staged, path)
+    """Replace one file. Of several writers at once the last one counts."""
+    with naming(path), staged(path) as made:
+        (made / "data").write_bytes(data)
+        sync(made / "data")
+        os.replace(made / "data", path)
         sync(path.parent)
 
 
@@ -92,39 +93,42 @@ def room_for(folder: Path, size: int) -> None:
         )
 
 
-def write_sealed(folder: Path, fill: Callable[[Path], None], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+def write_sealed(
+    folder: Path,
+    fill: Callable[[Path], None],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    place: Callable[[Path, Path], None] = os.rename,
+) -> None:
     """`write_folder` with a manifest: each file's size and SHA-256, and that of each of the `tensors` in it.
 
     They are given by file name, so that damage can be told by name.
     """
 
-    def sealed(staged: Path) -> None:
-        fill(staged)
-        _seal_folder(staged, tensors)
+    def sealed(made: Path) -> None:
+        fill(made)
+        _seal_folder(made, tensors)
 
-    write_folder(folder, sealed, sum(t.nbytes for held in tensors.values() for t in held.values()))
+    write_folder(folder, sealed, sum(t.nbytes for held in tensors.values() for t in held.values()), place)
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None], size: int) -> None:
+def write_folder(
+    folder: Path, fill: Callable[[Path], None], size: int, place: Callable[[Path, Path], None] = os.rename
+) -> None:
     """Make a folder that appears whole or not at all; `fill` writes about `size` bytes into a staging folder.
 
+    `place` gives that its name, when all of it is on the disk.
     Raises OSError, and leaves what was there untouched, if anything cannot be written.
     """
-    room_for(folder, size + (1 << 16))
-    staged = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
-        with naming(folder):
-            staged.mkdir(parents=True)
-            fill(staged)
-            for file in staged.iterdir():
+    with naming(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with staged(folder) as made:
+            room_for(folder, size + (1 << 16))  # now that what the dead had left is gone
+            fill(made)
+            for file in made.iterdir():
                 sync(file)
-            sync(staged)
-            os.rename(staged, folder)
+            sync(made)
+            place(made, folder)
             sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 def _seal_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -1,8 +1,6 @@
 """A model from one folder to another: another form, other names, another dtype; streamed, whole and verified."""
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,12 +10,13 @@ from typing import Any
 
 import torch
 
-from dunes.checkpoint import atomic, folder, native, stream
+from dunes.checkpoint import folder, native, stream
 from dunes.checkpoint.source import CONFIG, Source, opened
 from dunes.checkpoint.stored import cast, counted, moved
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
 from dunes.models.names import Names, fields, to_theirs
+from dunes.staging import locked
 from dunes.text import Tokenizer, json_file
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
@@ -67,8 +66,7 @@ def convert(
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
     with alone(out):
-        atomic.write_folder(out / folder.READY, fill, size)
-        folder.settle(out)
+        folder.write(out, fill, size)
     return verified[0]
 
 
@@ -80,10 +78,9 @@ def alone(out: Path) -> Iterator[None]:
     """
     made = [p for p in (out, *out.parents) if not p.exists()]
     out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        with locked(out, wait=False):
+            yield
     except BlockingIOError:
         raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None
     except BaseException:
@@ -91,8 +88,6 @@ def alone(out: Path) -> Iterator[None]:
             with suppress(OSError):
                 path.rmdir()
         raise
-    finally:
-        os.close(handle)
 
 
 def _ticking(total: int, show: Show) -> Callable[[str, int], None]:

@@ -24,9 +24,12 @@ from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.models.outline import outline
 from dunes.parts import Decoder
+from dunes.staging import locked
 from dunes.text import Tokenizer
 
 READY = ".ready"
+TRIES = 50
+"""Times that a folder is read anew because it was saved to meanwhile."""
 IDS = ("bos", "eos", "pad")
 T = TypeVar("T")
 
@@ -60,7 +63,6 @@ def save(
     if isinstance(words, str):
         raise ValueError(f"this model cannot be said in Hugging Face's terms: {words}")
     folder = Path(folder)
-    settle(folder)
     family = FAMILIES[words.family]
     state = held(model.state_dict())
     moves, unknown = to_theirs(family.NAMES, state)
@@ -77,8 +79,25 @@ def save(
         known = {"family": words.family, "context": context, "changes": [], **(facts or {})}
         write_card(staged, {**known, **check(staged)})
 
-    atomic.write_folder(folder / READY, fill, sum(w.nbytes for w in weights.values()))
+    write(folder, fill, sum(w.nbytes for w in weights.values()))
+
+
+def write(folder: Path, fill: Callable[[Path], None], size: int) -> None:
+    """Put the files that `fill` makes, about `size` bytes, into a folder: all of them or none.
+
+    They are made in a folder beside, so that several may be at it; the one that finishes last counts.
+    """
     settle(folder)
+    atomic.write_folder(folder / READY, fill, size, _place)
+
+
+def _place(made: Path, ready: Path) -> None:
+    """Name what was made `.ready`, and move its files to their places."""
+    with locked(ready.parent):
+        _move(ready.parent)  # of another save, which was cut short meanwhile
+        os.rename(made, ready)
+        atomic.sync(ready.parent)
+        _move(ready.parent)
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -90,31 +109,46 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 
 def settle(folder: Path) -> None:
     """Finish a save that was cut short after its files were written. Raises OSError if they cannot be moved."""
+    if (folder / READY).is_dir():
+        with atomic.naming(folder), locked(folder):
+            _move(folder)
+
+
+def _move(folder: Path) -> None:
+    """Move what is `.ready` to its places, while no other process or thread does."""
     ready = folder / READY
     if not ready.is_dir():
         return
-    with atomic.naming(folder), suppress(FileNotFoundError):  # another process may be at it, too
-        _make_way(folder, ready)
-        for file in sorted(f for f in ready.iterdir() if f.name != CARD):
-            os.replace(file, folder / file.name)
-        atomic.sync(folder)
-        # The card comes when the others are there to stay: as long as one is left, it is there and names them all.
-        with suppress(FileNotFoundError):
-            os.replace(ready / CARD, folder / CARD)
-        atomic.sync(folder)
-        ready.rmdir()
-        atomic.sync(folder)
+    _make_way(folder, ready)
+    for file in sorted(f for f in ready.iterdir() if f.name != CARD):
+        os.replace(file, folder / file.name)
+    atomic.sync(folder)
+    # The card comes when the others are there to stay: as long as one is left, it is there and names them all.
+    with suppress(FileNotFoundError):
+        os.replace(ready / CARD, folder / CARD)
+    atomic.sync(folder)
+    ready.rmdir()
+    atomic.sync(folder)
 
 
 def _make_way(folder: Path, ready: Path) -> None:
-    """Remove weights of an older save that the new one does not have: they would be read, or lie there unread."""
+    """Remove files of an older save that the new one does not have: they would be read, or lie there unread."""
     new = {f.name for f in ready.iterdir()} | set(cards.named(ready, cards.read(ready)))
-    old = [folder / stream.INDEX, folder / stream.SINGLE, *folder.glob("model-*-of-*.safetensors")]
+    old = _named(folder) if CARD in new else set()
     if stream.SINGLE in new or (stream.INDEX in new and CARD in new):
-        for file in (f for f in old if f.name not in new):
-            file.unlink(missing_ok=True)
+        old |= {stream.INDEX, stream.SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
     elif stream.INDEX in new:  # without a card it is not known which of its shards were moved already
-        (folder / stream.SINGLE).unlink(missing_ok=True)
+        old |= {stream.SINGLE}
+    for name in old - new:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _named(folder: Path) -> set[str]:
+    """The files that the card of an older save names; none if it is damaged."""
+    try:
+        return {name for name in cards.named(folder, cards.read(folder)) if (folder / name).parent == folder}
+    except ValueError:
+        return set()
 
 
 def beside(tokenizer: Tokenizer, context: int | None) -> dict[str, Any]:
@@ -144,20 +178,25 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     """The model, its tokenizer and its card, from any form of model folder that is read here.
 
     Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
-    the dtype they are stored in. Beside a process that saves into the folder a load begins again, once.
+    the dtype they are stored in. Beside a process that saves into the folder a load begins again.
     """
     return steady(Path(folder), lambda there: _loaded(there, device))
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of the folder; once more if it fails while another process saves there."""
-    before = _saved(folder)
-    try:
-        return read(folder)
-    except (ValueError, FileNotFoundError):
-        if _saved(folder) == before:
-            raise
-    return read(folder)
+    """What `read` makes of the folder; once more, and again, if another thread or process saved there meanwhile."""
+    for _ in range(TRIES):
+        settled(folder)
+        before = _saved(folder)
+        try:
+            result = read(folder)
+        except (ValueError, FileNotFoundError):
+            if _saved(folder) == before:
+                raise
+        else:
+            if _saved(folder) == before:
+                return result
+    raise OSError(errno.EBUSY, "it is being written again and again, faster than it can be read", str(folder))
 
 
 def _saved(folder: Path) -> list[tuple[int, int] | None]:

@@ -5,6 +5,7 @@ digests is written last, then the folder gets its name. No pickle.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dunes.checkpoint import atomic
+from dunes.staging import locked
 
 KEPT = 2
 FORMAT = 1
@@ -44,19 +46,28 @@ def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
         if tensor.is_floating_point() and not _finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} holds numbers that are not finite")
 
-    def fill(staged: Path) -> None:
-        atomic.write_tensors(staged / TENSORS, taken.tensors)
-        (staged / "state.json").write_text(json.dumps({"format": FORMAT, "state": taken.plain}))
+    def fill(made: Path) -> None:
+        atomic.write_tensors(made / TENSORS, taken.tensors)
+        (made / "state.json").write_text(json.dumps({"format": FORMAT, "state": taken.plain}))
 
-    tidy(run)
-    if folder.exists():
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic.naming(folder), locked(folder.parent):
         if _whole(folder):
             return folder  # the same step of the same run is the same state
-        shutil.rmtree(folder)
-    atomic.write_sealed(folder, fill, {TENSORS: taken.tensors})
-    for old in _folders(run)[KEPT:]:
-        shutil.rmtree(old, ignore_errors=True)
+    atomic.write_sealed(folder, fill, {TENSORS: taken.tensors}, _place)
     return folder
+
+
+def _place(made: Path, folder: Path) -> None:
+    """Give a state its name, unless another writer was faster, and drop all but the newest two."""
+    with locked(folder.parent):
+        if _whole(folder):
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(made, folder)
+        atomic.sync(folder.parent)  # before an older one goes
+        for old in _folders(folder.parent.parent)[KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -70,20 +81,17 @@ def _finite(tensor: Tensor) -> bool:
     return bool(np.isfinite(tensor.detach().numpy()).all())
 
 
-def tidy(run: Path) -> None:
-    """Remove what a save that was killed has left behind."""
-    for staged in (run / "state").glob(".step-*.new"):
-        shutil.rmtree(staged, ignore_errors=True)
-
-
 def latest(run: Path, told: Told = lambda line: None) -> Path | None:
     """The newest state that is whole; `told` hears of each newer one that is damaged."""
-    for folder in _folders(run):
-        try:
-            atomic.verify_folder(folder)
-            return folder
-        except ValueError as error:
-            told(f"{error}; going back to an older state")
+    if not (states := _folders(run)):
+        return None
+    with locked(run / "state"):  # or another writer drops what is being looked at
+        for folder in states:
+            try:
+                atomic.verify_folder(folder)
+                return folder
+            except ValueError as error:
+                told(f"{error}; going back to an older state")
     return None
 
 

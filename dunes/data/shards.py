@@ -8,7 +8,6 @@ and the settings, so a changed corpus or tokenizer never meets old tokens.
 import json
 import os
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from dunes.data.document import BLOCK, Document
 from dunes.plural import plural
+from dunes.staging import locked, staged
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
 
@@ -107,14 +107,13 @@ def cached(
     if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:8]}-", dir=folder.parent))  # private: mode 0700
-    try:
+    with staged(folder) as made:
+        made.chmod(0o700)
         _write(made, documents, tokenizer, card, told)
-        if _read(folder, card) is None:  # or another process was faster, and its shard may be in use
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
-            made.rename(folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        with locked(folder.parent):
+            if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
+                shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
+                made.rename(folder)
     shard = _read(folder, card)
     assert shard is not None, "a shard that was just written reads back"
     return shard

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.plural import plural
-from dunes.text import json_file, llama3, sentencepiece, tekken
+from dunes.text import bounded, json_file, llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks, settings
 from dunes.text.spelling import Spelling, spelling
 
@@ -315,8 +315,10 @@ def _leadless(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _foreign(path: Path) -> tokenizers.Tokenizer:
-    """From a tokenizer.json of any make. Raises ValueError for ids that cannot be."""
-    inner = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    """From a tokenizer.json of any make. Raises ValueError for ids that cannot be, and what makes much of little."""
+    data = path.read_bytes()
+    bounded.check(bounded.parsed(data))  # first, since building it normalizes its added tokens
+    inner = tokenizers.Tokenizer.from_buffer(data)
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= LIMIT_IDS:
         raise ValueError(
@@ -332,13 +334,19 @@ def _for_json(words: dict[str, Any]) -> bytes:
     return json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
+def _within(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same, after a look at what it makes of a text."""
+    bounded.check(bounded.pipeline(inner))
+    return inner
+
+
 def _model(data: bytes) -> tokenizers.Tokenizer:
     """From a tokenizer.model: two kinds of files have this name."""
     return llama3.convert(data) if llama3.looks_like(data) else sentencepiece.convert(data)
 
 
 _MAKERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
-    ".model": lambda path: _model(path.read_bytes()),
+    ".model": lambda path: _within(_model(path.read_bytes())),
     ".json": lambda path: tekken.convert(path.read_bytes()) if path.stem == "tekken" else _foreign(path),
 }
 

@@ -1,0 +1,173 @@
+"""Tokenizers of others that would make much of little, refused before the library is at work with them.
+
+How much longer a text can become is bounded by what each step of the pipeline says of itself. What that cannot
+tell, since Unicode's own rules and patterns play together, is tried on single characters, step by step.
+"""
+
+import json
+import string
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, TypeAlias
+
+import tokenizers
+from tokenizers import models
+
+Step: TypeAlias = Mapping[str, Any]
+
+GROWTH = 100
+"""Bytes made of one byte, ids made of one id. Published pipelines stay below 50."""
+STEPS = 100
+ADDED = 2_000_000
+"""Characters in all added tokens: the library takes 70 bytes for each."""
+MARKS = 1000
+"""Ids set around a text."""
+AFFIX, WORD = 100, 1000
+"""Characters of what is added to words, and of words that are looked up by trying all their parts."""
+LONGEST = 33
+"""Bytes that Unicode makes of one character, U+FDFA, in normal form."""
+PARTS = 16_000_000
+"""Commas and brackets in a file. A vocabulary of 262,144 with its merges has two million."""
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """The object in a tokenizer.json. Raises ValueError if it is none, or has too many parts."""
+    if (parts := sum(map(data.count, (b",", b"[", b"{")))) > PARTS:
+        raise ValueError(f"it has {parts:,} parts; {PARTS:,} is the limit")
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"an object is expected, found {type(content).__name__}")
+    return content
+
+
+def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What works on texts and ids, as tokenizer.json spells it."""
+    parts = {name: getattr(inner, name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
+    return {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+
+
+def check(content: Mapping[str, Any]) -> None:
+    """Raise ValueError that names the part of a tokenizer.json which makes more of a text than GROWTH allows.
+
+    Parts that the library does not know, or finds damaged, are left for it to refuse.
+    """
+    normalizer, cuts, decoder, marks = (
+        list(_steps(content, part)) for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")
+    )
+    _bounded("normalizer", prod(map(_longer, normalizer)))
+    _bounded("normalizer and pre_tokenizer", prod(map(_longer, [*normalizer, *cuts])))
+    _bounded("decoder", prod(_longer(step) + ("Regex" in str(step.get("pattern"))) for step in decoder))
+    _templates(marks)
+    _tokens(content)
+    _tried(normalizer)
+
+
+def _bounded(part: str, growth: float) -> None:
+    if growth > GROWTH:
+        raise ValueError(
+            f"its {part} can make a text {min(growth, 1e15):,.0f} times as long; {GROWTH} times is the limit"
+        )
+
+
+def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
+    """The steps of a part in order, out of the sequences that they may lie in."""
+    stack, count = [content.get(part)], 0
+    while stack:
+        step = stack.pop()
+        if isinstance(step, dict):
+            inner = next((v for k, v in step.items() if k in SEQUENCES and isinstance(v, list)), None)
+            if inner is not None:
+                stack += reversed(inner)
+                continue
+            yield step
+        count += 1
+        if count + len(stack) > STEPS:
+            raise ValueError(f"its {part} has {count + len(stack):,} steps; {STEPS} is the limit")
+
+
+SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
+TYPES = {"ByteLevel": 2.0, "Metaspace": 4.0, "BPEDecoder": 2.0, "CTC": 2.0}
+"""Bytes of one: a letter for each byte, ▁ for a space or before a letter, a space after each letter."""
+
+
+def _longer(step: Step) -> float:
+    """How many times as long, in bytes, a step can make a text: told by keys, since old files have no types."""
+    if isinstance(content := step.get("content"), str) and isinstance(pattern := step.get("pattern"), dict):
+        text, size = pattern.get("String"), _size(content)
+        if text == "":
+            return 1.0 + size
+        return max(1.0, size / (_size(text) if isinstance(text, str) else 1))
+    if isinstance(text := step.get("prepend"), str):
+        return 1.0 + _size(text)
+    if isinstance(data := step.get("precompiled_charsmap"), str):
+        table = b64decode(data)
+        values = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        return max(1.0, max(map(len, values)) / LONGEST)
+    return TYPES.get(str(step.get("type")), 1.0)
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
+def _templates(steps: Sequence[Step]) -> None:
+    """Raise ValueError for templates that repeat a text, or set too many ids around it."""
+    ids = 1
+    for step in steps:
+        special = {name: len(mark["ids"]) for name, mark in step.get("special_tokens", {}).items()}
+        for name in ("single", "pair"):
+            parts = step.get(name) or []
+            marks = sum(special.get(part["SpecialToken"]["id"], 0) for part in parts if "SpecialToken" in part)
+            ids = max(ids, marks + ids * sum("Sequence" in part for part in parts))
+        if ids > MARKS:
+            raise ValueError(f"its post_processor makes {ids:,} ids of one; {MARKS:,} is the limit")
+
+
+def _tokens(content: Mapping[str, Any]) -> None:
+    """Raise ValueError for added tokens, affixes and words of a size that takes much memory or time."""
+    size = sum(len(token["content"]) for token in content.get("added_tokens") or [])
+    if size > ADDED:
+        raise ValueError(f"its added_tokens hold {size:,} characters; {ADDED:,} is the limit")
+    model = content.get("model") or {}
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if len(model.get(key) or "") > AFFIX:
+            raise ValueError(f"its model's {key} has {len(model[key]):,} characters; {AFFIX} is the limit")
+    if (word := model.get("max_input_chars_per_word") or 0) > WORD:
+        raise ValueError(f"its model's max_input_chars_per_word is {word:,}; {WORD:,} is the limit")
+
+
+def _tried(steps: Sequence[Step]) -> None:
+    """Raise ValueError if a normalizer makes much of single characters, or of what its own steps write."""
+    works = list(map(_work, steps))
+    written = [(i, text) for i, step in enumerate(steps) for text in _written(step)]
+    for begin, text in [
+        *((0, c) for c in string.printable),
+        *((i, text) for at, text in written for i in (0, at)),
+    ]:
+        given = longer = 3 * text
+        for work in works[begin:]:
+            longer = work(longer)
+            if _size(longer) > GROWTH * _size(given):
+                raise ValueError(
+                    f"its normalizer makes {_size(longer):,} bytes of {ascii(given)[:40]}; "
+                    f"{GROWTH} times as many is the limit"
+                )
+
+
+def _written(step: Step) -> list[str]:
+    """What a step looks for and what it writes."""
+    pattern = step.get("pattern")
+    texts = [step.get("content"), pattern.get("String") if isinstance(pattern, dict) else None]
+    return [text for text in texts if isinstance(text, str) and text]
+
+
+def _work(step: Step) -> Callable[[str], str]:
+    shell = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+    normalizer = tokenizers.Tokenizer.from_str(json.dumps(shell | {"normalizer": step})).normalizer
+    assert normalizer is not None
+    work: Callable[[str], str] = normalizer.normalize_str
+    return work

@@ -1,0 +1,176 @@
+"""Several threads and processes that write in one place: the last one that finishes wins, whole."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from dunes import checkpoint, staging
+from dunes.checkpoint import atomic
+from dunes.data import collect
+from dunes.data.shards import cached
+from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
+
+FORK = multiprocessing.get_context("fork")
+
+
+def at_once(work, count=6):
+    """The results of work(0), work(1), ... in threads of their own, which begin together."""
+    barrier = threading.Barrier(count)
+
+    def begin(i):
+        barrier.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+def hidden(folder: Path):
+    return sorted(p.name for p in folder.rglob(".*"))
+
+
+def test_saves_of_many_threads_into_one_folder_all_succeed_and_it_loads_at_any_moment(tmp_path):
+    save_model(tmp_path, 99)
+    seen, ended = [], threading.Event()
+
+    def look():
+        while not ended.is_set():
+            seen.append(read_model(tmp_path))
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            at_once(lambda i: [save_model(tmp_path, 10 * i + j) for j in range(4)])
+        finally:
+            ended.set()
+        looking.result()
+    assert len(set(seen)) > 1, "it was read while it changed"
+    assert read_model(tmp_path) % 10 == 3, "the last save of one of the threads"
+    assert not hidden(tmp_path)
+
+
+def test_the_save_that_finishes_last_wins_not_the_one_that_began_last(tmp_path):
+    began, other_done = threading.Event(), threading.Event()
+
+    def slow(staged):
+        began.set()
+        assert other_done.wait(30)
+        return {}
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(checkpoint.save, small(1), tmp_path, TOKENIZER, 16, {"value": 1}, slow)
+        assert began.wait(30)
+        save_model(tmp_path, 2)
+        assert read_model(tmp_path) == 2
+        other_done.set()
+        first.result()
+    assert read_model(tmp_path) == 1
+    assert not hidden(tmp_path)
+
+
+def _saving(folder, begin):
+    torch.set_num_threads(1)
+    for j in range(5):
+        save_model(folder, begin + j)
+
+
+def test_saves_of_several_processes_into_one_folder_all_succeed(tmp_path):
+    save_model(tmp_path, 99)
+    others = [FORK.Process(target=_saving, args=(tmp_path, 10 * i)) for i in (1, 2, 3)]
+    for process in others:
+        process.start()
+    while any(process.is_alive() for process in others):
+        read_model(tmp_path)
+    assert [process.exitcode for process in others] == [0, 0, 0]
+    assert read_model(tmp_path) % 10 == 4
+    assert not hidden(tmp_path)
+
+
+def _staging(path, fill):
+    with staging.staged(path) as made:
+        fill(made)
+        time.sleep(60)
+
+
+def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+    dead, living = (
+        FORK.Process(target=_staging, args=(tmp_path / "model", lambda made: (made / "half").touch()))
+        for _ in range(2)
+    )
+    try:
+        for i, process in enumerate((dead, living), 1):
+            process.start()
+            deadline = time.monotonic() + 20
+            while len(list(tmp_path.glob(".*/half"))) < i:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        os.kill(dead.pid, signal.SIGKILL)
+        dead.join()
+        assert len(hidden(tmp_path)) == 2
+        theirs = (tmp_path / ".dunes-theirs.new").symlink_to(tmp_path)
+        atomic.write_file(tmp_path / "x", b"x")
+        assert len(list(tmp_path.glob(".*/half"))) == 1
+        assert (tmp_path / ".dunes-theirs.new").is_symlink(), theirs
+    finally:
+        living.kill()
+        living.join()
+    atomic.write_file(tmp_path / "x", b"x")
+    assert hidden(tmp_path) == [".dunes-theirs.new"]
+
+
+def test_files_written_by_many_threads_are_whole(tmp_path):
+    path = tmp_path / "plan.json"
+    at_once(lambda i: [atomic.write_file(path, bytes([i]) * 50_000) for _ in range(20)])
+    data = path.read_bytes()
+    assert len(data) == 50_000
+    assert len(set(data)) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("steps", [[7] * 6, range(1, 7)], ids=["one step", "each its own"])
+def test_states_stored_by_many_threads_are_whole(tmp_path, steps):
+    at_once(lambda i: [save_state(tmp_path, steps[i]) for _ in range(4)])
+    newest = checkpoint.latest(tmp_path, pytest.fail)
+    assert read_state(tmp_path) == int(newest.name[5:])
+    assert not hidden(tmp_path)
+
+
+def test_shards_made_by_many_threads_are_one(tmp_path, code):
+    documents = collect([str(code)]).train
+    (tmp_path / "cache").mkdir()
+    with staging.staged(tmp_path / "cache" / "x") as left:
+        shards = at_once(lambda i: cached(documents, TOKENIZER, tmp_path / "cache"))
+        assert left.is_dir(), "somebody is at it"
+        assert len({bytes(shard.tokens) for shard in shards}) == 1
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [shards[0].folder.name]
+
+
+def test_a_damaged_shard_is_made_again_by_many_threads(tmp_path, code):
+    documents = collect([str(code)]).train
+    cache = tmp_path / "cache"
+    folder = cached(documents, TOKENIZER, cache).folder
+    (folder / "tokens.bin").chmod(0o600)
+    os.truncate(folder / "tokens.bin", 10)
+    (cache / ".dunes-left.new").mkdir()
+    shards = at_once(lambda i: cached(documents, TOKENIZER, cache))
+    assert {len(shard.row) for shard in shards} == {shards[0].length}
+    assert [p.name for p in cache.iterdir()] == [folder.name], "and what was left over is gone"
+
+
+def test_an_older_save_leaves_nothing_that_would_be_read_with_the_new_one(tmp_path):
+    marked = TOKENIZER.stopping(1)
+    marked.beside |= {"chat_template.jinja": b"{{ messages }}", "added_tokens.json": b"{}"}
+    (tmp_path / "mine.txt").write_text("kept")
+    checkpoint.save(small(1), tmp_path, marked, 16)
+    assert checkpoint.load(tmp_path).tokenizer.beside.keys() > {"chat_template.jinja"}
+    save_model(tmp_path, 2)
+    assert "chat_template.jinja" not in checkpoint.load(tmp_path).tokenizer.beside
+    assert not (tmp_path / "added_tokens.json").exists()
+    assert (tmp_path / "mine.txt").exists()
