@@ -216,6 +216,8 @@ WRONG_STATES = {
         "has the shape (3,)",
     ),
     "a rate": (option('["lr", 0.0', '["lr", "x'.replace('"x', '"1"], ["was", 0.0')), "the optimizer's groups"),
+    "betas": (option('["betas", {"tuple": [0.9', '["betas", {"tuple": ["0.9"'), "the optimizer's groups"),
+    "an endless decay": (option('["weight_decay", 0.0', '["weight_decay", 1e999'), "the optimizer's groups"),
     "a group": (option('"params", {"list": [0', '"params", {"list": [99'), "the optimizer's groups"),
 }
 
@@ -365,7 +367,7 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
     said = dry(plan, run)
     assert f"warning: {run}: holds a run already; go on with --resume, or choose another --out" in said
     assert "newest state is of step 12" in said
-    assert "chosen for 1 minutes" in said
+    assert "chosen for 1 minute" in said
     assert "chosen for" not in dry(Plan(), run), "nothing was asked but what is there"
     again = dry(Plan(), run, again=True)
     assert "holds a run already" not in again

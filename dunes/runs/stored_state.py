@@ -143,8 +143,17 @@ def _check_entry(name: str, value: Any, parameter: Tensor) -> None:
 
 
 def _same_options(fresh: dict[str, Any], stored: Any) -> bool:
-    """Whether a group is of the same parameters, with options of the same types, and finite."""
+    """Whether a group is of the same parameters, with numbers where there are numbers."""
     if not isinstance(stored, dict) or stored.get("params") != fresh["params"]:
         return False
     options = [(value, stored[name]) for name, value in fresh.items() if name != "params" and name in stored]
-    return all(_is_number(b) if _is_number(a) else type(a) is type(b) for a, b in options) and "lr" in stored
+    return "lr" in stored and all(_alike(*pair) for pair in options)
+
+
+def _alike(fresh: Any, stored: Any) -> bool:
+    """Whether an option can stand for another. Which kernel is used, true or none, may differ between machines."""
+    if _is_number(fresh):
+        return _is_number(stored)
+    if isinstance(fresh, tuple):
+        return isinstance(stored, tuple) and len(fresh) == len(stored) and all(map(_alike, fresh, stored))
+    return stored is None or type(stored) is type(fresh) or isinstance(stored, bool)
