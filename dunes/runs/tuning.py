@@ -91,7 +91,8 @@ class Tuning(Terms):
     domain: tuple[str, ...] = ()
 
     LEAST: ClassVar[dict[str, float]] = {
-        **Terms.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "lr": 1e-12, "at_once": 1, "held_out": 0, "truncated": 0,
+        **Terms.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "lr": 1e-12, "at_once": 1, "held_out": 0,
+        "truncated": 0,
     }  # fmt: skip
     CHOSEN = (*Terms.CHOSEN, "minutes", "at_once")
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
