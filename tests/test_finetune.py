@@ -324,6 +324,8 @@ REFUSED = {
     "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),
     "negative rate": ({"lr": -1.0}, "--lr is -1.0; it must be at least"),
     "no rate": ({"lr": float("nan")}, "--lr is nan"),
+    "no alpha": ({"alpha": 0.0, "lr": None}, "--alpha is 0.0; it must be at least"),
+    "endless alpha": ({"alpha": float("inf"), "lr": None}, "alpha inf; a positive number is expected"),
     "method": ({"method": "prefix"}, "--method is 'prefix'; it must be one of full, lora"),
     "dropout": ({"dropout": 1.5}, "dropout is 1.5"),
     "held out": ({"held_out": 0.0}, "no example is left for validation"),

@@ -92,7 +92,7 @@ class Tuning(Terms):
     domain: tuple[str, ...] = ()
 
     LEAST: ClassVar[dict[str, float]] = {
-        **Terms.LEAST, "rank": 1, "epochs": 1e-3, "at_once": 1, "held_out": 0, "truncated": 0,
+        **Terms.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "at_once": 1, "held_out": 0, "truncated": 0,
     }  # fmt: skip
     CHOSEN = (*Terms.CHOSEN, "minutes", "at_once")
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
@@ -203,7 +203,7 @@ def learning_rate(plan: Tuning, width: int) -> float:
         full: float = 2e-5 * (4096 / width) ** 1.28
         return full
     lora: float = min(5e-4 * (2000 / width) ** 0.78, STEEPEST)
-    return lora / _gain(plan)
+    return max(lora / _gain(plan), plan.LEAST["lr"])
 
 
 def _gain(plan: Tuning) -> float:
