@@ -21,8 +21,9 @@ where the tokens go, and so cannot be foreseen.
 
 # Shapes: N tokens, k experts a token, E experts, D width, H an expert's hidden width.
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,16 @@ FEW = 1
 Act = Callable[[Tensor], Tensor]
 
 
-class Stacks(NamedTuple):
-    """The weights of gated experts as views: gate and up (E, H, D), down (E, D, H)."""
+Stack = Tensor | Sequence[Tensor]
+"""A matrix for each expert, of one shape: a view of their storage, or one by one."""
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+
+class Stacks(NamedTuple):
+    """The weights of gated experts: gate and up (E, H, D), down (E, D, H)."""
+
+    gate: Stack
+    up: Stack
+    down: Stack
 
 
 def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tensor, weights: Tensor) -> Tensor:
@@ -78,7 +83,9 @@ def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor
     of_each = (chosen.flatten()[:, None] == torch.arange(experts, device=x.device)).sum(0)
     ends = of_each.cumsum(0).to(torch.int32)
 
-    def times(rows: Tensor, weight: Tensor) -> Tensor:
+    def times(rows: Tensor, weight: Stack) -> Tensor:
+        if not isinstance(weight, Tensor):
+            return cast(Tensor, products(rows.to(dtype), weight, ends, False))
         weight = weight.to(dtype)  # neither grouped_mm nor a custom operator knows autocast
         if not torch.is_grad_enabled() and not isinstance(rows, FakeTensor):
             return F.grouped_mm(rows, weight.mT, offs=ends)  # a custom operator's first call takes a second
@@ -95,18 +102,45 @@ def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor
 @torch.library.custom_op("dunes::grouped_product", mutates_args=())
 def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows (S, I), of which `ends` (E,) says where each expert's end, times its weight (E, O, I) -> (S, O)."""
-    return F.grouped_mm(rows, weight.mT, offs=ends)
+    return _times(rows, weight.mT, ends)
 
 
 @torch.library.custom_op("dunes::grouped_outer", mutates_args=())
 def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Of rows a (S, O) and b (S, I), each expert's a.T @ b (E, O, I)."""
-    return F.grouped_mm(a.mT, b, offs=ends)
+    if _groupable(a.dtype, a.device, a.shape[1], b.shape[1]):
+        return F.grouped_mm(a.mT, b, offs=ends)
+    return torch.stack([a[rows].T @ b[rows] for rows in _slices(ends)])
+
+
+# A compiled graph cannot make views of the experts' storage, and one that called each expert would have to know
+# how many tokens it gets. So this takes the experts' own matrices, whatever their dtype, of every shape.
+@torch.library.custom_op("dunes::expert_products", mutates_args=())
+def products(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
+    """`product` with the experts' weights (O, I) one by one, or (I, O) if transposed, in the dtype of the rows."""
+    weight = (_view(weights) if adjacent(weights) else torch.stack(list(weights))).to(rows.dtype)
+    return _times(rows, weight if transposed else weight.mT, ends)
+
+
+def _times(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows (S, I) times their expert's (E, I, O)."""
+    if _groupable(rows.dtype, rows.device, *weight.shape[1:]):
+        return F.grouped_mm(rows, weight, offs=ends)
+    return torch.cat([rows[of_one] @ w for of_one, w in zip(_slices(ends), weight, strict=True)])
+
+
+def _slices(ends: Tensor) -> list[slice]:
+    return [slice(a, b) for a, b in itertools.pairwise([0, *ends.tolist()])]
 
 
 @product.register_fake
 def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@products.register_fake
+def _(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights[0].shape[1 if transposed else 0])
 
 
 @outer.register_fake
@@ -127,9 +161,26 @@ def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 product.register_autograd(_back, setup_context=_remember)
 
 
-def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether grouped_mm takes matrices of this shape: rows of multiples of 16 bytes, both ways."""
-    return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
+def _remember_each(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], Tensor, bool], output: Tensor) -> None:
+    rows, weights, ends, _ = inputs
+    ctx.save_for_backward(rows, ends, *weights)
+
+
+def _back_each(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None, None]:
+    rows, ends, *weights = ctx.saved_tensors
+    grad = grad.contiguous()
+    slopes = [s.to(w.dtype) for s, w in zip(outer(grad, rows, ends), weights, strict=True)]
+    return products(grad, weights, ends, True), slopes, None, None
+
+
+products.register_autograd(_back_each, setup_context=_remember_each)
+
+
+def _groupable(dtype: torch.dtype, device: torch.device, *sides: int) -> bool:
+    """Whether grouped_mm takes matrices of these sides: rows of multiples of 16 bytes, both ways."""
+    cpu = device.type == "cpu" and dtype in (torch.float32, torch.float16)
+    able = cpu or dtype == torch.bfloat16
+    return able and all(side * dtype.itemsize % 16 == 0 for side in sides)
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
@@ -175,10 +226,12 @@ def fits(x: Tensor, weights: Sequence[Tensor], each: float) -> bool:
     to FSDP, and must stay where they are.
     """
     dtype = computing(x)
-    able = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
+    if torch.compiler.is_compiling():
+        return not _in_a_group()
     # A model that runs with one module's weights at a time has the others on the meta device.
     there = all(w.device == x.device for w in weights)
-    if not able or not there or not all(aligned(w, dtype) for w in weights) or _in_a_group():
+    able = all(_groupable(dtype, w.device, *w.shape) for w in weights)
+    if not able or not there or _in_a_group():
         return False
     return torch.is_grad_enabled() or each > FEW or isinstance(x, FakeTensor)
 

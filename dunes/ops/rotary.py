@@ -21,6 +21,8 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor
 
 def fused(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     """x (B, H, T, D) turned by angles whose cosines and sines (B or 1, 1, T, D/2) are given in x's dtype."""
+    if torch.compiler.is_compiling():
+        return plain(x, cos, sin, adjacent)
     if x.requires_grad:
         y: Tensor = _Fused.apply(x, cos, sin, adjacent)  # type: ignore[no-untyped-call]
         return y

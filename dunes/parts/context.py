@@ -49,6 +49,8 @@ class Context:
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """`make()`, computed by the first layer that asks and shared by the others."""
+        if torch.compiler.is_compiling():
+            return make()  # a checkpointed block may write to nothing outside of it, and equal terms become one
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

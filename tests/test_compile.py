@@ -1,0 +1,195 @@
+"""torch.compile: one graph for each family's loss and forward, with the numbers that eager gives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dunes.augment import attach, quantize
+from dunes.models import FAMILIES
+from dunes.ops import cross_entropy, experts
+from dunes.parts import Checkpointed
+from dunes.train import Trainer, muon, next_token
+from dunes.tree import replace as replace_modules
+
+VOCAB, LIMIT = 50, 1e-5
+INDUCTOR = ("llama", "mistral")
+"""They share most kernels, of which each takes a C++ compiler a second."""
+
+
+def build(family, depth=1, **sizes):
+    """Six heads of four that share two key/value heads, a window shorter than the text, experts."""
+    module = FAMILIES[family]
+    config = module.Config.sized(VOCAB, 24, depth, 16)
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 4, "hidden": 32, "window": 5, "experts": 4} | sizes
+    model = module.build(replace(config, **{k: v for k, v in sizes.items() if hasattr(config, k)}))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw) / 4 + (p.dim() < 2))
+    return model
+
+
+def tokens(rows=2, length=13):
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def loss(model, ids):
+    return model.nats(ids[:, :-1], ids[:, 1:])
+
+
+def loss_and_logits(model, ids):
+    return *loss(model, ids), model(ids[:, :-1])
+
+
+def differentiate(model, function, *inputs):
+    """The loss in nats/token and its gradients by name, and what else the function gives."""
+    model.zero_grad()
+    total, count, *others = function(model, *inputs)
+    (total / count).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": (total / count).detach(), **grads} | {str(i): x.detach() for i, x in enumerate(others)}
+
+
+def assert_close(got, want, limit=LIMIT):
+    assert got.keys() == want.keys()
+    for name in want:
+        difference = (got[name] - want[name]).abs().max()
+        assert difference <= limit, f"{name} differs by {difference:.1e}"
+
+
+def assert_compiles(model, backend, function=loss, inputs=None, limit=LIMIT, **options):
+    torch.compiler.reset()
+    inputs = (tokens(),) if inputs is None else inputs
+    compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
+    assert_close(differentiate(model, compiled, *inputs), differentiate(model, function, *inputs), limit)
+
+
+def assert_forward_compiles(model, backend, **options):
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, **options)
+    with torch.no_grad():
+        for ids in (tokens(), tokens(3, 9)):
+            assert (compiled(ids) - model(ids)).abs().max() <= LIMIT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_of_every_family_is_one_graph(family):
+    assert_compiles(build(family), "aot_eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_of_every_family_is_one_graph(family):
+    torch.compiler.reset()
+    model = build(family)
+    with torch.no_grad():
+        logits = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens())
+        assert (logits - model(tokens())).abs().max() <= LIMIT
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor's own imports
+def test_inductor_gives_what_eager_gives():
+    for family in INDUCTOR:
+        assert_compiles(build(family), "inductor", loss_and_logits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inductor_gives_what_eager_gives_for_every_family(family):
+    model = build(family, depth=2)
+    assert_compiles(model, "inductor")
+    assert_forward_compiles(model, "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_gives_what_eager_gives_where_every_size_is_open():
+    assert_compiles(build("llama"), "inductor", dynamic=True)
+    assert_forward_compiles(build("llama"), "inductor", dynamic=True)
+
+
+@pytest.mark.slow
+def test_texts_of_other_lengths_need_no_other_graph():
+    model = build("mistral")
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    differentiate(model, compiled, tokens())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ids in (tokens(3, 12), tokens(2, 16), tokens(5, 8)):
+            assert_close(differentiate(model, compiled, ids), differentiate(model, loss, ids))
+
+
+def test_packed_documents_are_one_graph():
+    at = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 0, -1], [*range(12)]])
+    targets = tokens(2, 12).where(at >= 0, cross_entropy.IGNORE)
+    assert_compiles(
+        build("mistral"), "aot_eager", lambda model, *batch: model.nats(*batch), (tokens(2, 12), targets, at)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_adapters_on_a_quantized_base_are_one_graph(kind):
+    model = build("llama")
+    quantize(model, kind=kind)
+    attach(model, rank=4)
+    for name, p in model.named_parameters():
+        if ".B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    assert_compiles(model, "aot_eager")
+    assert_forward_compiles(model, "aot_eager")
+
+
+@pytest.mark.slow
+def test_experts_whose_sides_do_not_fit_a_grouped_product_are_one_graph():
+    model = build("mixtral", hidden=33)
+    assert_compiles(model, "aot_eager")
+    assert_compiles(model.double(), "aot_eager")
+
+
+@pytest.mark.slow
+def test_checkpointed_blocks_are_one_graph():
+    model = build("llama", depth=2)
+    replace_modules(model, "blocks.*", Checkpointed)
+    assert_compiles(model, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_bfloat16_by_autocast_is_one_graph(family):
+    def rounded(model, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, ids)
+
+    model = build(family)
+    assert_compiles(model, "aot_eager", rounded, limit=0.02)
+
+
+@pytest.mark.slow
+def test_a_trainer_takes_a_compiled_loss_and_a_compiled_model():
+    torch.compiler.reset()
+    batches, losses = [tokens()] * 3, []
+    for compiled in ("", "loss", "model"):
+        model = build("llama")
+        function = torch.compile(loss, backend="aot_eager") if compiled == "loss" else next_token
+        model = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+        losses.append([step.loss for step in Trainer(model, muon(model), function).run(batches)])
+    assert losses[1] == pytest.approx(losses[0], abs=LIMIT)
+    assert losses[2] == pytest.approx(losses[0], abs=LIMIT)
+    assert losses[0][2] < losses[0][0]
+
+
+def test_what_stands_for_them_in_a_graph_is_an_operator():
+    x, weight, targets = torch.randn(9, 8), torch.randn(11, 8), torch.arange(9)
+    x.requires_grad_()
+    check = torch.library.opcheck
+    check(cross_entropy.whole, (x, weight.requires_grad_(), targets, torch.float32, True, True))
+    check(cross_entropy.whole, (x, weight.detach(), targets, torch.float32, True, False))
+    rows, ends = torch.randn(9, 8, requires_grad=True), torch.tensor([4, 4, 9], dtype=torch.int32)
+    for sides in ((12, 8), (5, 8)):
+        weights = [torch.randn(sides, requires_grad=True) for _ in range(3)]
+        check(experts.products, (rows, weights, ends, False))
