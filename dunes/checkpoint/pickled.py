@@ -1,17 +1,20 @@
 """Tensors of files that torch.save wrote, read without executing anything.
 
 A pickle is a program for a small machine with a stack (<https://docs.python.org/3/library/pickletools.html>) that
-may name any function and call it. This machine knows only what torch writes for tensors. The few names it knows
-are words to it: none is imported, looked up or called. Everything else is refused by name. What the numbers
-occupy is checked against the file; they are mapped when they are read.
+may name any function and call it. Here the standard library's machine, the one in Python, knows only the opcodes
+and names that torch writes for tensors. Inert stand-ins answer to these names: nothing that a file names is
+imported or called, and everything else is refused by name. What the numbers occupy is checked against the file;
+they are mapped when they are read.
 """
 
 import io
+import pickle
+import pickletools
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from struct import unpack
 from typing import Any, BinaryIO
 
 import torch
@@ -34,18 +37,30 @@ _DEPTH = 8
 _ITEMS = 2 * TENSORS
 _LEGACY = 0x1950A86A20F9469CFC6C, 1001
 _CUT = "its pickle is cut off"
-_EMPTY = "its pickle takes a value from an empty stack"
 _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 
 Name = tuple[str, str]
 """A module and a name in it."""
 
+# What torch writes: MARK and STOP, numbers, texts, tuples, lists, the memo, globals, storages and calls.
+_ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
+
 
 @dataclass(frozen=True)
-class _Word:
-    """A name of a module that the pickle says. Nothing stands behind it."""
+class _Kind:
+    """What stands in for a class of storages."""
 
-    name: Name
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What stands in for a function: ours, of the arguments that the pickle gives it."""
+
+    function: Callable[[tuple[object, ...]], object]
+
+    def __call__(self, *arguments: object) -> object:
+        return self.function(arguments)
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ def _zipped(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int
     if order not in (b"", b"little"):
         raise ValueError(f"its byte order is {shown(order.decode('latin-1'))}; expected 'little'")
     text = io.BytesIO(_read(file, pickle, BYTES))
-    found = _Machine(text, _STEPS + _STEPS_OF_ONE * len(held)).run()
+    found = _Reader(text, _STEPS + _STEPS_OF_ONE * len(held)).run()
     if text.read(1):
         raise ValueError(f"the pickle ends before data.pkl does, at byte {text.tell() - 1}")
     folder = f"{prefix}/data/"
@@ -146,7 +161,7 @@ def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
 def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
     """What a file of earlier torch holds: four or five pickles, then each storage's count and numbers."""
     file.seek(0)
-    machine = _Machine(file, _STEPS_LEGACY)
+    machine = _Reader(file, _STEPS_LEGACY)
     if file.read(1) != b"\x80":
         raise ValueError("it is not a file of torch.save")
     file.seek(0)
@@ -169,152 +184,128 @@ def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int
     return found, places
 
 
-class _Machine:
-    """Runs pickles of one file, one after the other; `storages` are those that they name.
+class _Dict(dict[object, object]):
+    """A dict of a pickle. Keys are text or integers, for a tuple of a few bytes may have 2^n parts to hash."""
 
-    What may be built is bounded by the steps, the bytes read and the stack's height. No value is compared,
-    hashed or printed unless it is a number or text: a few steps build values with 2^n parts.
-    """
+    def __setitem__(self, key: object, value: object) -> None:
+        if type(key) not in (str, int) or key in self:
+            raise ValueError(f"its pickle has the key {shown(key)} twice, or it is neither text nor integer")
+        super().__setitem__(key, value)
 
-    def __init__(self, file: BinaryIO | io.BytesIO, steps: int) -> None:
-        self.file, self.bytes, self.steps = file, BYTES, steps
-        self.storages: dict[str, _Storage] = {}
-        self._clear()
 
-    def _clear(self) -> None:
-        self.stack: list[object] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, object] = {}
+class _Bounded:
+    """A file of pickles, of which no more is read than a state dict takes."""
 
-    def run(self) -> object:
-        """The value of the next pickle; the file then stands behind it."""
-        self._clear()
-        read, stack, marks = self.file.read, self.stack, self.marks
-        while (code := read(1)) != b".":
-            step = _OPCODES.get(code)
-            if step is None:
-                raise ValueError(f"it holds the opcode {_OTHERS.get(code, code.hex())}" if code else _CUT)
-            step(self)
-            self.steps -= 1
-            if self.steps < 0 or len(stack) > _STACK or len(marks) > _MARKS:
-                raise ValueError(f"its pickle takes too many steps, {_STACK} values at once or {_MARKS} levels")
-        value = self.pop()
-        if self.stack or self.marks:
-            raise ValueError("its pickle ends in the middle")
-        return value
+    def __init__(self, file: BinaryIO | io.BytesIO) -> None:
+        self.file, self.left = file, BYTES
 
     def read(self, count: int) -> bytes:
-        self.bytes -= count
-        if count > _TEXT or self.bytes < 0:
+        self.left -= count
+        if count > _TEXT or self.left < 0:
             raise ValueError(f"its pickle has more than {BYTES} bytes, or {_TEXT} in one text")
         data = self.file.read(count)
         if len(data) < count:
             raise ValueError(_CUT)
         return data
 
-    def number(self, count: int) -> int:
-        return int.from_bytes(self.read(count), "little")
-
-    def text(self, width: int) -> str:
-        return self.read(self.number(width)).decode("utf-8")
-
-    def line(self) -> str:
+    def readline(self) -> bytes:
         data = self.file.readline(256)
-        self.bytes -= len(data)
+        self.left -= len(data)
         if not data.endswith(b"\n"):
             raise ValueError("its pickle has a name of more than 255 bytes, or is cut off")
-        return data[:-1].decode("utf-8")
+        return data
 
-    def push(self, value: object) -> None:
-        self.stack.append(value)
 
-    def pop(self) -> object:
-        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise ValueError(_EMPTY)
-        return self.stack.pop()
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An opcode that counts against what a pickle may do."""
 
-    def popped(self, count: int) -> list[object]:
-        start = len(self.stack) - count
-        if start < (self.marks[-1] if self.marks else 0):
-            raise ValueError(_EMPTY)
-        values = self.stack[start:]
-        del self.stack[start:]
-        return values
+    def step(reader: "_Reader") -> None:
+        reader.steps -= 1
+        if reader.steps < 0 or len(reader.stack) > _STACK or len(reader.metastack) > _MARKS:
+            raise ValueError(f"its pickle takes too many steps, {_STACK} values at once or {_MARKS} levels")
+        load(reader)
 
-    def since_mark(self) -> list[object]:
-        if not self.marks:
-            raise ValueError("its pickle goes back to a mark that is not there")
-        start = self.marks.pop()
-        values = self.stack[start:]
-        del self.stack[start:]
-        return values
+    return step
 
-    def top(self, kind: type) -> Any:
-        """The value on the stack's top, which stays there."""
-        value = self.pop()
-        if type(value) is not kind:
-            raise ValueError(f"its pickle changes {shown(value)} as if it were a {kind.__name__}")
-        self.push(value)
+
+class _Reader(pickle._Unpickler):  # the one in C has no bound on the memory that a few bytes ask for
+    """Runs pickles of one file, one after the other; `storages` are those that they name.
+
+    No value is compared, hashed or printed unless it is a number or text: a few steps build values with 2^n parts.
+    """
+
+    stack: list[Any]
+    metastack: list[Any]
+
+    def __init__(self, file: BinaryIO | io.BytesIO, steps: int) -> None:
+        super().__init__(_Bounded(file), encoding="utf-8")
+        self.steps = steps
+        self.storages: dict[str, _Storage] = {}
+
+    def run(self) -> object:
+        """The value of the next pickle; the file then stands behind it."""
+        self.memo: dict[int, object] = {}
+        try:
+            value: object = self.load()
+        except KeyError as error:
+            raise ValueError(f"it holds the opcode {_opcode(error.args[0])}") from None
+        except (pickle.UnpicklingError, struct.error, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"its pickle is damaged: {' '.join(str(error).split())[:200]}") from None
+        if self.stack or self.metastack:
+            raise ValueError("its pickle ends in the middle")
         return value
 
-    def put(self, index: int) -> None:
-        self.memo[index] = self.pop()
-        self.push(self.memo[index])
-
-    def get(self, index: int) -> None:
-        if index not in self.memo:
-            raise ValueError("its pickle refers to a value that it has not")
-        self.push(self.memo[index])
-
-    def word(self, module: object, name: object) -> None:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("its pickle asks for a name that is no text")
-        if (module, name) not in _STORAGES and (module, name) not in _CALLS:
+    def find_class(self, module: str, name: str) -> object:
+        """The stand-in for a name."""
+        if (module, name) in _STORAGES:
+            return _Kind(_STORAGES[module, name])
+        if (module, name) not in _CALLS:
             raise ValueError(f"it asks for {ascii(f'{module}.{name}')[1:-1]}")
-        self.push(_Word((module, name)))
+        return _Call(_CALLS[module, name])
 
-    def set(self, pairs: list[object]) -> None:
-        held = self.top(dict)
-        if len(pairs) % 2:
-            raise ValueError("its pickle has a key without a value")
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if type(key) not in (str, int) or key in held:
-                raise ValueError(f"its pickle has the key {shown(key)} twice, or it is neither text nor integer")
-            held[key] = value
-
-    def extend(self, values: list[object]) -> None:
-        self.top(list).extend(values)
-
-    def call(self) -> None:
-        function, arguments = self.popped(2)
-        if not isinstance(function, _Word) or function.name not in _CALLS or type(arguments) is not tuple:
-            raise ValueError("its pickle calls what is no function of a tensor")
-        self.push(_CALLS[function.name](arguments))
-
-    def build(self) -> None:
-        """A state dict's attribute of versions, the only state that is known, is dropped."""
-        state = self.pop()
-        self.top(dict)
-        if type(state) is not dict or len(state) != 1 or "_metadata" not in state:
-            raise ValueError("its pickle sets attributes of an object")
-
-    def storage(self) -> None:
-        match self.pop():
-            case ("storage", _Word(name), str() as key, str(), int() as count, *view) if name in _STORAGES:
-                storage = _Storage(key, _STORAGES[name], count)
+    def persistent_load(self, pid: object) -> _Storage:
+        """The storage that a persistent id describes."""
+        match pid:
+            case ("storage", _Kind(dtype), str() as key, str(), int() as count, *view):
+                storage = _Storage(key, dtype, count)
             case _:
                 raise ValueError("its pickle refers to something outside that is no storage of a known type")
         if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
             raise ValueError(f"storage {shown(key)} has an odd size or is part of another")
         if self.storages.setdefault(key, storage) != storage:
             raise ValueError(f"storage {shown(key)} is said to be of two types or sizes")
-        self.push(self.storages[key])
+        return storage
+
+    def load_dict(self) -> None:
+        self.stack.append(_Dict())
+
+    def load_text(self) -> None:
+        """Text of a length in four bytes; the library lets halves of surrogate pairs through."""
+        super().load_binunicode()  # type: ignore[misc]
+        self.stack[-1].encode()
+
+    def load_build(self) -> None:
+        """A state dict's attribute of versions, the only state that is known, is dropped."""
+        state, value = self.stack.pop(), self.stack[-1]
+        if type(value) is not _Dict or type(state) is not _Dict or state.keys() != {"_metadata"}:
+            raise ValueError("its pickle sets attributes of an object")
+
+    dispatch = {code: _counted(pickle._Unpickler.dispatch[code]) for code in _ALLOWED} | {
+        pickle.EMPTY_DICT[0]: _counted(load_dict),
+        pickle.BINUNICODE[0]: _counted(load_text),
+        pickle.BUILD[0]: _counted(load_build),
+    }
 
 
-def _ordered(arguments: tuple[object, ...]) -> dict[object, object]:
+def _opcode(code: int) -> str:
+    names = {op.code: op.name for op in pickletools.opcodes}
+    return names.get(chr(code), f"{code:#x}")
+
+
+def _ordered(arguments: tuple[object, ...]) -> _Dict:
     if arguments:
         raise ValueError("its pickle makes an OrderedDict of something")
-    return {}
+    return _Dict()
 
 
 def _sizes(values: object) -> tuple[int, ...]:
@@ -334,7 +325,7 @@ def _size(arguments: tuple[object, ...]) -> tuple[int, ...]:
 
 def _parameter(arguments: tuple[object, ...]) -> _Tensor:
     tensor, grad, hooks = arguments if len(arguments) == 3 else (None, None, None)
-    if not isinstance(tensor, _Tensor) or type(grad) is not bool or type(hooks) is not dict or hooks:
+    if not isinstance(tensor, _Tensor) or type(grad) is not bool or type(hooks) is not _Dict or hooks:
         raise ValueError("a parameter is made of something else than a tensor")
     return tensor
 
@@ -347,7 +338,7 @@ def _tensor(arguments: tuple[object, ...]) -> _Tensor:
     shape, stride = _sizes(size), _sizes(step)
     if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
         raise ValueError("a tensor has no storage, a negative or odd offset, or not one stride for each size")
-    nothing = all(v is None or (type(v) is dict and not v) for v in (hooks, *more))
+    nothing = all(v is None or (type(v) is _Dict and not v) for v in (hooks, *more))
     if type(grad) is not bool or not nothing:
         raise ValueError("a tensor comes with hooks or metadata")
     if reason := unusable(shape):
@@ -371,30 +362,30 @@ def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def _named(found: object) -> dict[str, _Tensor]:
     """The tensors of nested dicts, by names joined with dots."""
-    if type(found) is not dict:
+    if type(found) is not _Dict:
         raise ValueError("it holds something else than a dict of tensors")
-    inner = [key for key in ("state_dict", "model") if type(found.get(key)) is dict]
+    inner = {key: held for key in ("state_dict", "model") if type(held := found.get(key)) is _Dict}
     if len(inner) > 1:
         raise ValueError("it has both a 'state_dict' and a 'model', so that it is not clear which is meant")
     if inner and any(isinstance(value, _Tensor) for value in found.values()):
-        raise ValueError(f"it has tensors beside its {inner[0]!r}, so that it is not clear which are meant")
+        raise ValueError(
+            f"it has tensors beside its {next(iter(inner))!r}, so that it is not clear which are meant"
+        )
     result: dict[str, _Tensor] = {}
-    _gather(found[inner[0]] if inner else found, "", _DEPTH, result, [_ITEMS])
+    _gather(next(iter(inner.values()), found), "", _DEPTH, result, [_ITEMS])
     if not result:
         raise ValueError("it holds no tensor by name")
     return result
 
 
-def _gather(
-    held: dict[object, object], prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]
-) -> None:
+def _gather(held: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]) -> None:
     left[0] -= len(held)
     if not depth or left[0] < 0:
         raise ValueError(f"its dicts are more than {_DEPTH} deep or hold more than {_ITEMS} values")
     for key, value in held.items():
         # Cut, since a dict may be there many times and its key be long; what is cut is too long for a name.
         name = prefix + str(key)[: NAME + 1]
-        if type(value) is dict:
+        if type(value) is _Dict:
             _gather(value, f"{name}.", depth - 1, into, left)
         elif isinstance(value, _Tensor):
             if named(name) in into or len(into) >= TENSORS:
@@ -407,56 +398,4 @@ _CALLS: dict[Name, Callable[[tuple[object, ...]], object]] = {
     ("torch", "Size"): _size,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
-}
-
-_OPCODES: dict[bytes, Callable[[_Machine], object]] = {
-    b"\x80": lambda m: m.read(1),  # PROTO
-    b"\x95": lambda m: m.read(8),  # FRAME
-    b"(": lambda m: m.marks.append(len(m.stack)),
-    b"N": lambda m: m.push(None),
-    b"\x88": lambda m: m.push(True),
-    b"\x89": lambda m: m.push(False),
-    b"K": lambda m: m.push(m.number(1)),
-    b"M": lambda m: m.push(m.number(2)),
-    b"J": lambda m: m.push(int.from_bytes(m.read(4), "little", signed=True)),
-    b"\x8a": lambda m: m.push(int.from_bytes(m.read(m.number(1)), "little", signed=True)),  # LONG1
-    b"G": lambda m: m.push(unpack(">d", m.read(8))[0]),
-    b"X": lambda m: m.push(m.text(4)),
-    b"\x8c": lambda m: m.push(m.text(1)),
-    b"\x8d": lambda m: m.push(m.text(8)),
-    b"T": lambda m: m.push(m.text(4)),  # as Python 2 wrote text
-    b"U": lambda m: m.push(m.text(1)),
-    b"}": lambda m: m.push({}),
-    b"]": lambda m: m.push([]),
-    b")": lambda m: m.push(()),
-    b"t": lambda m: m.push(tuple(m.since_mark())),
-    b"\x85": lambda m: m.push(tuple(m.popped(1))),
-    b"\x86": lambda m: m.push(tuple(m.popped(2))),
-    b"\x87": lambda m: m.push(tuple(m.popped(3))),
-    b"q": lambda m: m.put(m.number(1)),
-    b"r": lambda m: m.put(m.number(4)),
-    b"\x94": lambda m: m.put(len(m.memo)),
-    b"h": lambda m: m.get(m.number(1)),
-    b"j": lambda m: m.get(m.number(4)),
-    b"c": lambda m: m.word(m.line(), m.line()),
-    b"\x93": lambda m: m.word(*m.popped(2)),
-    b"s": lambda m: m.set(m.popped(2)),
-    b"u": lambda m: m.set(m.since_mark()),
-    b"a": lambda m: m.extend(m.popped(1)),
-    b"e": lambda m: m.extend(m.since_mark()),
-    b"Q": _Machine.storage,
-    b"R": _Machine.call,
-    b"b": _Machine.build,
-}
-_OTHERS = {
-    b"i": "INST",
-    b"o": "OBJ",
-    b"P": "PERSID",
-    b"\x81": "NEWOBJ",
-    b"\x92": "NEWOBJ_EX",
-    b"\x82": "EXT1",
-    b"\x83": "EXT2",
-    b"\x84": "EXT4",
-    b"0": "POP",
-    b"\x8b": "LONG4",
 }
