@@ -14,8 +14,9 @@ class Attention(nn.Module):
     """Multi-head attention: grouped when `kv_heads` < `heads`, sliding when `window` is set.
 
     `position` turns queries and keys: Rotary, or any callable of (x, context), which says
-    `supports_packing = True` if it goes by the context's positions alone. `q_norm` and `k_norm` are applied to each
-    head before that. `out_bias` is `bias` unless given. `dropout` acts on attention weights, in training only.
+    `supports_packing = True` if it goes by the positions in the context alone. `q_norm` and `k_norm` are applied
+    to each head before that. `out_bias` is `bias` unless given. `dropout` acts on attention weights, in training
+    only.
     Raises ValueError if the heads do not share the key/value heads evenly.
     """
 
