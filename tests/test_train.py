@@ -1,15 +1,21 @@
 """The step loop: exact accumulation, skipped steps, keyed randomness, any module, any optimizer."""
 
 import math
+from collections import OrderedDict
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from dunes import checkpoint, train
 from dunes.data import Windows
+from dunes.models import FAMILIES
 from dunes.train import Clock, Diverged, Record, Schedule, Trainer, next_token
+from dunes.train import trainer as trainer_module
 from dunes.train.loss import IGNORE
 from dunes.train.optim import Muon
 
@@ -178,6 +184,163 @@ def test_a_batch_that_asks_nothing_is_skipped():
     assert step.count == 0
 
 
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    ids: torch.Tensor
+    name: str
+
+
+def test_batches_of_every_form_are_moved():
+    ids, meta = batch(0), torch.device("meta")
+    nested = {"pair": Pair(ids, ids), "list": [ids, "text"], "record": Example(ids, "a"), "none": None}
+    moved = trainer_module._moved(nested, meta)
+    assert type(moved["pair"]) is Pair
+    assert moved["pair"].targets.device == moved["list"][0].device == moved["record"].ids.device == meta
+    assert (moved["list"][1], moved["record"].name, moved["none"]) == ("text", "a", None)
+    assert nested["record"].ids is ids, "the caller's batch stays"
+    ordered = trainer_module._moved(OrderedDict(ids=ids), meta)
+    assert type(ordered) is OrderedDict
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"input_ids": ids})
+    assert trainer_module._moved(encoding, meta)["input_ids"].device == meta
+    output = transformers.modeling_outputs.CausalLMOutput(logits=ids.float())
+    assert trainer_module._moved(output, meta).logits.device == meta
+    packed = nn.utils.rnn.pack_sequence([ids[0].float(), ids[1, :3].float()])
+    assert trainer_module._moved(packed, meta).data.device == meta
+
+
+def stepped(loss, **settings):
+    model = plain()
+    trainer = Trainer(model, train.sgd(model), loss, **settings)
+    before = weights(model)
+    [step] = run(trainer, 1, iter([Pair(batch(0)[:, :-1], batch(0)[:, 1:])] * settings.get("accumulate", 1)))
+    return step, float((weights(model) - before).abs().max())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("count", [int, float, torch.tensor, lambda n: torch.tensor([n]), lambda n: np.int64(n)])
+def test_a_loss_gives_one_element_and_one_number(shape, count):
+    def loss(model, pair):
+        total, counted = next_token(model, pair)
+        return total.reshape(shape), count(int(counted))
+
+    want, moved = stepped(next_token)
+    assert moved
+    got, same = stepped(loss)
+    assert (got.loss, got.count, got.norm, same) == (want.loss, want.count, want.norm, moved)
+
+
+LOSSES = {
+    "a mean": (lambda total, n: total / n, r"returned a tensor of torch.float32 and shape \(\); expected a pair"),
+    "three": (lambda total, n: (total, n, n), "returned 3 values; expected a pair"),
+    "none": (lambda total, n: None, "returned a NoneType; expected a pair"),
+    "item": (lambda total, n: (total.item(), n), "the sum that the loss returned is a float; expected a tensor"),
+    "many": (lambda total, n: (total.expand(4), n), r"the sum that the loss returned is .* shape \(4,\)"),
+    "mask": (lambda total, n: (total, torch.ones(4, 8)), r"the count that the loss returned is .* shape \(4, 8\)"),
+    "bool": (lambda total, n: (total, True), "the count that the loss returned is a bool"),
+    "any": (lambda total, n: (total, (n > 0).any()), "the count that the loss returned is a tensor of torch.bool"),
+    "string": (lambda total, n: (total, "32"), "the count that the loss returned is a str"),
+    "negative": (lambda total, n: (total, -3), "the loss of step 1 counted -3 targets; expected 0 or more"),
+    "detached": (lambda total, n: (total.detach(), n), "the loss has no gradient"),
+    "elsewhere": (lambda total, n: (torch.ones((), requires_grad=True) * 2, n), "no gradient reached a parameter"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_none_is_named(name):
+    change, message = LOSSES[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        stepped(lambda model, pair: change(*next_token(model, pair)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, 0, torch.tensor(math.nan), torch.tensor(0)])
+def test_a_count_that_nothing_can_be_divided_by_skips_the_step(count):
+    step, moved = stepped(lambda model, pair: (next_token(model, pair)[0], count))
+    assert (step.skipped, step.count, moved) == (True, 0, 0.0)
+    model = plain()
+    trainer = Trainer(model, train.sgd(model), lambda m, b: (next_token(m, b)[0], count), patience=3)
+    with pytest.raises(
+        Diverged, match="the count of targets was 0 or not finite for 3 steps in a row, up to step 3"
+    ):
+        run(trainer, 5)
+
+
+def test_a_micro_batch_without_a_target_needs_no_gradient():
+    def loss(model, ids):
+        return next_token(model, ids) if ids[0, 0] else (torch.zeros(()), 0)
+
+    nothing, something = torch.zeros(4, 9, dtype=torch.long), torch.ones(4, 9, dtype=torch.long)
+    model = plain()
+    trainer = Trainer(model, train.sgd(model), loss, accumulate=2)
+    steps = run(trainer, 2, iter([nothing, something, nothing, nothing]))
+    assert [(s.count, s.skipped) for s in steps] == [(32, False), (0, True)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"clip": -1}, "clip is -1; expected the largest norm of the gradients, above 0, or None"),
+        ({"clip": 0.0}, "clip is 0.0"),
+        ({"clip": math.nan}, "clip is nan"),
+        ({"clip": "1"}, "clip is '1'"),
+        ({"accumulate": 0}, "accumulate is 0; expected a whole number, at least 1"),
+        ({"accumulate": 1.5}, "accumulate is 1.5"),
+        ({"patience": 0}, "patience is 0"),
+        ({"seed": 0.5}, "seed is 0.5; expected a whole number"),
+        ({"dtype": torch.float64}, "dtype is torch.float64; expected bfloat16 or float16"),
+        ({"rate": lambda step: math.nan}, r"rate\(0\) is nan; expected a share of the learning rate"),
+        ({"rate": lambda step: -0.1}, r"rate\(0\) is -0.1"),
+        ({"rate": lambda step: math.inf}, r"rate\(0\) is inf"),
+    ],
+)
+def test_settings_that_cannot_be_are_named_before_a_weight_changes(setting, message):
+    with pytest.raises(ValueError, match=message):
+        stepped(next_token, **setting)
+
+
+def test_settings_of_other_libraries_numbers_are_taken():
+    for setting in (
+        {"clip": np.float32(1)},
+        {"accumulate": np.int64(2)},
+        {"seed": np.int64(2**62)},
+        {"seed": -(10**23)},
+    ):
+        assert stepped(next_token, **setting)[1]
+
+
+def test_models_and_optimizers_that_cannot_be_trained_are_named():
+    with pytest.raises(ValueError, match="nothing to train: the model has no parameters"):
+        Trainer(nn.ReLU(), train.sgd(plain()), next_token)
+    optimizer = torch.optim.SGD(plain().parameters(), 0.1)
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match=r"learning rates are \[nan\]; expected numbers from 0"):
+        Trainer(plain(), optimizer, next_token)
+    trainer = Trainer(plain(), train.sgd(plain()), next_token)
+    with pytest.raises(ValueError, match=r"the trainer's state has number and bad \(-1, 0\)"):
+        trainer.load_state_dict(trainer.state_dict() | {"number": -1})
+    with pytest.raises(ValueError, match=r"next_token takes a batch of ids .* not a dict of other parts"):
+        run(trainer, 1, iter([{"input_ids": batch(0), "labels": batch(0)}]))
+
+
+def test_schedules_that_cannot_be_are_named():
+    with pytest.raises(ValueError, match="warmup is -1; expected a number of steps from 0"):
+        Schedule(warmup=-1)
+    with pytest.raises(ValueError, match="lowest is nan; expected a share from 0 to 1"):
+        Schedule(lowest=math.nan)
+    with pytest.raises(ValueError, match=r"fall is 1\.5; expected a share from 0 to 1"):
+        Schedule.steps(10, fall=1.5)
+    with pytest.raises(ValueError, match=r"fall is -0\.5"):
+        Clock(Schedule(), 1.0, fall=-0.5)
+    with pytest.raises(ValueError, match="seconds is nan; expected a time above 0"):
+        Clock(Schedule(), math.nan)
+
+
 def test_mode_is_set_for_the_step_and_put_back():
     model = build().eval()
     [step] = run(Trainer(model, train.sgd(model), next_token), 1)
@@ -277,6 +440,103 @@ def test_muon_takes_the_matrices_inside_and_adam_the_rest():
     model = build()
     inside = {id(p) for g in train.muon(model).param_groups if "momentum" in g for p in g["params"]}
     assert inside == {id(model.mix.weight)}
+
+
+def names(model, optimizer):
+    """The parameters that Muon has, by their names in the model."""
+    inside = {id(p) for g in optimizer.param_groups if "momentum" in g for p in g["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in inside}
+
+
+class LanguageModel(nn.Module):
+    """Blocks in a list, a head by another name, an adapter of its inputs."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.wte, self.project = nn.Embedding(16, 16), nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(16, 16)}) for _ in range(2))
+        self.lm_head = nn.Linear(16, 16, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+MIXED = {"layers.0.mix.weight", "layers.1.mix.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_takes_blocks_whatever_stands_around_them(tied):
+    compiled = lambda m: torch.compile(m, backend="aot_eager")
+    for wrap in (lambda m: m, compiled, Wrapped, lambda m: Wrapped(compiled(m)), nn.Sequential):
+        model = wrap(LanguageModel(tied))
+        assert {n[n.index("layers") :] for n in names(model, train.muon(model))} == MIXED
+        assert all("layers" in n for n in names(model, train.muon(model)))
+
+
+def test_muon_knows_the_heads_of_a_model_without_blocks_by_what_they_give():
+    classifier = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert names(classifier, train.muon(classifier)) == {"0.weight", "2.weight"}
+    conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 10))
+    assert names(conv, train.muon(conv)) == {"2.weight"}
+    several = nn.ModuleDict({"a": nn.Linear(8, 3), "trunk": nn.Linear(8, 8), "b": nn.Linear(8, 5)})
+    assert names(several, train.muon(several)) == {"trunk.weight"}
+    square = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert names(square, train.muon(square)) == {"0.weight"}, "which is the head only the order can say"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_muon_takes_the_matrices_of_every_familys_blocks(family):
+    module = FAMILIES[family]
+    model = module.build(module.Config.sized(64, 64, 2, 16))
+    matrices = {n for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks.")}
+    assert names(model, train.muon(model)) == matrices
+
+
+def test_muon_of_matrices_alone_or_of_none():
+    for model in (nn.Linear(4, 4, bias=False), nn.LayerNorm(4)):
+        optimizer = train.muon(model)
+        assert not names(model, optimizer)
+        x = torch.randn(5, 4)
+        [step] = run(Trainer(model, optimizer, train.mean_squared), 1, iter([(x, x + 1)]))
+        assert not step.skipped
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4, bias=False))])
+    assert names(blocks, train.muon(blocks)) == {"0.0.weight"}
+    with pytest.raises(ValueError, match="nothing to train: no parameter"):
+        train.muon(nn.ReLU())
+
+
+def test_muon_does_what_the_caller_says_and_says_what_it_does():
+    model = LanguageModel()
+    assert names(model, train.muon(model, inside=["**", "!wte.*"])) == MIXED | {"project.weight", "lm_head.weight"}
+    assert train.muon_split(model) == {
+        "muon": sorted(MIXED),
+        "adamw": [
+            "wte.weight",
+            "project.weight",
+            "project.bias",
+            "layers.0.mix.bias",
+            "layers.1.mix.bias",
+            "lm_head.weight",
+        ],
+    }
+    assert train.muon_split(model, inside="lm_head.*")["muon"] == ["lm_head.weight"]
+    with pytest.raises(
+        ValueError, match=r"'head\.\*' selects no trainable matrix; there are: wte.weight, project"
+    ):
+        train.muon(model, inside="head.*")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", math.nan), ("adam_lr", -1.0), ("momentum", 1.5), ("decay", math.inf)]
+)
+def test_muon_refuses_rates_that_are_none(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        train.muon(LanguageModel(), **{name: value})
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.95, 0.01), (0.0, 0.5)])

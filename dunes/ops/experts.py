@@ -113,8 +113,8 @@ def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([a[rows].T @ b[rows] for rows in _slices(ends)])
 
 
-# A compiled graph cannot make views of the experts' storage, and one that called each expert would have to know
-# how many tokens it gets. So this takes the experts' own matrices, whatever their dtype, of every shape.
+# A compiled graph cannot make views of the experts' storage, and to call each expert it would have to know how
+# many tokens that gets. So this takes the experts' own matrices, of every shape and dtype.
 @torch.library.custom_op("dunes::expert_products", mutates_args=())
 def products(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
     """`product` with the experts' weights (O, I) one by one, or (I, O) if transposed, in the dtype of the rows."""

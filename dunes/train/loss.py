@@ -23,9 +23,15 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Summed loss in nats and the number of trained tokens.
 
     The batch is windows of ids (B, T + 1), or (ids, targets) of (B, T) each with IGNORE where
-    nothing is asked, or (ids, targets, at) with positions for packed documents.
+    nothing is asked, or (ids, targets, at) with positions for packed documents. Raises ValueError for others.
     """
-    ids, targets, *at = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+    parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+    if not isinstance(parts, (tuple, list)) or not 2 <= len(parts) <= 3:
+        raise ValueError(
+            "next_token takes a batch of ids (B, T + 1), (ids, targets) or (ids, targets, at), "
+            f"not a {type(batch).__name__} of other parts: write a loss that picks them"
+        )
+    ids, targets, *at = parts
     return _summed(model(ids, *at).flatten(0, 1), targets.flatten())
 
 

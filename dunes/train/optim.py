@@ -4,12 +4,16 @@ Matrices decay, vectors (norms, biases) do not. A parameter that is frozen is le
 ValueError if nothing is left to train.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from dunes import tree
 
 Group = dict[str, Any]
 
@@ -37,20 +41,89 @@ def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentu
 
 
 def muon(
-    model: nn.Module, lr: float = 0.02, adam_lr: float = 0.01, momentum: float = 0.9, decay: float = 0.01
+    model: nn.Module,
+    lr: float = 0.02,
+    adam_lr: float = 0.01,
+    momentum: float = 0.9,
+    decay: float = 0.01,
+    inside: tree.Where | None = None,
 ) -> Optimizer:
     """Muon for the matrices inside, AdamW for the rest. https://arxiv.org/abs/2502.16982
 
-    Inside means: not an embedding and not a head, which have one side as long as the vocabulary.
+    Inside are the matrices of the blocks: what has children and stands in a ModuleList, or in a Sequential beside
+    others of its class. Of a model without blocks it is all matrices but those of its heads: the linear maps whose
+    width no other one takes in, or else the last. A table of vectors, and a head that shares its weight, is never
+    inside. No name is looked at, so a model that is wrapped or compiled is split as before. `inside`, globs over
+    the names of parameters (`["**layers.**", "!**.router.*"]`), says otherwise; `muon_split` shows the split.
+    Raises ValueError for rates that are not finite or below 0, and if `inside` selects no matrix.
     """
-    outside = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    outside |= {p for name, p in model.named_parameters() if name.startswith("head.")}
-    inside, rest = _split(model, lambda name, p: p.dim() == 2 and p not in outside)
-    groups = _filled([{"params": rest}])
-    adam = torch.optim.AdamW(groups, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model))
-    if not inside:
-        return adam
-    return Together([Muon(inside, lr, decay, momentum), adam])
+    rates = {"lr": lr, "adam_lr": adam_lr, "momentum": momentum, "decay": decay}
+    for name, rate in rates.items():
+        if not 0 <= rate < (1 if name == "momentum" else math.inf):
+            raise ValueError(
+                f"muon: {name} is {rate}; it is a number from 0" + " to below 1" * (name == "momentum")
+            )
+    matrices = _inside(model, inside)
+    chosen, rest = _split(model, lambda name, p: p in matrices)
+    optimizers: list[Optimizer] = [Muon(chosen, lr, decay, momentum)] if chosen else []
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model)))
+    return Together(optimizers) if len(optimizers) > 1 else optimizers[0]
+
+
+def muon_split(model: nn.Module, inside: tree.Where | None = None) -> dict[str, list[str]]:
+    """The names of the parameters that `muon` gives to "muon" and to "adamw"."""
+    matrices = _inside(model, inside)
+    named = _trainable(model)
+    return {
+        "muon": [name for name, p in named if p in matrices],
+        "adamw": [name for name, p in named if p not in matrices],
+    }
+
+
+def _inside(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
+    """The matrices that Muon trains. Raises ValueError if `where` selects none."""
+    matrices = {name: p for name, p in _trainable(model) if p.dim() == 2}
+    if where is not None:
+        selected = {p for name, p in matrices.items() if tree.matches(where, name)}
+        if not selected:
+            some = ", ".join(matrices) or "none"
+            raise ValueError(f"{where!r} selects no trainable matrix; there are: {some[:300]}")
+        return selected
+    tables = {p for m in model.modules() if hasattr(m, "num_embeddings") for p in m.parameters()}
+    in_blocks = {p for block in _blocks(model) for p in block.parameters() if p.dim() == 2} - tables
+    heads = {p for head in _heads(model) for p in head.parameters()}
+    return in_blocks or set(matrices.values()) - tables - heads
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """What has children and stands in a list, or in a sequence beside others of its class."""
+    blocks = []
+    for container in model.modules():
+        parents = [m for m in container.children() if any(True for _ in m.children())]
+        classes = Counter(type(m) for m in parents if type(m) is not nn.Sequential)
+        if isinstance(container, nn.ModuleList):
+            blocks += parents
+        elif isinstance(container, nn.Sequential):
+            blocks += [m for m in parents if classes[type(m)] > 1]
+    return blocks
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """The linear maps that give the model's outputs: those whose width no other one takes in, or else the last."""
+    linears = list(_linears(model))
+    widths = Counter(m.in_features for m in linears)
+    unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
+    return unread or linears[-1:]
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Module]:
+    """Linear maps, each with what is wrapped around it."""
+    if tree.linear(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _linears(child)
 
 
 class Muon(Optimizer):
@@ -124,10 +197,15 @@ class Together(Optimizer):
         self.param_groups = [g for o in self.optimizers for g in o.param_groups]
 
 
-def _split(model: nn.Module, chosen: Callable[[str, Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("nothing to train: no parameter of the model requires a gradient")
+    return named
+
+
+def _split(model: nn.Module, chosen: Callable[[str, Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
+    named = _trainable(model)
     return [p for n, p in named if chosen(n, p)], [p for n, p in named if not chosen(n, p)]
 
 

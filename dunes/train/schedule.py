@@ -23,15 +23,22 @@ class Schedule:
     """The share of the full learning rate at each step (0, 1, 2, ...), and when to stop.
 
     `warmup` steps rise linearly; the last part falls linearly to `lowest`, a share of the full rate.
+    Raises ValueError for a warmup below 0 or a share that is none.
     """
 
     warmup: int = 0
     lowest: float = 0.0
     records: list[Record] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ValueError(f"warmup is {self.warmup}; expected a number of steps from 0")
+        _check_share("lowest", self.lowest)
+
     @classmethod
     def steps(cls, total: int, warmup: int = 0, fall: float = 0.5, lowest: float = 0.0) -> "Schedule":
         """A schedule of a known length, whose last `fall` (a share of all steps) goes down."""
+        _check_share("fall", fall)
         return cls(warmup, lowest, [Record(total - round(total * fall), total)])
 
     def rate(self, step: int) -> float:
@@ -65,6 +72,11 @@ class Clock:
     seconds: float
     fall: float = 0.5
 
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"seconds is {self.seconds}; expected a time above 0")
+        _check_share("fall", self.fall)
+
     def tell(self, step: int, elapsed: float) -> None:
         """`step` steps took `elapsed` seconds since the start, all that happened between included."""
         records = self.schedule.records
@@ -78,3 +90,8 @@ class Clock:
 
     def _end(self, step: int, elapsed: float, pace: float) -> int:
         return step + max(1, round((self.seconds - elapsed) / max(pace, 1e-9)))
+
+
+def _check_share(name: str, share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ValueError(f"{name} is {share}; expected a share from 0 to 1")

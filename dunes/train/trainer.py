@@ -1,8 +1,11 @@
 """The step loop, as a generator: printing, saving, sampling and stopping are the caller's loop body."""
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Integral, Real
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +20,10 @@ from dunes.train.loss import Loss
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did. `loss` is the mean over `count` targets; it is shown as it is, NaN included."""
+    """What one step did. `loss` is the mean over `count` targets; it is shown as it is, NaN included.
+
+    A count that is not finite is shown as 0.
+    """
 
     number: int
     loss: float
@@ -35,11 +41,13 @@ class Diverged(RuntimeError):
 class Trainer:
     """Trains any module: `for step in Trainer(model, optimizer, loss).run(batches): ...`
 
-    `loss(model, batch)` returns (sum, count). Gradients of `accumulate` batches are added and divided
-    once by the count of all, then clipped to the norm `clip`. `rate(step)` is a share of the
-    optimizer's learning rates. `seed` keys all randomness inside a step, so that what a caller
-    draws between steps changes nothing. A step whose loss or gradient is not finite changes no
-    weight and is marked; `patience` of them in a row raise Diverged.
+    `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one.
+    Gradients of `accumulate` batches are added and divided once by the count of all, then clipped to the norm
+    `clip`. `rate(step)` is a share of the optimizer's learning rates. `seed` keys all randomness inside a step, so
+    that what a caller draws between steps changes nothing. A step whose loss or gradient is not finite changes no
+    weight and is marked, and so is one that counted nothing; `patience` of them in a row raise Diverged.
+    Raises ValueError for settings that cannot be, a model without parameters, and from `run` for a loss
+    or a rate that is none.
     """
 
     def __init__(
@@ -55,8 +63,7 @@ class Trainer:
         seed: int = 0,
         patience: int = 10,
     ) -> None:
-        if accumulate < 1:
-            raise ValueError(f"accumulate is a number of batches, at least 1, not {accumulate}")
+        _check(accumulate, clip, dtype, seed, patience)
         self.model, self.optimizer, self.loss, self.rate = model, optimizer, loss, rate
         self.accumulate, self.clip, self.dtype, self.seed, self.patience = (
             accumulate,
@@ -68,7 +75,12 @@ class Trainer:
         self.number = 0
         self.bad = 0
         self.base = [float(group["lr"]) for group in optimizer.param_groups]
-        self.device = next(model.parameters()).device
+        if not all(0 <= lr < math.inf for lr in self.base):
+            raise ValueError(f"the optimizer's learning rates are {self.base}; expected numbers from 0")
+        parameter = next(model.parameters(), None)
+        if parameter is None:
+            raise ValueError("nothing to train: the model has no parameters")
+        self.device = parameter.device
 
     @property
     def consumed(self) -> int:
@@ -88,17 +100,18 @@ class Trainer:
             yield step
             if self.bad >= self.patience:
                 raise Diverged(
-                    f"loss or gradient was not finite for {plural(self.bad, 'step')} in a row, up to "
-                    f"step {step.number}; the weights are those before them. "
-                    "A lower learning rate or a look at the data may help"
+                    f"{_trouble(step)} for {plural(self.bad, 'step')} in a row, up to step {step.number}; "
+                    "the weights are those before them. A lower learning rate or a look at the data may help"
                 )
 
     def _step(self, batches: list[Any], start: float) -> Step:
+        rate = self._rate()
         buffers = [(b, b.clone()) for b in self.changing]
         # The one place where the host waits for the device.
         loss, counted, size = torch.stack(self.gradients(batches)).tolist()
-        rate = self.rate(self.number)
-        good = counted > 0 and all(x == x and abs(x) != float("inf") for x in (loss, size))
+        if counted < 0:
+            raise ValueError(f"the loss of step {self.number + 1} counted {counted:g} targets; expected 0 or more")
+        good = counted > 0 and all(map(math.isfinite, (loss, counted, size)))
         if good:
             for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
                 group["lr"] = base * rate
@@ -109,7 +122,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.number += 1
         self.bad = 0 if good else self.bad + 1
-        return Step(self.number, loss, int(counted), size, rate, not good, perf_counter() - start)
+        count = int(counted) if math.isfinite(counted) else 0
+        return Step(self.number, loss, count, size, rate, not good, perf_counter() - start)
+
+    def _rate(self) -> float:
+        """The share of the learning rates for the step to come."""
+        rate = float(self.rate(self.number))
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"rate({self.number}) is {rate}; expected a share of the learning rate, 0 or more")
+        return rate
 
     @property
     def changing(self) -> list[Tensor]:
@@ -130,9 +151,14 @@ class Trainer:
         total = count = torch.zeros((), dtype=torch.float64, device=self._wide)
         self.optimizer.zero_grad(set_to_none=True)
         for i, batch in enumerate(batches):
-            with _keyed(self.device, (self.seed, self.number, i)), self._precision():
-                loss, counted = self.loss(self.model, _moved(batch, self.device))
-            loss.backward()  # type: ignore[no-untyped-call]
+            with _keyed(self.device, (int(self.seed), self.number, i)), self._precision():
+                loss, counted = _pair(self.loss(self.model, _moved(batch, self.device)))
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            elif counted != 0:
+                raise ValueError(
+                    "the loss has no gradient: it depends on no weight that is trained, or lost its graph"
+                )
             total = total + loss.detach().to(total)
             count = count + counted.to(count)
         return total, count
@@ -144,8 +170,10 @@ class Trainer:
     def _normalise(self, count: Tensor) -> Tensor:
         """Divide the gradients by the count, clip them, and return their norm before clipping."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if not grads:
+        if not grads and count != 0:
             raise ValueError("no gradient reached a parameter: does the loss depend on trained weights?")
+        if not grads:
+            return torch.zeros_like(count)
         norm = torch.nn.utils.get_total_norm(grads).to(count) / count
         scale = 1 / count
         if self.clip is not None:
@@ -163,18 +191,72 @@ class Trainer:
         return {"number": self.number, "bad": self.bad, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.number, self.bad = state["number"], state["bad"]
+        counters = state["number"], state["bad"]
+        if not all(isinstance(n, int) and n >= 0 for n in counters):
+            raise ValueError(f"the trainer's state has number and bad {counters}; expected whole numbers from 0")
+        self.number, self.bad = counters
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, patience: int) -> None:
+    """Raises ValueError for settings that cannot be."""
+    for name, value in {"accumulate": accumulate, "patience": patience, "seed": seed}.items():
+        if not isinstance(value, Integral) or (name != "seed" and value < 1):
+            raise ValueError(f"{name} is {value!r}; expected a whole number" + ", at least 1" * (name != "seed"))
+    if clip is not None and not (isinstance(clip, Real) and clip > 0):
+        raise ValueError(f"clip is {clip!r}; expected the largest norm of the gradients, above 0, or None")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype is {dtype}; expected bfloat16 or float16 for autocast, or float32 for none")
+
+
+def _pair(result: Any) -> tuple[Tensor, Tensor]:
+    """What a loss returned, as two tensors without dimensions. Raises ValueError for what is no (sum, count)."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise ValueError(f"the loss returned {_described(result)}; expected a pair (sum, count), not a mean")
+    loss, count = result
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(f"the sum that the loss returned is {_described(loss)}; expected a tensor of one element")
+    if isinstance(count, Real) and not isinstance(count, bool):
+        count = torch.tensor(float(count), dtype=torch.float64)
+    if not isinstance(count, Tensor) or count.numel() != 1 or count.dtype == torch.bool:
+        raise ValueError(
+            f"the count that the loss returned is {_described(count)}; expected one number of targets"
+        )
+    return loss.reshape(()), count.detach().reshape(())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"a {type(value).__name__}"
+
+
+def _trouble(step: Step) -> str:
+    """Why the step was skipped."""
+    return "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
+
+
 def _moved(batch: Any, device: torch.device) -> Any:
-    """The batch, its tensors on the device; tuples, lists and dicts are followed."""
+    """The batch on the device: tensors, what has a `to`, and those in tuples, lists, mappings and dataclasses."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if isinstance(batch, type):
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device)
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_moved(b, device) for b in batch)
-    if isinstance(batch, dict):
-        return {key: _moved(value, device) for key, value in batch.items()}
+        moved = [_moved(b, device) for b in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if isinstance(batch, MutableMapping):
+        new = copy(batch)
+        for key in batch:
+            new[key] = _moved(batch[key], device)
+        return new
+    if is_dataclass(batch):
+        new = copy(batch)
+        for field in fields(batch):
+            object.__setattr__(new, field.name, _moved(getattr(batch, field.name), device))
+        return new
     return batch
 
 
