@@ -17,7 +17,7 @@ from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
 from dunes.cli import verbs
 from dunes.data import Batches
-from dunes.data.examples import split
+from dunes.data.examples import read, split
 from dunes.models import FAMILIES
 from dunes.models.start import initialise
 from dunes.runs import lesson as lesson_module
@@ -309,7 +309,7 @@ def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
 
 REFUSED = {
     "no such base": ({"model": "nowhere"}, "nowhere: no such folder"),
-    "no such file": ({"data": "nowhere.json"}, "nowhere.json: cannot be read"),
+    "no such file": ({"data": "nowhere.json"}, "nowhere.json: no such file or folder"),
     "no model": ({"model": ""}, "the model is missing; dunes finetune MODEL --data FILE --out RUN"),
     "no data": ({"data": ""}, "the data is missing"),
     "too long": ({"context": 16}, "of the examples are longer than the context of 16"),
@@ -420,7 +420,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
     assert domain["before"] != domain["after"]
     page = (folder / "samples.md").read_text()
-    _, held = split(lesson_module.read(examples).rows)
+    _, held = split(read(examples).rows)
     for record in held[:3]:
         assert f"| {record.talk[0].text} | {record.talk[1].text} |" in page
     before = json.loads((folder / "state" / "before.json").read_text())["said"]

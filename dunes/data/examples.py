@@ -97,7 +97,7 @@ def read(path: Path | str, fields: Sequence[str] = ()) -> Records:
         return Records(path, "text", form(path), made, len(given) - len(made))
     found = list(rows(path))
     if not found:
-        raise ValueError(f"{path}: no records; expected a JSON list, or one JSON object a line")
+        raise ValueError(f"{path}: {NO_RECORDS}")
     kind = _tried(found[0][0], lambda: _known(found[0][1]))
     made = [Record(_tried(place, lambda row=row: _read(kind, row)), place, kind) for place, row in found]  # type: ignore[misc]
     return Records(path, kind, form(path), made)
@@ -117,12 +117,15 @@ def texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
         text = _tried(place, lambda take=take, row=row: take(row))  # type: ignore[misc]
         some = some or bool(text)
         yield place, text
+    if take is None:
+        raise ValueError(f"{path}: {NO_RECORDS}")
     if not some:
         expected = f"text in {_listed(fields)}" if fields else "records with text"
-        raise ValueError(f"{path}: expected {expected}, found {seen or 'no records'}; {NAME_FIELD}")
+        raise ValueError(f"{path}: expected {expected}, found {seen}; {NAME_FIELD}")
 
 
 NAME_FIELD = "name what to read with --text-field"
+NO_RECORDS = "no records; expected a JSON list, or one JSON object a line"
 
 
 def text_of(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:

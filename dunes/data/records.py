@@ -43,7 +43,9 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
             return
         with _opened(path) as file:
             yield from _listed(path, file) if _first(file) == b"[" else _lines(path, file)
-    except (OSError, EOFError, zlib.error) as error:
+    except EOFError as error:
+        raise ValueError(f"{path}: cannot be read: {error}; copy or download it again") from None
+    except (OSError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
 
 

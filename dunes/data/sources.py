@@ -15,6 +15,9 @@ from dunes.data.files import OUTSIDE, SourceFile, Walk
 from dunes.data.record_document import RecordDocument, holds_records, record_documents, taken
 from dunes.plural import plural
 
+SHOWN = 5
+"""Files of records that cannot be read of which each has a line of its own."""
+
 
 @dataclass
 class Corpus:
@@ -71,6 +74,8 @@ def collect(
     if not documents:
         where, why = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
         raise ValueError(f"{where}: no text to learn from ({why}); give files or folders of UTF-8 text")
+    unread = corpus.notes[SHOWN:]
+    corpus.notes[SHOWN:] = [f"passed over: {len(unread)} more files of records"] if unread else []
     corpus.notes[:0] = taken([*documents.values()])
     _divide(corpus, [*documents.values()], share)
     return corpus
