@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dunes import checkpoint, train
+from dunes.augment import attach
 from dunes.data import Windows
 from dunes.models import FAMILIES
 from dunes.train import Clock, Diverged, Record, Schedule, Trainer, next_token
@@ -485,6 +486,10 @@ def test_muon_knows_the_heads_of_a_model_without_blocks_by_what_they_give():
     assert names(conv, train.muon(conv)) == {"2.weight"}
     several = nn.ModuleDict({"a": nn.Linear(8, 3), "trunk": nn.Linear(8, 8), "b": nn.Linear(8, 5)})
     assert names(several, train.muon(several)) == {"trunk.weight"}
+    classifier.in_features, classifier.out_features = 8, 3
+    assert names(classifier, train.muon(classifier)) == {"0.weight", "2.weight"}
+    attach(classifier, rank=2, where="4")
+    assert names(classifier, train.muon(classifier)) == {"0.weight", "2.weight"}, "the adapter is a head's"
     square = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     assert names(square, train.muon(square)) == {"0.weight"}, "which is the head only the order can say"
 

@@ -90,10 +90,10 @@ def _inside(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
             some = ", ".join(matrices) or "none"
             raise ValueError(f"{where!r} selects no trainable matrix; there are: {some[:300]}")
         return selected
-    tables = {p for m in model.modules() if hasattr(m, "num_embeddings") for p in m.parameters()}
-    in_blocks = {p for block in _blocks(model) for p in block.parameters() if p.dim() == 2} - tables
-    heads = {p for head in _heads(model) for p in head.parameters()}
-    return in_blocks or set(matrices.values()) - tables - heads
+    tables: set[Tensor] = {p for m in model.modules() if hasattr(m, "embedding_dim") for p in m.parameters()}
+    in_blocks: set[Tensor] = {p for block in _blocks(model) for p in block.parameters() if p.dim() == 2}
+    heads: set[Tensor] = {p for head in _heads(model) for p in head.parameters()}
+    return in_blocks - tables or set(matrices.values()) - tables - heads
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -118,8 +118,8 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:
-    """Linear maps, each with what is wrapped around it."""
-    if tree.linear(module):
+    """Linear maps, each with what is wrapped around it; not a larger module that says its features, too."""
+    if tree.linear(module) and not any(True for _ in tree.innermost(module).children()):
         yield module
     else:
         for child in module.children():

@@ -200,10 +200,11 @@ class Trainer:
 
 def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, patience: int) -> None:
     """Raises ValueError for settings that cannot be."""
-    for name, value in {"accumulate": accumulate, "patience": patience, "seed": seed}.items():
+    counts: dict[str, Any] = {"accumulate": accumulate, "patience": patience, "seed": seed}
+    for name, value in counts.items():
         if not isinstance(value, Integral) or (name != "seed" and value < 1):
             raise ValueError(f"{name} is {value!r}; expected a whole number" + ", at least 1" * (name != "seed"))
-    if clip is not None and not (isinstance(clip, Real) and clip > 0):
+    if clip is not None and not (_is_number(clip) and clip > 0):
         raise ValueError(f"clip is {clip!r}; expected the largest norm of the gradients, above 0, or None")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype is {dtype}; expected bfloat16 or float16 for autocast, or float32 for none")
@@ -216,13 +217,17 @@ def _pair(result: Any) -> tuple[Tensor, Tensor]:
     loss, count = result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(f"the sum that the loss returned is {_described(loss)}; expected a tensor of one element")
-    if isinstance(count, Real) and not isinstance(count, bool):
+    if _is_number(count):
         count = torch.tensor(float(count), dtype=torch.float64)
     if not isinstance(count, Tensor) or count.numel() != 1 or count.dtype == torch.bool:
         raise ValueError(
             f"the count that the loss returned is {_described(count)}; expected one number of targets"
         )
     return loss.reshape(()), count.detach().reshape(())
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real)
 
 
 def _described(value: Any) -> str:
@@ -245,18 +250,18 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, (tuple, list)):
-        moved = [_moved(b, device) for b in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        items = [_moved(b, device) for b in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, MutableMapping):
-        new = copy(batch)
+        moved = copy(batch)
         for key in batch:
-            new[key] = _moved(batch[key], device)
-        return new
+            moved[key] = _moved(batch[key], device)
+        return moved
     if is_dataclass(batch):
-        new = copy(batch)
+        example = copy(batch)
         for field in fields(batch):
-            object.__setattr__(new, field.name, _moved(getattr(batch, field.name), device))
-        return new
+            object.__setattr__(example, field.name, _moved(getattr(batch, field.name), device))
+        return example
     return batch
 
 
