@@ -197,7 +197,7 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
     plan = run.plan
     clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
     run.began, saved = monotonic() - run.elapsed, monotonic()
-    told, aside = _teller(run, show), Aside(show)
+    told, aside = _teller(run, show), mirror.aside
     over = run.schedule.over(run.trainer.number)
     batches = run.spent.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
@@ -312,7 +312,7 @@ def _sample(run: Run, show: Display, weights_step: int) -> str:
 
 def _finish(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> int:
     """Save the state and what was learned, draw the picture, and say what there is and what to do next."""
-    step, aside = run.trainer.number, Aside(show)
+    step, aside = run.trainer.number, mirror.aside
     status = 128 + wish.signal if wish.signal else 0
     try:
         with run.spent("saves"):
