@@ -619,6 +619,15 @@ def test_what_is_taken_from_records_is_said(tmp_path):
     assert sorted(learned([*body.train, *body.valid])) == sorted([rows["tasks.json"], "no text", "other"])
 
 
+def test_many_files_of_records_that_cannot_be_read_are_not_all_listed(tmp_path):
+    put(tmp_path, {"a.py": "a"} | {f"{i}.jsonl": "{" for i in range(8)})
+    notes = collect([tmp_path]).notes
+    assert [note.partition(", line")[0] for note in notes[:5]] == [
+        f"passed over: {tmp_path / str(i)}.jsonl" for i in range(5)
+    ]
+    assert notes[5:] == ["passed over: 3 more files of records"]
+
+
 def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "BLOCK", 50)
     texts = [f"{i} héllo\nworld {'long ' * (i % 40)}" for i in range(60)]

@@ -52,8 +52,6 @@ def plain_document(file: SourceFile) -> Document | str:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "not regular files"
-        if not status.st_size:  # nor are files read that say so and have content: of /proc, and some never end
-            return "empty"
         with open_plain(file.path) as opened:
             head = opened.read(1 << 16)
         if b"\0" in head:
