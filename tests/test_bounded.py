@@ -5,9 +5,9 @@ import json
 import resource
 
 import pytest
+import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-import tokenizers
 from dunes.text import Tokenizer, bounded
 
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "special": True}

@@ -3,7 +3,7 @@
 from dunes.checkpoint.adapter import identity, load_adapter, save_adapter
 from dunes.checkpoint.folder import Loaded, save
 from dunes.checkpoint.hub import local
-from dunes.checkpoint.opening import described, load
+from dunes.checkpoint.opening import described, load, load_with_tokenizer
 from dunes.checkpoint.say import said
 from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
 
@@ -15,6 +15,7 @@ __all__ = [
     "latest",
     "load",
     "load_adapter",
+    "load_with_tokenizer",
     "local",
     "restore",
     "said",

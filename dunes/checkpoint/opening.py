@@ -12,7 +12,7 @@ from dunes.augment.quantize import shape as quantize
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
 from dunes.checkpoint.adapter import WEIGHTS, Words, load_adapter
-from dunes.checkpoint.folder import Loaded, agree, checked, filled, settled, steady, verified
+from dunes.checkpoint.folder import Loaded, agree, checked, filled, load_tokenizer, settled, steady, verified
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.hub import NAME, local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
@@ -34,6 +34,21 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
         if adapts(folder)
         else whole.load(folder, device)
     )
+
+
+def load_with_tokenizer(folder: Path | str, device: torch.device | str = "cpu") -> tuple[Loaded, Tokenizer]:
+    """`load` for what turns text into ids. Raises ValueError like it, and where there is no tokenizer."""
+    if Tokenizer.file(place := _tokenizer_folder(Path(folder))) is None:
+        Tokenizer.load(place)  # says what is missing, before anything is read
+    loaded = load(folder, device)
+    assert loaded.tokenizer is not None, "its file was there"
+    return loaded, loaded.tokenizer
+
+
+def _tokenizer_folder(folder: Path) -> Path:
+    """Where the tokenizer of a model lies: for an adapter that brings none, beside its base."""
+    folder = settled(folder)
+    return base_of(folder) if adapts(folder) and Tokenizer.file(folder) is None else folder
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
@@ -76,7 +91,7 @@ def base_of(folder: Path) -> Path:
 def _adapted(folder: Path, device: torch.device | str) -> Loaded:
     card = verified(folder)
     source = checked(base_of(folder))
-    tokenizer = Tokenizer.load(folder if Tokenizer.file(folder) else source.folder)
+    tokenizer = load_tokenizer(_tokenizer_folder(folder))
     agree(source, tokenizer)
     context = _context(card, source.config.context, folder)
     model = filled(source)
@@ -101,7 +116,7 @@ def put_on(loaded: Loaded, folder: Path, name: str) -> Loaded:
     card = verified(folder)
     tokenizer = Tokenizer.load(folder) if Tokenizer.file(folder) else loaded.tokenizer
     rows, _ = sides(loaded.model.embed.token)
-    if max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
+    if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
     context = _context(card, loaded.context, folder)
     load_adapter(loaded.model, folder, name)
@@ -134,7 +149,7 @@ def about(folder: Path) -> tuple[list[str], str | None]:
     lines = list(_lines(folder))
     try:
         source = checked(base_of(folder))
-        agree(source, Tokenizer.load(folder if Tokenizer.file(folder) else source.folder))
+        agree(source, load_tokenizer(_tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {len(source.weights())} tensors")
         reason = None
     except ValueError as error:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from typing import Any
+import warnings
+from typing import Any, TextIO
 
 VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
@@ -14,6 +15,7 @@ def main() -> None:
     """Run the command line; exit with 2 and one line for a user's mistake."""
     from dunes.cli import verbs
 
+    warnings.showwarning = _warn
     try:
         if sys.argv[1:2] == ["bench"]:
             from dunes.cli import bench
@@ -32,6 +34,18 @@ def main() -> None:
     except KeyboardInterrupt:
         status = 130
     sys.exit(status)
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as a line of its own, without the place in our code."""
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def run(arguments: list[str], verbs: dict[str, Any]) -> int:

@@ -219,10 +219,10 @@ def generate(
     from dunes.generate import sampler
     from dunes.runs.write import write
 
-    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
+    loaded, tokenizer = checkpoint.load_with_tokenizer(checkpoint.local(model).folder, measure.device())
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     print(prompt, end="", flush=True)
-    for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
+    for piece in write(loaded.model, tokenizer, loaded.context, prompt, tokens, sample):
         print(piece, end="", flush=True)
     print()
 
@@ -303,8 +303,8 @@ def complete(model: Model, place: Annotated[str | None, tyro.conf.Positional] = 
     from dunes.runs.write import complete_line, text_before
 
     prefix = text_before(place) if place else sys.stdin.read()
-    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device())
-    print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
+    loaded, tokenizer = checkpoint.load_with_tokenizer(checkpoint.local(model).folder, measure.device())
+    print(complete_line(loaded.model, tokenizer, loaded.context, prefix))
 
 
 def evaluate(

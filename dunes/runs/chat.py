@@ -137,7 +137,7 @@ def speaker(model: str, adapters: Sequence[Path] = (), device: torch.device | st
     if wrong := [path for path in adapters if not adapts(path)]:
         raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
     changes = _changes([*adapters, *([folder] if adapts(folder) else [])])
-    loaded = checkpoint.load(folder)
+    loaded, _ = checkpoint.load_with_tokenizer(folder)
     voices = _first(folder, loaded)
     if adapters and not adapts(folder):
         repeat(loaded.model, {"changes": changes}, adapters[0])
@@ -177,6 +177,7 @@ def _first(folder: Path, loaded: Loaded) -> dict[str, Voice]:
 
 
 def _voice(place: Path, adapter: str | None, loaded: Loaded) -> Voice:
+    assert loaded.tokenizer is not None, "where an adapter brings none it is the base's"
     return Voice(place, adapter, loaded.tokenizer, loaded.context, loaded.card)
 
 

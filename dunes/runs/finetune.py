@@ -83,8 +83,10 @@ def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
 
 def domain(lesson: Lesson, show: Display) -> Ids | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
+    tokenizer = lesson.base.tokenizer
+    assert tokenizer is not None, "it was loaded with one"
     try:
-        ids, files = held_out(lesson.base.tokenizer, lesson.base.card, lesson.plan.domain)
+        ids, files = held_out(tokenizer, lesson.base.card, lesson.plan.domain)
     except (ValueError, OSError):
         if lesson.plan.domain:
             raise

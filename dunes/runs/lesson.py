@@ -66,12 +66,12 @@ class Lesson:
         if not held:
             raise ValueError(f"{plan.data}: no example is left for validation; give more, or others with --valid")
         folder = checkpoint.local(plan.model).folder
-        base = checkpoint.load(folder)
+        base, tokenizer = checkpoint.load_with_tokenizer(folder)
         if any(isinstance(m, augment.Adapted) for m in base.model.modules()):
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
-        template = speaks(plan, records, base.tokenizer, base.card)
+        template = speaks(plan, records, tokenizer, base.card)
         show.line(f"template: {template.name}")
-        own, tokenizer = taught(base), base.tokenizer
+        own = taught(base)
         if own is None or plan.template or records.kind not in BY_THEMSELVES:
             tokenizer = templates.carried(template, tokenizer)
             if own not in (None, template.name):
@@ -128,6 +128,7 @@ class Lesson:
 
 def taught(base: checkpoint.Loaded) -> str | None:
     """The name of the template that a base brings along, if it does."""
+    assert base.tokenizer is not None, "it was loaded with one"
     own = chat.template_of(base.tokenizer.beside, base.tokenizer.place.parent)
     name: str | None = base.card.get("template")
     return name or (None if own is None else templates.Own.name)

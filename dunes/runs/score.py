@@ -18,12 +18,12 @@ def score_folder(folder: Path, sources: Sequence[str] = ()) -> tuple[Score, int]
     Without sources: on the files that the model's own training held out. Raises ValueError if the
     model's card does not say which these are, or if there is no text.
     """
-    loaded = checkpoint.load(folder, measure.device())
+    loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device())
     try:
-        ids, files = held_out(loaded.tokenizer, loaded.card, sources)
+        ids, files = held_out(tokenizer, loaded.card, sources)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return evaluate(loaded.model, ids, widths(loaded.tokenizer.pieces()), loaded.context), files
+    return evaluate(loaded.model, ids, widths(tokenizer.pieces()), loaded.context), files
 
 
 def held_out(tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = ()) -> tuple[Ids, int]:
