@@ -586,9 +586,9 @@ def test_the_commands(tmp_path, capsys):
     status, out, _ = command(capsys, "export", tmp_path / "hf", tmp_path / "native", "--to", "native")
     assert (status, "differ by" in out, "next: dunes generate" in out) == (0, True, True)
     status, out, _ = command(capsys, "inspect", tmp_path / "native")
-    assert status == 1
+    assert status == 0
     assert "native form" in out
-    assert "the weights alone can be converted: dunes convert" in out.splitlines()[-1]
+    assert "tokenizer   none" in out
     status, out, _ = command(capsys, "convert", tmp_path / "native", tmp_path / "back", "--dtype", "bfloat16")
     assert status == 0
     status, _, err = command(capsys, "convert", tmp_path / "native", tmp_path / "back")

@@ -4,7 +4,7 @@ from dunes.checkpoint.adapter import load_adapter, save_adapter
 from dunes.checkpoint.base import identity
 from dunes.checkpoint.folder import Loaded, save
 from dunes.checkpoint.hub import local
-from dunes.checkpoint.opening import described, load
+from dunes.checkpoint.opening import described, load, load_with_tokenizer
 from dunes.checkpoint.say import said
 from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
 
@@ -16,6 +16,7 @@ __all__ = [
     "latest",
     "load",
     "load_adapter",
+    "load_with_tokenizer",
     "local",
     "restore",
     "said",

@@ -23,7 +23,7 @@ from dunes.augment.quantize import Quantized
 from dunes.checkpoint import stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
 from dunes.checkpoint.base import ANYWAY, BaseWeights, Record, identity, prove, recorded
-from dunes.checkpoint.folder import beside, verified, write, write_card
+from dunes.checkpoint.folder import verified, write, write_card, write_tokenizer
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
@@ -137,10 +137,7 @@ def save_adapter(
     def fill(staged: Path) -> None:
         stream.write(staged, weights, WEIGHTS[0], shard=1 << 62)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
-        if tokenizer is not None:
-            tokenizer.save(staged)
-            for file, content in beside(tokenizer, context).items():
-                (staged / file).write_text(json.dumps(content, indent=2) + "\n")
+        write_tokenizer(staged, tokenizer, context)
         write_card(staged, {**card, **(facts or {})})
 
     write(folder, fill, sum(w.nbytes for w in weights.values()))

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,10 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model from a folder, in evaluation mode; `card` is what dunes.json says, empty without one."""
+    """A model from a folder, in evaluation mode; `card` is what dunes.json says, empty without one.
+
+    `tokenizer` is None where the folder has none.
+    """
 
     model: Decoder
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     context: int
     card: dict[str, Any]
 
@@ -47,7 +51,7 @@ class Loaded:
 def save(
     model: nn.Module,
     folder: Path | str,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     context: int,
     facts: Mapping[str, Any] | None = None,
     check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
@@ -72,10 +76,9 @@ def save(
 
     def fill(staged: Path) -> None:
         stream.write(staged, weights)
-        tokenizer.save(staged)
-        config = family.to_hf(words.config) | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-        for name, content in {CONFIG: config, **beside(tokenizer, context)}.items():
-            (staged / name).write_text(json.dumps(content, indent=2) + "\n")
+        ids = write_tokenizer(staged, tokenizer, context)
+        config = family.to_hf(words.config) | ids | {"dtype": dtype, "torch_dtype": dtype}
+        (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         known = {"family": words.family, "context": context, "changes": [], **(facts or {})}
         write_card(staged, {**known, **check(staged)})
 
@@ -151,6 +154,16 @@ def _named(folder: Path) -> set[str]:
         return set()
 
 
+def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context: int | None) -> dict[str, int | None]:
+    """Write a tokenizer, if there is one, and the files that go with it; what config.json says of its special tokens."""
+    if tokenizer is None:
+        return {}
+    tokenizer.save(folder)
+    for name, content in beside(tokenizer, context).items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return special_ids(tokenizer)
+
+
 def beside(tokenizer: Tokenizer, context: int | None) -> dict[str, Any]:
     """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
     names = tokenizer.named
@@ -177,14 +190,14 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     """The model, its tokenizer and its card, from any form of model folder that is read here.
 
-    Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
+    Warns where there is no tokenizer, and of special ids that are above the vocabulary. Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
     the dtype they are stored in. Beside a process that saves into the folder a load begins again.
     """
     return steady(Path(folder), lambda there: _loaded(there, device))
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of the folder; once more, and again, if another thread or process saved there meanwhile."""
+    """What `read` makes of the folder, anew as often as another thread or process saved there meanwhile."""
     for _ in range(TRIES):
         settled(folder)
         before = _saved(folder)
@@ -207,9 +220,17 @@ def _saved(folder: Path) -> list[tuple[int, int] | None]:
 
 def _loaded(folder: Path, device: torch.device | str) -> Loaded:
     source = checked(folder)
-    tokenizer = Tokenizer.load(source.folder)
+    tokenizer = load_tokenizer(source.folder)
     agree(source, tokenizer)
     return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context, dict(source.card))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder; None, with a warning, where there is none."""
+    if Tokenizer.file(folder) is not None:
+        return Tokenizer.load(folder)
+    warnings.warn(f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; tokenizer is None", stacklevel=2)
+    return None
 
 
 def filled(source: Source) -> Decoder:
@@ -272,15 +293,27 @@ def _alike(source: Source, weights: dict[str, Stored]) -> dict[str, Stored]:
     return cast(weights, named[0] if named else reduce(torch.promote_types, kinds))
 
 
-def agree(source: Source, tokenizer: Tokenizer) -> None:
-    """Raise ValueError unless every id has a row in the embedding; more rows do no harm."""
+def agree(source: Source, tokenizer: Tokenizer | None) -> None:
+    """Raise ValueError unless every id that a text may have has a row in the embedding; more rows do no harm.
+
+    Ids that stand for the beginning or the end of a text and have no row, as GPT-2's defaults have in a model with
+    a smaller vocabulary, are never met: they are only warned of.
+    """
     rows, special = source.config.vocab, _special(source)
-    largest = max([*tokenizer.marked, *(i for ids in special.values() for i in ids)], default=0)
-    if tokenizer.vocab > rows or largest >= rows:
+    ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
+    marked = () if tokenizer is None else tokenizer.marked
+    largest = max([*marked, *(i for ids in special.values() for i in ids)], default=0)
+    if ids > rows or padding >= rows:
         said = ", ".join(f"{k} {v}" for k, v in special.items())
         raise ValueError(
-            f"{source.folder}: the embedding has {rows} rows, the tokenizer {tokenizer.vocab} ids, special ids "
+            f"{source.folder}: the embedding has {rows} rows, the tokenizer {ids} ids, special ids "
             f"are up to {largest} ({said}); each id needs a row"
+        )
+    if largest >= rows:
+        warnings.warn(
+            f"{source.folder}: special ids are up to {largest} in config.json or generation_config.json, the "
+            f"embedding has {rows} rows; no text begins or ends with them",
+            stacklevel=2,
         )
 
 

@@ -26,7 +26,7 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokenizer if it opens, and why `load` would refuse the folder, a line for each reason."""
+    """The tokenizer if there is one that opens, and why `load` would refuse the folder, a line for each reason."""
 
     tokenizer: Tokenizer | None
     reasons: tuple[str, ...]
@@ -42,11 +42,8 @@ def judged(source: Source, deep: bool = False) -> Verdict:
         card.check(source.folder, card.read(source.folder), deep)
     except ValueError as error:
         reasons.append(str(error))
-    if Tokenizer.file(source.folder) is None:
-        remedy = "" if reasons else f"; the weights alone can be converted: dunes convert {source.folder} OUT"
-        return Verdict(None, (*reasons, f"no tokenizer.json, tokenizer.model or tekken.json{remedy}"))
     try:
-        tokenizer = Tokenizer.load(source.folder)
+        tokenizer = None if Tokenizer.file(source.folder) is None else Tokenizer.load(source.folder)
         agree(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))
@@ -65,7 +62,7 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     for w in files.values():
         kinds[str(w.dtype).removeprefix("torch.")] += w.nbytes
     yield f"stored      {', '.join(f'{kind} {_bytes(n)}' for kind, n in kinds.most_common())}"
-    yield f"tokenizer   {f'{verdict.tokenizer.vocab:,} ids' if verdict.tokenizer else 'none that opens'}"
+    yield f"tokenizer   {_ids(source, verdict.tokenizer)}"
     for note in source.notes:
         yield f"assumed     {note}"
     _, differences = source.compared
@@ -74,6 +71,12 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     if len(differences) > SHOWN:
         yield f"            and {len(differences) - SHOWN} more"
     yield f"loads       {'no: ' + '; '.join(verdict.reasons) if verdict.reasons else 'yes'}"
+
+
+def _ids(source: Source, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is not None:
+        return f"{tokenizer.vocab:,} ids"
+    return "none that opens" if Tokenizer.file(source.folder) else "none, so text can be neither read nor written"
 
 
 def _counted(differences: list[Any]) -> str:

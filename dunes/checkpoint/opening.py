@@ -13,7 +13,7 @@ from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
 from dunes.checkpoint.adapter import WEIGHTS, Words, put_adapter
 from dunes.checkpoint.base import BaseWeights, Record, prove, recorded
-from dunes.checkpoint.folder import Loaded, agree, checked, filled, settled, steady, verified
+from dunes.checkpoint.folder import Loaded, agree, checked, filled, load_tokenizer, settled, steady, verified
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.hub import NAME, local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
@@ -44,6 +44,26 @@ def load_for(
     if adapters:
         prepare(loaded.model, adapters, any_base)
     return loaded
+
+
+def load_with_tokenizer(
+    folder: Path | str,
+    device: torch.device | str = "cpu",
+    any_base: bool = False,
+    adapters: Sequence[Path] = (),
+) -> tuple[Loaded, Tokenizer]:
+    """`load_for` for what turns text into ids. Raises ValueError like it, and where there is no tokenizer."""
+    if Tokenizer.file(place := _tokenizer_folder(Path(folder))) is None:
+        Tokenizer.load(place)  # says what is missing, before anything is read
+    loaded = load_for(folder, adapters, device, any_base)
+    assert loaded.tokenizer is not None, "its file was there"
+    return loaded, loaded.tokenizer
+
+
+def _tokenizer_folder(folder: Path) -> Path:
+    """Where the tokenizer of a model lies: for an adapter that brings none, beside its base."""
+    folder = settled(folder)
+    return base_of(folder) if adapts(folder) and Tokenizer.file(folder) is None else folder
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
@@ -86,7 +106,7 @@ def base_of(folder: Path) -> Path:
 def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> Loaded:
     card = verified(folder)
     source = checked(base_of(folder))
-    tokenizer = Tokenizer.load(folder if Tokenizer.file(folder) else source.folder)
+    tokenizer = load_tokenizer(_tokenizer_folder(folder))
     agree(source, tokenizer)
     context = _context(card, source.config.context, folder)
     model = filled(source)
@@ -111,7 +131,7 @@ def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> L
     card = verified(folder)
     tokenizer = Tokenizer.load(folder) if Tokenizer.file(folder) else loaded.tokenizer
     rows, _ = sides(loaded.model.embed.token)
-    if max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
+    if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
     context = _context(card, loaded.context, folder)
     put_adapter(loaded.model, folder, name, any_base)
@@ -173,7 +193,7 @@ def about(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     lines = list(_lines(folder))
     try:
         source = checked(base_of(folder))
-        agree(source, Tokenizer.load(folder if Tokenizer.file(folder) else source.folder))
+        agree(source, load_tokenizer(_tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         lines.append(f"its numbers {_compared(folder, values)}")
         reason = None

@@ -40,8 +40,9 @@ def merge(
     for line in report.lines():
         print(line)
     loaded = checkpoint.load(out)
-    verb = "generate" if templates.of(loaded.tokenizer, loaded.card) is None else "chat"
-    print(f'next: dunes {verb} {out} "..."')
+    if loaded.tokenizer is not None:
+        verb = "generate" if templates.of(loaded.tokenizer, loaded.card) is None else "chat"
+        print(f'next: dunes {verb} {out} "..."')
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge}

@@ -264,11 +264,12 @@ def generate(
     from dunes.plural import plural
     from dunes.runs.write import write
 
-    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device(), any_base)
+    folder = checkpoint.local(model).folder
+    loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     print(prompt, end="", flush=True)
     count = 0
-    for piece in write(loaded.model, loaded.tokenizer, loaded.context, prompt, tokens, sample):
+    for piece in write(loaded.model, tokenizer, loaded.context, prompt, tokens, sample):
         count += 1
         print(piece, end="", flush=True)
     print()
@@ -361,8 +362,9 @@ def complete(
     from dunes.text.lines import decode_text
 
     prefix = text_before(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
-    loaded = checkpoint.load(checkpoint.local(model).folder, measure.device(), any_base)
-    print(complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix))
+    folder = checkpoint.local(model).folder
+    loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    print(complete_line(loaded.model, tokenizer, loaded.context, prefix))
 
 
 def evaluate(

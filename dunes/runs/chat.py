@@ -18,7 +18,7 @@ from dunes import checkpoint
 from dunes.augment import using
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import Loaded
-from dunes.checkpoint.opening import adapts, base_of, load_for, put_on
+from dunes.checkpoint.opening import adapts, base_of, put_on
 from dunes.generate import Sampler, below, generate
 from dunes.parts import Decoder
 from dunes.plural import plural
@@ -141,7 +141,7 @@ def speaker(
     if wrong := [path for path in adapters if not adapts(path)]:
         raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
     _alike([*adapters, *([folder] if adapts(folder) else [])])
-    loaded = load_for(folder, adapters, any_base=any_base)
+    loaded, _ = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
     voices = _first(folder, loaded)
     new = {}
     for i, path in enumerate(adapters):
@@ -178,6 +178,7 @@ def _first(folder: Path, loaded: Loaded) -> dict[str, Voice]:
 
 
 def _voice(place: Path, adapter: str | None, loaded: Loaded) -> Voice:
+    assert loaded.tokenizer is not None, "where an adapter brings none it is the base's"
     return Voice(place, adapter, loaded.tokenizer, loaded.context, loaded.card)
 
 

@@ -108,9 +108,11 @@ def _earlier(path: Path, show: Display) -> Before | None:
 
 def domain(lesson: Lesson, show: Display) -> Ids | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
+    tokenizer = lesson.base.tokenizer
+    assert tokenizer is not None, "it was loaded with one"
     try:
         how = {"follow_links": lesson.plan.follow_links} if lesson.plan.domain else {}
-        ids, files = held_out(lesson.base.tokenizer, lesson.base.card, lesson.plan.domain, **how)
+        ids, files = held_out(tokenizer, lesson.base.card, lesson.plan.domain, **how)
     except (ValueError, OSError):
         if lesson.plan.domain:
             raise

@@ -51,16 +51,16 @@ class Harness(TemplateLM):
     ) -> None:
         super().__init__()
         self._device = measure.device()
-        loaded = checkpoint.load(folder, self._device, any_base)
+        loaded, tokenizer = checkpoint.load_with_tokenizer(folder, self._device, any_base)
         self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context, show, 0
         # Special tokens count in a task's text, as they do for the `hf` backend; in `loaded` they do not.
-        self.inner = tokenizers.Tokenizer.from_str(loaded.tokenizer.json())
+        self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
-        self._end, self.ends = loaded.tokenizer.end, loaded.tokenizer.stops
+        self._end, self.ends = tokenizer.end, tokenizer.stops
         # The `hf` backend scores after the beginning of a text even where the tokenizer does not put it there.
-        first = token(settings(loaded.tokenizer.place), "bos_token")
-        self._first = self._end if first is None else loaded.tokenizer.special(first)
+        first = token(settings(tokenizer.place), "bos_token")
+        self._first = self._end if first is None else tokenizer.special(first)
 
     @property
     def eot_token_id(self) -> int:

@@ -67,11 +67,11 @@ class Lesson:
         others, more = read_dataset(plan.valid, plan.text_field, plan.follow_links) if plan.valid else ([], [])
         for line in (*lines, *more):
             show.detail(line)
-        base = checkpoint.load(folder)
+        base, tokenizer = checkpoint.load_with_tokenizer(folder)
         records = leading([*files, *others])
-        template = speaks(plan, records, base.tokenizer, base.card)
+        template = speaks(plan, records, tokenizer, base.card)
         show.detail(f"template: {template.name}")
-        own, tokenizer = taught(base), base.tokenizer
+        own = taught(base)
         if own is None or plan.template or records.kind not in BY_THEMSELVES:
             tokenizer = templates.carried(template, tokenizer)
             if own not in (None, template.name):
@@ -174,6 +174,7 @@ def _in_windows(example: Example, context: int) -> Iterable[Example]:
 
 def taught(base: checkpoint.Loaded) -> str | None:
     """The name of the template that a base brings along, if it does."""
+    assert base.tokenizer is not None, "it was loaded with one"
     own = chat.template_of(base.tokenizer.beside, base.tokenizer.place.parent)
     name: str | None = base.card.get("template")
     return name or (None if own is None else templates.Own.name)

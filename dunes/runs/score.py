@@ -23,12 +23,12 @@ def score_folder(
     Without sources: on what the model's own training held out. Raises ValueError if the model's card does not
     say what that is, or if there is no text.
     """
-    loaded = checkpoint.load(folder, measure.device(), any_base)
+    loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     try:
-        ids, files = held_out(loaded.tokenizer, loaded.card, sources, **how)
+        ids, files = held_out(tokenizer, loaded.card, sources, **how)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return evaluate(loaded.model, ids, widths(loaded.tokenizer.pieces()), loaded.context), files
+    return evaluate(loaded.model, ids, widths(tokenizer.pieces()), loaded.context), files
 
 
 def held_out(

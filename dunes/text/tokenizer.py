@@ -110,8 +110,8 @@ class Tokenizer:
         path = cls.file(folder)
         if path is None:
             raise ValueError(
-                f"{folder / 'tokenizer.json'}: no such file, nor tokenizer.model or tekken.json; "
-                "a model folder needs its tokenizer"
+                f"{folder}: no tokenizer.json, tokenizer.model or tekken.json, and text needs a tokenizer; "
+                "put there the one that the model was trained with"
             )
         if (size := path.stat().st_size) > LIMIT_BYTES:
             raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {LIMIT_BYTES}")
@@ -315,7 +315,7 @@ def _leadless(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _foreign(path: Path) -> tokenizers.Tokenizer:
-    """From a tokenizer.json of any make. Raises ValueError for ids that cannot be, and what makes much of little."""
+    """From a tokenizer.json of any make. Raises ValueError for ids that cannot be, or what makes much of little."""
     data = path.read_bytes()
     bounded.check(bounded.parsed(data))  # first, since building it normalizes its added tokens
     inner = tokenizers.Tokenizer.from_buffer(data)
