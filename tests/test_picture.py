@@ -107,6 +107,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert train(toy(code, steps=60), tmp_path / "run", show) == 0
     found = written(tmp_path / "run" / "samples.md")
     assert list(found) == [5, 50, 60]
+    assert (tmp_path / "run" / "samples.md").read_text().count("## After") == 3
     assert found[60] == "the best weights: True"
     assert found[50] == "the best weights: False"
     said = out.getvalue()
