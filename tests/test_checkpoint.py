@@ -251,6 +251,14 @@ def test_a_card_names_nothing_but_files_of_its_folder(folder, case, monkeypatch)
     assert "\n" not in str(error.value)
 
 
+def test_a_card_whose_changes_are_no_list_is_refused(folder):
+    card = json.loads((folder / "dunes.json").read_text())
+    for changes in (3, {"name": "lora"}, None):
+        (folder / "dunes.json").write_text(json.dumps(card | {"changes": changes}))
+        with pytest.raises(ValueError, match=r"dunes\.json: 'changes' must be a list, not"):
+            checkpoint.load(folder)
+
+
 def rewrite(folder, change):
     """Change the weights behind the card's back, and the card with them."""
     (folder / "dunes.json").unlink()

@@ -17,8 +17,15 @@ MOST_FILES = 20_000
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What the folder's card says; empty without one."""
-    return json_file.read(folder / CARD) if (folder / CARD).is_file() else {}
+    """What the folder's card says; empty without one. Raises ValueError if it is damaged."""
+    if not (folder / CARD).is_file():
+        return {}
+    card = json_file.read(folder / CARD)
+    if not isinstance(changes := card.get("changes", []), list):
+        raise ValueError(
+            f"{folder / CARD}: 'changes' must be a list, not {type(changes).__name__}; {_remedy(folder)}"
+        )
+    return card
 
 
 def named(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
