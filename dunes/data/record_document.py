@@ -11,6 +11,7 @@ from dunes.data.document import Document
 from dunes.data.examples import hashed, text_of, texts
 from dunes.data.files import SourceFile
 from dunes.data.records import JSON, LINES, TABLE, first_row, form
+from dunes.plural import plural
 from dunes.text.templates import Turn
 
 
@@ -103,7 +104,7 @@ def _taken(what: str, sides: Sequence[RecordDocument]) -> str:
     count, blank, files = sum(d.count for d in sides), sum(d.blank for d in sides), len({d.path for d in sides})
     where = f" in {files} files" if files > 1 else ""
     without = f"; {blank} without text passed over" if blank else ""
-    return f"learned from records: {what} ({count + blank} record{'s' * (count + blank != 1)}{where}{without})"
+    return f"learned from records: {what} ({plural(count + blank, 'record')}{where}{without})"
 
 
 def _place(text: str) -> float:

@@ -75,7 +75,9 @@ def collect(
         where, why = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
         raise ValueError(f"{where}: no text to learn from ({why}); give files or folders of UTF-8 text")
     unread = corpus.notes[SHOWN:]
-    corpus.notes[SHOWN:] = [f"passed over: {len(unread)} more files of records"] if unread else []
+    corpus.notes[SHOWN:] = (
+        [f"passed over: {plural(len(unread), 'more file', 'more files')} of records"] if unread else []
+    )
     corpus.notes[:0] = taken([*documents.values()])
     _divide(corpus, [*documents.values()], share)
     return corpus

@@ -92,7 +92,7 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
     if how.dry and (earlier := begun(folder, type(plan))) is not None:
         state = checkpoint.latest(folder, show.line)
         newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
-        end = f"{plan.steps} steps" if plan.steps else f"{plan.minutes:g} minutes"
+        end = plural(plan.steps, "step") if plan.steps else plural(plan.minutes, "minute")
         goes_on = f"; with --resume it goes on from there to its end after {end}" if how.again else ""
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
         if plan.lacks:
