@@ -188,7 +188,7 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("alpaca_lora", ["nowhere", "x.json"], "x.json: cannot be read"),
+        ("alpaca_lora", ["nowhere", "x.json"], "nowhere: no such folder"),
         ("shakespeare", ["nowhere"], "nowhere"),
         ("shakespeare", ["nowhere", "many"], "'many'"),
         ("zig", ["nowhere"], "nowhere: no such file or folder"),
