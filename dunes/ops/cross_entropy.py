@@ -24,13 +24,14 @@ WIDE = 1 << 28  # and where launching a kernel costs more than its memory
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    x = x.masked_fill((targets == IGNORE)[:, None], 0.0)
     return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
 def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Summed loss (nats, float32) of states x (N, D) under the head (V, D) for targets (N,).
 
-    Targets equal to IGNORE count nothing.
+    Targets equal to IGNORE count nothing, and their states are not looked at: they may be inf or NaN.
     """
     if torch.compiler.is_compiling():
         learns = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
@@ -104,14 +105,15 @@ def _sum(
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
-            states = x[rows].to(dtype)
             counted = targets[rows] != IGNORE
+            # Infinity times zero is NaN: what is ignored is taken out before any product, not after.
+            states = x[rows].to(dtype).masked_fill(~counted[:, None], 0.0)
             part, slope = _chunk(states, head, targets[rows], counted, any(wanted))
             loss += part
             if dx is not None and slope is not None:
                 dx[rows] = slope @ head * counted[:, None]
             if dw is not None and slope is not None:
-                dw += slope.T @ (states * counted[:, None])
+                dw += slope.T @ states
     return loss, dx, dw
 
 
