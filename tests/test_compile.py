@@ -152,6 +152,14 @@ def test_experts_whose_sides_do_not_fit_a_grouped_product_are_one_graph():
 
 
 @pytest.mark.slow
+def test_adapters_on_experts_are_one_graph():
+    model = build("qwen3_moe")
+    attach(model, rank=2, where="blocks.**")
+    assert_compiles(model, "aot_eager")
+    assert_forward_compiles(model, "aot_eager")
+
+
+@pytest.mark.slow
 def test_checkpointed_blocks_are_one_graph():
     model = build("llama", depth=2)
     replace_modules(model, "blocks.*", Checkpointed)
@@ -190,6 +198,7 @@ def test_what_stands_for_them_in_a_graph_is_an_operator():
     check(cross_entropy.whole, (x, weight.requires_grad_(), targets, torch.float32, True, True))
     check(cross_entropy.whole, (x, weight.detach(), targets, torch.float32, True, False))
     rows, ends = torch.randn(9, 8, requires_grad=True), torch.tensor([4, 4, 9], dtype=torch.int32)
-    for sides in ((12, 8), (5, 8)):
-        weights = [torch.randn(sides, requires_grad=True) for _ in range(3)]
+    apart = [torch.randn(12, 8, requires_grad=True) for _ in range(3)]
+    together = [w.detach().requires_grad_() for w in torch.randn(3, 12, 8)]
+    for weights in (apart, together):
         check(experts.products, (rows, weights, ends, False))

@@ -21,7 +21,6 @@ where the tokens go, and so cannot be foreseen.
 
 # Shapes: N tokens, k experts a token, E experts, D width, H an expert's hidden width.
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -60,7 +59,7 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tens
     y = torch.zeros_like(x)
     for e, expert in enumerate(experts):
         token, slot = _taken(chosen, e, len(experts))
-        if len(token) or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or len(token):
             said = expert(x[token]) * weights[token, slot, None]
             y = y.index_add(0, token, said.to(y.dtype))
     return y
@@ -102,35 +101,21 @@ def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor
 @torch.library.custom_op("dunes::grouped_product", mutates_args=())
 def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows (S, I), of which `ends` (E,) says where each expert's end, times its weight (E, O, I) -> (S, O)."""
-    return _times(rows, weight.mT, ends)
+    return F.grouped_mm(rows, weight.mT, offs=ends)
 
 
 @torch.library.custom_op("dunes::grouped_outer", mutates_args=())
 def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Of rows a (S, O) and b (S, I), each expert's a.T @ b (E, O, I)."""
-    if _groupable(a.dtype, a.device, a.shape[1], b.shape[1]):
-        return F.grouped_mm(a.mT, b, offs=ends)
-    return torch.stack([a[rows].T @ b[rows] for rows in _slices(ends)])
+    return F.grouped_mm(a.mT, b, offs=ends)
 
 
-# A compiled graph cannot make views of the experts' storage, and to call each expert it would have to know how
-# many tokens that gets. So this takes the experts' own matrices, of every shape and dtype.
+# A compiled graph cannot make views of the experts' storage: this takes the experts' own matrices, of any dtype.
 @torch.library.custom_op("dunes::expert_products", mutates_args=())
 def products(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
     """`product` with the experts' weights (O, I) one by one, or (I, O) if transposed, in the dtype of the rows."""
     weight = (_view(weights) if adjacent(weights) else torch.stack(list(weights))).to(rows.dtype)
-    return _times(rows, weight if transposed else weight.mT, ends)
-
-
-def _times(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows (S, I) times their expert's (E, I, O)."""
-    if _groupable(rows.dtype, rows.device, *weight.shape[1:]):
-        return F.grouped_mm(rows, weight, offs=ends)
-    return torch.cat([rows[of_one] @ w for of_one, w in zip(_slices(ends), weight, strict=True)])
-
-
-def _slices(ends: Tensor) -> list[slice]:
-    return [slice(a, b) for a, b in itertools.pairwise([0, *ends.tolist()])]
+    return F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
 
 
 @product.register_fake
@@ -176,11 +161,9 @@ def _back_each(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None, None
 products.register_autograd(_back_each, setup_context=_remember_each)
 
 
-def _groupable(dtype: torch.dtype, device: torch.device, *sides: int) -> bool:
-    """Whether grouped_mm takes matrices of these sides: rows of multiples of 16 bytes, both ways."""
-    cpu = device.type == "cpu" and dtype in (torch.float32, torch.float16)
-    able = cpu or dtype == torch.bfloat16
-    return able and all(side * dtype.itemsize % 16 == 0 for side in sides)
+def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether grouped_mm takes matrices of this shape: rows of multiples of 16 bytes, both ways."""
+    return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
@@ -226,14 +209,13 @@ def fits(x: Tensor, weights: Sequence[Tensor], each: float) -> bool:
     to FSDP, and must stay where they are.
     """
     dtype = computing(x)
-    if torch.compiler.is_compiling():
-        return not _in_a_group()
+    able = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
     # A model that runs with one module's weights at a time has the others on the meta device.
     there = all(w.device == x.device for w in weights)
-    able = all(_groupable(dtype, w.device, *w.shape) for w in weights)
-    if not able or not there or _in_a_group():
+    if not able or not there or not all(aligned(w, dtype) for w in weights) or _in_a_group():
         return False
-    return torch.is_grad_enabled() or each > FEW or isinstance(x, FakeTensor)
+    # A graph that called one by one would be a long one, and know no number of tokens.
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or each > FEW or isinstance(x, FakeTensor)
 
 
 def _in_a_group() -> bool:
