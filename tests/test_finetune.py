@@ -230,7 +230,7 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     best = min(checks, key=checks.get)
     (warning,) = (line for line in out.splitlines() if line.startswith("warning: validation loss"))
     assert f"after step {best}" in warning
-    assert "learning rate (3)" in warning
+    assert "learning rate (it is 3)" in warning
     card = checkpoint.load(folder).card
     assert card["finetuned"]["best_step"] == best
     assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
