@@ -537,8 +537,8 @@ def test_what_is_chosen(base, examples):
     full = replace(plan, method="full")
     assert learning_rate(full, 4096) == 2e-5
     assert learning_rate(full, 192) == pytest.approx(1e-3, rel=0.02)
-    assert learning_rate(plan, 2000) == 5e-4
-    assert learning_rate(plan, 192) == pytest.approx(3.1e-3, rel=0.02)
+    assert learning_rate(plan, 2000) == 3.5e-4
+    assert learning_rate(plan, 192) == pytest.approx(2.2e-3, rel=0.02)
     assert learning_rate(plan, 32) == 0.005
     assert learning_rate(replace(plan, lr=0.5, method="rslora", alpha=8.0), 512) == 0.5
     assert learning_rate(replace(plan, rank=64), 192) == learning_rate(plan, 192), "alpha / rank evens that out"
