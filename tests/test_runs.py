@@ -28,7 +28,7 @@ from dunes.runs import run as run_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.loop import overfitting
+from dunes.runs.loop import overfitting, rising
 from dunes.runs.plan import Plan, config_for, parse_size, size_fields
 from dunes.runs.progress import Display, duration, quantity
 from dunes.runs.run import records
@@ -385,24 +385,38 @@ def test_overfitting_is_said_in_words():
 
 
 @pytest.mark.parametrize(
-    ("bits", "worse", "best"),
+    ("bits", "since", "best"),
     [
-        ([3.0, 2.0, 2.01, 2.03, 2.1, 2.5], [0, 0, 0, 1, 2, 3], 2),
+        ([3.0, 2.0, 2.01, 2.03, 2.1], [0, 0, 1, 2, 3], 2),
         ([3.0, 3.5, 4.0, 2.9, 3.5], [0, 1, 2, 0, 1], 4),
         ([3.0, float("nan"), float("inf")], [0, 1, 2], 1),
-        ([float("nan"), 3.0, 2.0], [1, 0, 0], 3),
+        ([float("nan"), 3.0, 2.0], [0, 0, 0], 3),
     ],
 )
-def test_checks_that_are_worse_than_the_best_are_counted(bits, worse, best):
+def test_checks_since_the_best_one_are_counted(bits, since, best):
     scores, model, trainer = iter(bits), torch.nn.Linear(2, 2), SimpleNamespace(number=0, dtype=None)
     task = SimpleNamespace(score=lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores)))
     run, counts = run_module.Run(Path(), Plan(), task, model, trainer, None), []
     for number in range(1, len(bits) + 1):
         trainer.number = number
         run.check(1)
-        counts.append(run.worse_checks)
-    assert counts == worse
+        counts.append(run.checks_since_best)
+    assert counts == since
     assert run.best_step == best
+
+
+def test_several_checks_above_the_best_are_a_warning():
+    class Fake:
+        best, best_step, checks_since_best = Score(100.0, 10, 10), 50, 3
+        last, trainer = Score(102.0, 10, 10), SimpleNamespace(base=[0.01])
+
+    assert "after step 50) for 3 checks" in rising(Fake)
+    Fake.checks_since_best = 2
+    assert rising(Fake) == ""
+    Fake.last, Fake.checks_since_best = Score(100.5, 10, 10), 9
+    assert rising(Fake) == "", "that is noise between checks"
+    Fake.last = Score(float("nan"), 10, 10)
+    assert rising(Fake)
 
 
 def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):

@@ -45,8 +45,8 @@ SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 CLOSING = 3.0
 """Seconds that the end of a run takes beside the last score: the model, the picture."""
 
-PATIENCE = 3
-"""Checks in a row with a validation loss worse than the best before there is a warning."""
+PATIENCE, WORSE = 3, 1.01
+"""There is a warning when so many checks brought no better validation loss and it is that many times the best."""
 
 NOT_SAVED = 3
 DIVERGED = 4
@@ -196,7 +196,7 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
     """
     plan = run.plan
     clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
-    run.began, saved = monotonic() - run.elapsed, monotonic()
+    run.began, saved, warned = monotonic() - run.elapsed, monotonic(), 0
     told, aside = _teller(run, show), mirror.aside
     over = run.schedule.over(run.trainer.number)
     batches = run.spent.each("data", run.task.batches(run.trainer.consumed))
@@ -211,8 +211,9 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
         over, checked = run.schedule.over(step.number), None
         with run.spent("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-        if checked and run.worse_checks == PATIENCE:
-            show.line(rising(run))
+        if checked and warned != run.best_step and (words := rising(run)):
+            warned = run.best_step
+            show.line(words)
         with aside("noted"):
             _note(run.folder, step, checked)
         mirror.step(step, checked.bits_per_byte if checked else None)
@@ -360,13 +361,15 @@ def _last_score(run: Run, hurried: bool) -> Score:
 
 
 def rising(run: Run) -> str:
-    """The warning that validation loss stays above its best."""
-    assert run.best, "there were checks"
-    assert run.last, "there were checks"
+    """The warning that validation loss has been above its best for several checks; else empty."""
+    if not run.best or not run.last or run.checks_since_best < PATIENCE:
+        return ""
+    if run.last.bits_per_byte < run.best.bits_per_byte * WORSE:
+        return ""
     return (
-        f"warning: validation loss was worse than its best ({run.best.bits_per_byte:.3f} bits/byte after step "
-        f"{run.best_step}) at the last {run.worse_checks} checks and is {run.last.bits_per_byte:.3f} now; the "
-        f"best weights are kept. A lower learning rate ({run.trainer.base[0]:.2g}) helps if it jumped, fewer "
+        f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
+        f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} checks; the best "
+        f"weights are kept. A lower learning rate (it is {run.trainer.base[0]:.2g}) helps if it jumped, fewer "
         "steps or more data if it crept up"
     )
 

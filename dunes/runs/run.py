@@ -38,8 +38,6 @@ METRIC = "the metrics of a step"
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
 WARMUP = 20
-WORSE = 1.01
-"""Validation loss over the best one from which a check is called worse: above the noise between checks."""
 
 
 class Task(Protocol):
@@ -92,7 +90,7 @@ class Run:
 
     `began` is when it would have begun, by the clock, had it never been interrupted. `spent` is over all
     its processes, `data` what of it batches took up to the last step, and `warm` whether this process has
-    taken a step. `worse_checks` counts the last checks in a row that were worse than the best one by WORSE.
+    taken a step. `checks_since_best` is 0 right after the check with the best score so far.
     """
 
     folder: Path
@@ -108,7 +106,7 @@ class Run:
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     last: Score | None = None
-    worse_checks: int = 0
+    checks_since_best: int = 0
     spent: Spent = field(default_factory=Spent)
     data: float = 0.0
     warm: bool = False
@@ -135,12 +133,11 @@ class Run:
         start = perf_counter()
         self.last = score = self.score(limit)
         self.second_a_token = (perf_counter() - start) / score.tokens
-        best = float("inf") if self.best is None else self.best.bits_per_byte
-        if self.best is None or score.bits_per_byte < best or isnan(best):
-            self.best, self.best_step = score, self.trainer.number
+        self.checks_since_best += 1
+        # A first score that is not a number would be below none.
+        if self.best is None or score.bits_per_byte < self.best.bits_per_byte or isnan(self.best.bits_per_byte):
+            self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
             self.best_weights = {k: v.detach().cpu().clone() for k, v in learned(self.model).items()}
-        # A score that is not a number is worse than any.
-        self.worse_checks = 0 if score.bits_per_byte < self.best.bits_per_byte * WORSE else self.worse_checks + 1
         return score
 
 
@@ -268,7 +265,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "spent": dict(run.spent.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
-        "worse_checks": run.worse_checks,
+        "checks_since_best": run.checks_since_best,
         "best_step": run.best_step,
         "best_weights": run.best_weights,
     }
@@ -310,7 +307,8 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
     if not {"steps", "minutes"} & differences.keys():  # else the rate goes up again, and falls towards the new end
         run.schedule.records[:] = state["records"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
-    run.best, run.last, run.worse_checks = state["best"], state["last"], state["worse_checks"]
+    run.best, run.last = state["best"], state["last"]
+    run.checks_since_best = state["checks_since_best"]
     run.spent.seconds.update(state["spent"])
     run.data = run.spent.seconds["data"]
     cut(run.folder / METRICS, run.trainer.number, told)

@@ -20,7 +20,7 @@ def read_state(folder: Path, kind: type[Terms]) -> dict[str, Any]:
 
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
-    state: dict[str, Any] = {"spent": {}, "worse_checks": 0}  # which older states do not have
+    state: dict[str, Any] = {"spent": {}, "checks_since_best": 0}  # which older states do not have
     state |= checkpoint.restore(folder)
     if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
@@ -83,7 +83,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "best": _SCORE,
     "last": _SCORE,
     "best_step": ("a number of steps", _is_count),
-    "worse_checks": ("a number of checks", _is_count),
+    "checks_since_best": ("a number of checks", _is_count),
 }
 """What a state holds, in words and checked."""
 

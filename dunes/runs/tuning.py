@@ -194,15 +194,16 @@ def learning_rate(plan: Tuning, width: int) -> float:
 
     Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
-    full"). Adapters' is the fit of https://thinkingmachines.ai/blog/lora/ up to STEEPEST, divided by `_gain`;
-    LOG.md, "Learning rates of finetuning", has what that does from 100 to 5,000 steps.
+    full"). Adapters' has the exponent of https://thinkingmachines.ai/blog/lora/ and seven tenths of its rate,
+    since above that validation begins to rise on the way; at most STEEPEST, divided by `_gain`. LOG.md, "Learning
+    rates of finetuning", has what these do from 100 to 5,000 steps.
     """
     if plan.lr is not None:
         return plan.lr
     if METHODS[plan.method].adapter is None:
         full: float = 2e-5 * (4096 / width) ** 1.28
         return full
-    lora: float = min(5e-4 * (2000 / width) ** 0.78, STEEPEST)
+    lora: float = min(3.5e-4 * (2000 / width) ** 0.78, STEEPEST)
     return max(lora / _gain(plan), plan.LEAST["lr"])
 
 
