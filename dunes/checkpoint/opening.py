@@ -12,7 +12,18 @@ from dunes.augment.quantize import shape as quantize
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
 from dunes.checkpoint.adapter import WEIGHTS, Words, load_adapter
-from dunes.checkpoint.folder import Loaded, agree, checked, filled, load_tokenizer, settled, steady, verified
+from dunes.checkpoint.built import Build
+from dunes.checkpoint.folder import (
+    Loaded,
+    agree,
+    checked,
+    context_of,
+    filled,
+    load_tokenizer,
+    settled,
+    steady,
+    verified,
+)
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.hub import NAME, local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
@@ -20,8 +31,10 @@ from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat, json_file
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
+def load(folder: Path | str, device: torch.device | str = "cpu", build: Build | None = None) -> Loaded:
     """The model, its tokenizer and its card, from any form of folder that is read here.
+
+    `build` is the function that builds a model which no family describes: what `save` was given.
 
     Of an adapter's folder: its base, changed as the card says and proven to be the one that the adapter was made
     for, with the adapter acting on it under the name `default`. Tokenizer and context are the adapter's, or else
@@ -32,7 +45,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
     return (
         steady(folder, lambda there: _adapted(settled(there), device))
         if adapts(folder)
-        else whole.load(folder, device)
+        else whole.load(folder, device, build)
     )
 
 
@@ -93,18 +106,11 @@ def _adapted(folder: Path, device: torch.device | str) -> Loaded:
     source = checked(base_of(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
     agree(source, tokenizer)
-    context = _context(card, source.config.context, folder)
+    context = context_of(card, folder, source.config.context)
     model = filled(source)
     repeat(model, card, folder)
     load_adapter(model, folder)
     return Loaded(model.to(device).eval(), tokenizer, context, card)
-
-
-def _context(card: Mapping[str, Any], otherwise: int, folder: Path) -> int:
-    context = card.get("context", otherwise)
-    if type(context) is not int or context < 1:
-        raise ValueError(f"{folder / cards.CARD}: context is {shown(context)}; a number of tokens is expected")
-    return context
 
 
 def put_on(loaded: Loaded, folder: Path, name: str) -> Loaded:
@@ -118,7 +124,7 @@ def put_on(loaded: Loaded, folder: Path, name: str) -> Loaded:
     rows, _ = sides(loaded.model.embed.token)
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
-    context = _context(card, loaded.context, folder)
+    context = context_of(card, folder, loaded.context)
     load_adapter(loaded.model, folder, name)
     loaded.model.eval()
     return Loaded(loaded.model, tokenizer, context, card)
