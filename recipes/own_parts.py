@@ -3,11 +3,15 @@
 python recipes/own_parts.py
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
+from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
+from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
 
 
@@ -24,21 +28,26 @@ class SquaredReLU(nn.Module):
         return self.down(self.up(x).relu().square())
 
 
-def main(steps: int = 300) -> float:
-    torch.manual_seed(0)
-    dim, rotary = 64, Rotary(16)
+def build(vocab: int, dim: int = 64) -> Decoder:
+    rotary = Rotary(16)
     attention = lambda i: Attention(dim, 4, 2, position=rotary, window=None if i else 8)
     blocks = [Block(RMSNorm(dim), attention(i), RMSNorm(dim), SquaredReLU(dim, 256)) for i in range(2)]
-    model = Decoder(Embedding(12, dim), blocks, RMSNorm(dim))
-    sums = (
-        (a, b, 10, (a + b) // 10, (a + b) % 10, 11) for a in range(10) for b in range(10)
-    )  # a b = tens ones end
-    table = torch.tensor(list(sums))
+    return Decoder(Embedding(vocab, dim), blocks, RMSNorm(dim))
+
+
+def main(steps: int = 300, out: Path = Path("runs/own-parts")) -> float:
+    torch.manual_seed(0)
+    sums = [f"{a}{b}={a + b:02};" for a in range(10) for b in range(10)]
+    tokenizer = Tokenizer.train("chars", sums)
+    table = torch.tensor([tokenizer.encode(text) for text in sums])
+    model = build(tokenizer.vocab)
     for step in Trainer(model, adamw(model, 3e-3), next_token).run(iter([table] * steps)):
         if step.number % 50 == 0:
             print(f"step {step.number}: loss {step.loss:.3f}")
+    checkpoint.save(model, out, tokenizer, table.shape[1], build=build, arguments={"vocab": tokenizer.vocab})
+    kept = checkpoint.load(out, build=build).model
     with torch.no_grad():
-        right = model(table[:, :-1])[:, 2:4].argmax(-1) == table[:, 3:5]
+        right = kept(table[:, :-1])[:, 2:4].argmax(-1) == table[:, 3:5]
     return right.all(1).float().mean().item()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dunes import checkpoint, staging
+from adapters import trained
+from dunes import augment, checkpoint, staging
 from dunes.checkpoint import atomic
 from dunes.data import collect
 from dunes.data.shards import cached
@@ -91,6 +92,31 @@ def test_saves_of_several_processes_into_one_folder_all_succeed(tmp_path):
     assert [process.exitcode for process in others] == [0, 0, 0]
     assert read_model(tmp_path) % 10 == 4
     assert not hidden(tmp_path)
+
+
+def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path):
+    base = tmp_path / "base"
+    save_model(base, 1)
+    model = trained(augmented(small(1)))
+
+    def save(i):
+        if i % 2:
+            save_model(tmp_path / "out", i)
+        else:
+            checkpoint.save_adapter(model, tmp_path / "out", base=base, tokenizer=TOKENIZER, context=16)
+
+    for last in (0, 1):
+        at_once(save)
+        save(last)
+        loaded = checkpoint.load(tmp_path / "out")
+        assert ("adapter" in loaded.card) == (last == 0)
+        assert (tmp_path / "out" / "config.json").exists() == (last == 1)
+    assert not hidden(tmp_path)
+
+
+def augmented(model):
+    augment.lora.attach(model, where="**.attn.q", rank=2)
+    return model
 
 
 def _staging(path, fill):

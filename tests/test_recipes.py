@@ -76,8 +76,8 @@ def test_alpaca_lora(tmp_path, capsys):
     assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
 
 
-def test_own_parts_learn_to_add():
-    assert recipe("own_parts").main() > 0.9
+def test_own_parts_learn_to_add(tmp_path):
+    assert recipe("own_parts").main(out=tmp_path / "kept") > 0.9
 
 
 def test_the_demo_shows_lines_of_unseen_files():

@@ -89,27 +89,29 @@ VERBS = {
 }
 
 
+def dunes(monkeypatch, *words):
+    """The status of a command."""
+    monkeypatch.setattr(sys, "argv", ["dunes", *map(str, words)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        try:
+            main()
+        except SystemExit as ended:
+            return ended.code
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_that_need_text_say_so_in_one_line(verb, bare, monkeypatch, capsys):
     rows = [json.dumps({"instruction": f"a {i}", "output": "b"}) for i in range(100)]
     (bare / "data.jsonl").write_text("\n".join(rows))
     monkeypatch.setattr(sys, "stdin", StringIO("a"))
-    monkeypatch.setattr(sys, "argv", ["dunes", *(word.format(bare) for word in VERBS[verb])])
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
-        warnings.simplefilter("default")
-        main()
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+    assert dunes(monkeypatch, *(word.format(bare) for word in VERBS[verb])) == 2
     remedy = "put there the one that the model was trained with"
-    assert error == f"dunes: {bare}: {NONE}, and text needs a tokenizer; {remedy}\n"
+    assert capsys.readouterr().err == f"dunes: {bare}: {NONE}, and text needs a tokenizer; {remedy}\n"
 
 
 def test_the_command_writes_a_warning_as_one_line(bare, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", str(bare)])
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
-        warnings.simplefilter("default")
-        main()
-    assert ended.value.code == 0
+    assert dunes(monkeypatch, "inspect", bare) == 0
     error = capsys.readouterr().err
     assert error.startswith(f"warning: {bare}: special ids are up to 50256 in config.json")
     assert error.count("\n") == 1

@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
+from typing import cast as cast_type
 
 import torch
 from torch import nn
 
 from dunes import __version__
-from dunes.checkpoint import atomic, stream
+from dunes.checkpoint import atomic, built, stream
 from dunes.checkpoint import card as cards
+from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
-from dunes.checkpoint.say import said
-from dunes.checkpoint.source import CONFIG, Source, opened
+from dunes.checkpoint.header import shown
+from dunes.checkpoint.say import Said, said
+from dunes.checkpoint.source import CONFIG, Source, indexed, opened, tensors
 from dunes.checkpoint.stored import Stored, cast, held, moved
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
@@ -55,34 +58,49 @@ def save(
     context: int,
     facts: Mapping[str, Any] | None = None,
     check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
+    *,
+    build: Build | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
+
+    A model that no family describes is kept with the function that builds it: `build(**arguments)` gives the
+    same model with other numbers, and `load` is given that function again.
 
     `check` is given the folder before it is in its place; it raises if that must not be, and adds to the card.
     Whole or not at all: the files are made in a folder beside, which is named `.ready` when they all
     are on the disk, and then moved to their places; a move that was cut short is finished by the next
-    save or load. Raises ValueError for a model that no family describes.
+    save or load. Raises ValueError for a model that no family describes without the
+    `build` that gives it.
     """
-    words = said(model, context)
-    if isinstance(words, str):
-        raise ValueError(f"this model cannot be said in Hugging Face's terms: {words}")
-    folder = Path(folder)
-    family = FAMILIES[words.family]
-    state = held(model.state_dict())
-    moves, unknown = to_theirs(family.NAMES, state)
-    assert not unknown, "a family has a name for each of its weights"
-    weights = moved(moves, state)
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    words, folder = said(model, context), Path(folder)
+    if isinstance(words, Said):
+        known, settings, weights = _in_their_terms(model, words)
+    elif build is not None:
+        (known, weights), settings = built.described(model, build, arguments or {}), {}
+    else:
+        raise ValueError(
+            f"this model cannot be said in Hugging Face's terms: {words}; keep it with the function that builds "
+            "it: checkpoint.save(..., build=function), then checkpoint.load(folder, build=function)"
+        )
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
     def fill(staged: Path) -> None:
         stream.write(staged, weights)
         ids = write_tokenizer(staged, tokenizer, context)
-        config = family.to_hf(words.config) | ids | {"dtype": dtype, "torch_dtype": dtype}
+        config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        known = {"family": words.family, "context": context, "changes": [], **(facts or {})}
-        write_card(staged, {**known, **check(staged)})
+        write_card(staged, {**known, "context": context, "changes": [], **(facts or {}), **check(staged)})
 
     write(folder, fill, sum(w.nbytes for w in weights.values()))
+
+
+def _in_their_terms(model: nn.Module, words: Said) -> tuple[dict[str, Any], dict[str, Any], dict[str, Stored]]:
+    """What the card and config.json say of a model of a family, and its tensors by Hugging Face's names."""
+    family, state = FAMILIES[words.family], held(model.state_dict())
+    moves, unknown = to_theirs(family.NAMES, state)
+    assert not unknown, "a family has a name for each of its weights"
+    return {"family": words.family}, family.to_hf(words.config), moved(moves, state)
 
 
 def write(folder: Path, fill: Callable[[Path], None], size: int) -> None:
@@ -155,7 +173,7 @@ def _named(folder: Path) -> set[str]:
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context: int | None) -> dict[str, int | None]:
-    """Write a tokenizer, if there is one, and the files that go with it; what config.json says of its special tokens."""
+    """Write a tokenizer, if there is one, and the files beside it; what config.json says of its special tokens."""
     if tokenizer is None:
         return {}
     tokenizer.save(folder)
@@ -187,13 +205,15 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {f"{n}_token_id": tokenizer.special(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
+def load(folder: Path | str, device: torch.device | str = "cpu", build: Build | None = None) -> Loaded:
     """The model, its tokenizer and its card, from any form of model folder that is read here.
 
-    Warns where there is no tokenizer, and of special ids that are above the vocabulary. Raises ValueError that names what is missing or wrong, before any number is read. The weights keep
-    the dtype they are stored in. Beside a process that saves into the folder a load begins again.
+    `build` is the function that builds a model which no family describes; other folders do not need it.
+    Warns where there is no tokenizer, and of special ids that are above the vocabulary. Raises ValueError that
+    names what is missing or wrong, before any number is read. The weights keep the dtype they are stored in.
+    Beside a process that saves into the folder a load begins again.
     """
-    return steady(Path(folder), lambda there: _loaded(there, device))
+    return steady(Path(folder), lambda there: _loaded(there, device, build))
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
@@ -218,11 +238,38 @@ def _saved(folder: Path) -> list[tuple[int, int] | None]:
     return [None if f is None else (f.st_ino, f.st_mtime_ns) for f in found]
 
 
-def _loaded(folder: Path, device: torch.device | str) -> Loaded:
+def _loaded(folder: Path, device: torch.device | str, build: Build | None) -> Loaded:
+    folder = settled(folder)
+    if built.function_of(cards.read(folder), folder / CARD) is not None:
+        return _built(folder, device, build)
     source = checked(folder)
     tokenizer = load_tokenizer(source.folder)
     agree(source, tokenizer)
     return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context, dict(source.card))
+
+
+def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loaded:
+    """A model that its function builds. Raises ValueError, with the remedy, without that function."""
+    card = verified(folder)
+    function = built.function_of(card, folder / CARD)
+    assert function is not None, "asked before"
+    name, arguments = function
+    if build is None:
+        raise ValueError(built.how_to_load(folder, name))
+    index = folder / stream.INDEX
+    files = indexed(index) if index.is_file() else tensors(folder / stream.SINGLE)
+    tokenizer = load_tokenizer(folder)
+    model = built.filled(build, arguments, card, files, folder / CARD)
+    # Whatever is built: what needs a language model will miss its parts.
+    return Loaded(cast_type(Decoder, model).to(device).eval(), tokenizer, context_of(card, folder), card)
+
+
+def context_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
+    """How many tokens a card says that its model looks at. Raises ValueError for what is no number."""
+    context = card.get("context", otherwise)
+    if type(context) is not int or context < 1:
+        raise ValueError(f"{folder / CARD}: context is {shown(context)}; a number of tokens is expected")
+    return context
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

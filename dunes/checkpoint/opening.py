@@ -13,7 +13,18 @@ from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
 from dunes.checkpoint.adapter import WEIGHTS, Words, put_adapter
 from dunes.checkpoint.base import BaseWeights, Record, prove, recorded
-from dunes.checkpoint.folder import Loaded, agree, checked, filled, load_tokenizer, settled, steady, verified
+from dunes.checkpoint.built import Build
+from dunes.checkpoint.folder import (
+    Loaded,
+    agree,
+    checked,
+    context_of,
+    filled,
+    load_tokenizer,
+    settled,
+    steady,
+    verified,
+)
 from dunes.checkpoint.header import shown
 from dunes.checkpoint.hub import NAME, local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
@@ -22,25 +33,36 @@ from dunes.plural import plural
 from dunes.text import Tokenizer, chat, json_file
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False) -> Loaded:
+def load(
+    folder: Path | str,
+    device: torch.device | str = "cpu",
+    any_base: bool = False,
+    build: Build | None = None,
+) -> Loaded:
     """The model, its tokenizer and its card, from any form of folder that is read here.
+
+    `build` is the function that builds a model which no family describes: what `save` was given.
 
     Of an adapter's folder: its base, proven to be the one that the adapter was made for unless `any_base` says
     that this one will do, and changed as the card says, with the adapter acting on it under the name `default`.
     Tokenizer and context are the adapter's, or else the base's. Raises ValueError that names what is missing or
     wrong, before any number is read. The weights keep the dtype they are stored in.
     """
-    return load_for(folder, (), device, any_base)
+    return load_for(folder, (), device, any_base, build)
 
 
 def load_for(
-    folder: Path | str, adapters: Sequence[Path], device: torch.device | str = "cpu", any_base: bool = False
+    folder: Path | str,
+    adapters: Sequence[Path],
+    device: torch.device | str = "cpu",
+    any_base: bool = False,
+    build: Build | None = None,
 ) -> Loaded:
     """`load` of a model on which these adapters will be put: its base is proven to be theirs, and changed so."""
     folder = Path(folder)
     if adapts(folder):
         return steady(folder, lambda there: _adapted(settled(there), adapters, device, any_base))
-    loaded = whole.load(folder, device)
+    loaded = whole.load(folder, device, build)
     if adapters:
         prepare(loaded.model, adapters, any_base)
     return loaded
@@ -108,18 +130,11 @@ def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, a
     source = checked(base_of(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
     agree(source, tokenizer)
-    context = _context(card, source.config.context, folder)
+    context = context_of(card, folder, source.config.context)
     model = filled(source)
     prepare(model, [folder, *others], any_base)
     put_adapter(model, folder, any_base=any_base)
     return Loaded(model.to(device).eval(), tokenizer, context, card)
-
-
-def _context(card: Mapping[str, Any], otherwise: int, folder: Path) -> int:
-    context = card.get("context", otherwise)
-    if type(context) is not int or context < 1:
-        raise ValueError(f"{folder / cards.CARD}: context is {shown(context)}; a number of tokens is expected")
-    return context
 
 
 def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> Loaded:
@@ -133,7 +148,7 @@ def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> L
     rows, _ = sides(loaded.model.embed.token)
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
-    context = _context(card, loaded.context, folder)
+    context = context_of(card, folder, loaded.context)
     put_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
     return Loaded(loaded.model, tokenizer, context, card)

@@ -28,27 +28,30 @@ class Row(NamedTuple):
 
 def said(model: nn.Module, context: int) -> Said | str:
     """The family and config that build this very tree, or the first difference from the nearest one."""
-    reasons = []
+    reasons = [(-1, "it is no stack of blocks with attention")]
     for family, module in FAMILIES.items():
         try:
             config = module.read(model, context)
-        except (AttributeError, IndexError, TypeError) as error:
-            reasons.append(f"not {family}: {error}")
+            with torch.device("meta"):
+                twin = module.build(config)
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            reasons.append((0, f"not {family}: {' '.join(str(error).split())}"))
             continue
-        with torch.device("meta"):
-            twin = module.build(config)
         if (difference := _difference(model, twin)) is None:
             return Said(family, config)
-        reasons.append(f"not {family}: {difference}")
-    return "; ".join(reasons)
+        alike, what = difference
+        reasons.append((alike, f"not {family}: {what}"))
+    return max(reasons, key=lambda reason: reason[0])[1]
 
 
-def _difference(model: nn.Module, twin: nn.Module) -> str | None:
+def _difference(model: nn.Module, twin: nn.Module) -> tuple[int, str] | None:
+    """How many modules are alike before the first that differs, and how that does."""
     ours, theirs = list(rows(model)), list(rows(twin))
-    for a, b in zip(ours, theirs, strict=False):
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
-            return f"{a.place or 'the model'} is {_short(a, b)}"
-    return None if len(ours) == len(theirs) else f"{plural(len(ours), 'module')}, not {len(theirs)}"
+            return i, f"{a.place or 'the model'} is {_short(a, b)}"
+    alike = min(len(ours), len(theirs))
+    return None if len(ours) == len(theirs) else (alike, f"{plural(len(ours), 'module')}, not {len(theirs)}")
 
 
 def _short(a: Row, b: Row) -> str:

@@ -1,0 +1,202 @@
+"""Models that no family describes, kept with the function that builds them: `family` in the card names it.
+
+The name is for the reader. Nothing is imported by it: who loads the folder gives the function again, and what that
+builds is compared with what was saved before a number is read.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from dunes.checkpoint.atomic import tensor_digest
+from dunes.checkpoint.differences import Difference
+from dunes.checkpoint.say import rows
+from dunes.checkpoint.stored import Stored, Weights, held
+from dunes.checkpoint.stream import CODES
+
+Build: TypeAlias = Callable[..., nn.Module]
+
+
+def described(
+    model: nn.Module, build: Build, arguments: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """What the card says of a model, and its tensors, each that has several names under the first of them.
+
+    `build(**arguments)` must give this very model, but for the values of tensors that are kept: parameters and
+    persistent buffers. Raises ValueError that lists every difference, and for arguments that JSON cannot hold.
+    """
+    try:
+        kept = json.loads(json.dumps(dict(arguments), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"arguments of {name_of(build)}: {error}; JSON must hold them") from None
+    twin = construct(build, kept)
+    weights = _weights(model)
+    if wrong := [*_differences(twin, weights, _tied(model)), *_unlike(model, twin)]:
+        raise ValueError(f"{name_of(build)} builds another model than this: {'; '.join(map(str, wrong))}")
+    family = {"function": name_of(build), "arguments": kept}
+    structure = {"modules": _digests(_settings(twin)), "tied": _tied(twin)}
+    return {"family": family, "structure": structure}, weights
+
+
+def name_of(build: Build) -> str:
+    """Module, or file for what was run as a script, and name of a function."""
+    while hasattr(build, "func"):  # functools.partial
+        build = build.func
+    module = getattr(build, "__module__", None) or type(build).__module__
+    if module == "__main__":
+        code = getattr(build, "__code__", None)
+        module = module if code is None else Path(code.co_filename).name
+    return f"{module}:{getattr(build, '__qualname__', type(build).__qualname__)}"
+
+
+def construct(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
+    """What the function builds; the random numbers that it draws are no others' loss.
+
+    Raises ValueError if it does not take these arguments, or gives no module.
+    """
+    try:
+        inspect.signature(build).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{name_of(build)} does not take the arguments {json.dumps(arguments)}: {error}"
+        ) from None
+    with torch.random.fork_rng(devices=[]):
+        model = build(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name_of(build)} gave a {type(model).__name__}; a module is expected")
+    return model
+
+
+def function_of(card: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of the function that builds a card's model; None for a model of a family.
+
+    Raises ValueError for a card that is damaged.
+    """
+    family = card.get("family")
+    if not isinstance(family, dict):
+        return None
+    name, arguments = family.get("function"), family.get("arguments")
+    if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
+        raise ValueError(f"{path}: family must name a function and its arguments, or be one of the families")
+    return name[:200], arguments
+
+
+def how_to_load(folder: Path, name: str) -> str:
+    """Why a folder is not loaded without the function, in one line."""
+    return (
+        f"{folder}: built by {name}, which is not imported by itself; load it in Python with that function: "
+        f"checkpoint.load({str(folder)!r}, build={name.rpartition(':')[2]})"
+    )
+
+
+def filled(
+    build: Build, arguments: Mapping[str, Any], card: Mapping[str, Any], files: Weights, path: Path
+) -> nn.Module:
+    """What the function builds, with the numbers of the files.
+
+    Raises ValueError, before a number is read, that lists every difference from what was saved.
+    """
+    modules, tied = (_names(card.get("structure"), key, path) for key in ("modules", "tied"))
+    model = construct(build, arguments)
+    if wrong := [*_differences(model, files, tied), *_changed(model, modules)]:
+        raise ValueError(
+            f"{path.parent}: {name_of(build)} builds another model than was saved: {'; '.join(map(str, wrong))}"
+        )
+    state = model.state_dict()
+    with torch.no_grad():
+        for key, stored in files.items():
+            state[key].copy_(stored.read())
+            stored.forget()
+    return model
+
+
+def _names(structure: Any, key: str, path: Path) -> dict[str, str]:
+    """What the structure in a card says under this key. Raises ValueError for what is no table of texts."""
+    table = structure.get(key) if isinstance(structure, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+        raise ValueError(f"{path}: structure must have a table of {key}; fetch the file again")
+    return table
+
+
+def _weights(model: nn.Module) -> dict[str, Stored]:
+    """The tensors that are kept. Raises ValueError that names those that no file can hold."""
+    state, tied = model.state_dict(), _tied(model)
+    odd = [k for k, t in state.items() if not isinstance(t, Tensor) or t.dtype not in CODES or t.is_meta]
+    if odd:
+        raise ValueError(f"{', '.join(odd)}: no tensors with numbers of a kind that safetensors can hold")
+    return held({k: t for k, t in state.items() if k not in tied})
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The further names of tensors that have several, with the first one."""
+    first: dict[int, str] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
+    state = model.state_dict()
+    return {key: name for key, name in names.items() if key != name and key in state}
+
+
+def _differences(model: nn.Module, files: Weights, tied: Mapping[str, str]) -> Iterator[Difference]:
+    """How tensors differ from what a model has in their places: in shape, dtype, or in being one or several."""
+    expected, ours = _weights(model), _tied(model)
+    odd = {key for key in {**ours, **tied} if ours.get(key) != tied.get(key)}
+    for key in sorted(odd):
+        yield Difference("tied", key, *(_tie(names.get(key)) for names in (ours, tied)))
+    for key in sorted((expected.keys() | files.keys()) - odd):
+        mine, other = expected.get(key), files.get(key)
+        if other is None or mine is None:
+            kind = "missing" if other is None else "unexpected"
+            yield Difference(kind, key, *("nothing" if w is None else str(w.shape) for w in (mine, other)))
+        elif mine.shape != other.shape:
+            yield Difference("shape", key, str(mine.shape), str(other.shape))
+        elif mine.dtype != other.dtype:
+            yield Difference("dtype", key, str(mine.dtype), str(other.dtype))
+
+
+def _tie(name: str | None) -> str:
+    return "a tensor of its own" if name is None else f"the same tensor as {name}"
+
+
+def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
+    """The class and the plain attributes of each module, without the addresses that functions are spelled with."""
+    return {
+        row.place: {k: re.sub(r" at 0x[0-9a-f]+", "", v) for k, v in {"class": row.kind, **row.attributes}.items()}
+        for row in rows(model)
+    }
+
+
+def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    return {k: sha256(json.dumps(v, sort_keys=True).encode()).hexdigest()[:16] for k, v in settings.items()}
+
+
+def _changed(model: nn.Module, digests: Mapping[str, str]) -> Iterator[str]:
+    """The modules that are not as they were, or only in one of two models."""
+    ours = _digests(_settings(model))
+    for place in sorted(ours.keys() | digests.keys()):
+        if ours.get(place) != digests.get(place):
+            has = "is of another class or has other settings" if {place} <= ours.keys() & digests.keys() else None
+            yield f"{place or 'the model'} {has or ('is missing' if place in digests else 'is new')}"
+
+
+def _unlike(model: nn.Module, twin: nn.Module) -> Iterator[str]:
+    """What the twin lacks of a model, and no file keeps: attributes, and buffers that are not persistent."""
+    ours, theirs = _settings(model), _settings(twin)
+    for place in ours.keys() & theirs.keys():
+        for key in sorted(ours[place].keys() | theirs[place].keys()):
+            if (mine := ours[place].get(key)) != (other := theirs[place].get(key)):
+                yield f"{place or 'the model'}: {key} is {mine}, not {other}"
+    state, buffers = model.state_dict(), dict(twin.named_buffers())
+    for key, buffer in model.named_buffers():
+        if key not in state and key in buffers and not _same(buffer, buffers[key]):
+            yield f"{key} holds other numbers, and is not persistent: it would be lost"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and tensor_digest(a) == tensor_digest(b)

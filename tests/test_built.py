@@ -1,0 +1,291 @@
+"""Models of one's own parts: kept with the function that builds them, whole and exact."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from dunes import checkpoint
+from dunes.checkpoint.built import name_of
+from dunes.cli.main import main
+from dunes.generate import generate
+from dunes.models import llama
+from dunes.models.start import initialise
+from dunes.parts import MLP, Attention, Block, Decoder, Embedding, RMSNorm, Rotary
+from dunes.text import Tokenizer
+
+TOKENIZER = Tokenizer.train("bytes", [])
+IDS = torch.arange(40).view(2, 20)
+
+
+class Shifted(nn.Module):
+    """With all that a module may hold: parameters of two dtypes, buffers that are kept and one that is not."""
+
+    def __init__(self, dim, times=2):
+        super().__init__()
+        self.up, self.down, self.times = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), times
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(dim, dtype=torch.int64))
+        self.register_buffer("none", torch.zeros(0, 3))
+        self.register_buffer("shift", torch.linspace(0, 1, dim), persistent=False)
+
+    def forward(self, x):
+        return self.down((self.up(x + self.shift) * self.scale.float()).relu()) * self.times + self.seen
+
+
+def build(dim=32, window=8, tied=True, mlp=Shifted):
+    position = Rotary(dim // 2)
+    attention = lambda i: Attention(dim, 2, 1, position=position, window=None if i else window)
+    blocks = [Block(RMSNorm(dim), attention(i), RMSNorm(dim), mlp(dim)) for i in range(2)]
+    model = Decoder(
+        Embedding(TOKENIZER.vocab, dim), blocks, RMSNorm(dim), nn.Linear(dim, TOKENIZER.vocab, bias=False)
+    )
+    if tied:
+        model.head.weight = model.embed.token.weight
+    return model
+
+
+def learned(model, seed=1):
+    """Other numbers in all that is kept."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape, generator=draw) * 3 - 1)
+    return model.eval()
+
+
+def save(model, folder, **how):
+    checkpoint.save(model, folder, TOKENIZER, 64, **{"build": build} | how)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    save(learned(build()), tmp_path / "own", facts={"note": "x"})
+    return tmp_path / "own"
+
+
+def test_what_is_kept_is_loaded_bit_for_bit(kept):
+    model, loaded = learned(build()), checkpoint.load(kept, build=build)
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in loaded.model.state_dict().items())
+    assert torch.equal(loaded.model(IDS), model(IDS))
+    assert loaded.model.head.weight is loaded.model.embed.token.weight
+    assert loaded.tokenizer.json() == TOKENIZER.json()
+    assert (loaded.context, loaded.card["note"], loaded.model.training) == (64, "x", False)
+    assert loaded.card["family"] == {"function": "test_built:build", "arguments": {}}
+    assert len(list(generate(loaded.model, [1, 2], limit=3, context=loaded.context))) == 3
+    assert sorted(p.name for p in kept.iterdir() if p.name.startswith("model")) == ["model.safetensors"]
+
+
+def test_building_draws_no_random_numbers_from_the_callers(tmp_path):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    model = learned(build())
+    torch.manual_seed(0)
+    save(model, tmp_path)
+    checkpoint.load(tmp_path, build=build)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_arguments_are_in_the_card_and_given_to_the_function(tmp_path):
+    model = learned(build(16, window=None, tied=False))
+    save(model, tmp_path, arguments={"dim": 16, "window": None, "tied": False})
+    loaded = checkpoint.load(tmp_path, build=build)
+    assert loaded.card["family"]["arguments"] == {"dim": 16, "window": None, "tied": False}
+    assert torch.equal(loaded.model(IDS), model(IDS))
+    with pytest.raises(
+        ValueError,
+        match=r"test_built:learned does not take the arguments \{\"dim\": 16.*missing a required argument",
+    ):
+        checkpoint.load(tmp_path, build=learned)
+    with pytest.raises(ValueError, match=r"arguments of test_built:build: .*JSON must hold them"):
+        save(model, tmp_path, arguments={"dim": torch.ones(1)})
+    with pytest.raises(ValueError, match="gave a str; a module is expected"):
+        save(model, tmp_path, build=lambda: "x")
+
+
+MINE = """
+import sys
+import torch
+from torch import nn
+from dunes import checkpoint
+from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm
+
+def build(hidden):
+    mlp = nn.Sequential(nn.Linear(32, hidden), nn.Tanh(), nn.Linear(hidden, 32))
+    return Decoder(Embedding(50, 32), [Block(RMSNorm(32), Attention(32, 2), RMSNorm(32), mlp)], RMSNorm(32))
+
+if __name__ == "__main__":
+    model = checkpoint.load(sys.argv[1], build=build).model
+    print(model(torch.arange(10)[None]).flatten().tolist())
+"""
+
+
+def test_it_is_loaded_in_another_process_from_the_file_that_has_the_function(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    found = runpy.run_path(str(path))
+    model = found["build"](8).eval()
+    checkpoint.save(model, tmp_path / "kept", None, 16, build=found["build"], arguments={"hidden": 8})
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "DUNES_HOME": str(tmp_path / "home")}
+    line = [sys.executable, "-W", "ignore", path, tmp_path / "kept"]
+    done = subprocess.run(line, env=env, capture_output=True, text=True)
+    assert not done.stderr
+    assert json.loads(done.stdout) == model(torch.arange(10)[None]).flatten().tolist()
+
+
+class Wider(Shifted):
+    def __init__(self, dim):
+        super().__init__(dim, times=3)
+        self.up, self.extra = nn.Linear(dim, 3 * dim), nn.Parameter(torch.zeros(2))
+        self.scale = nn.Parameter(torch.ones(()))
+        del self.none
+
+
+def test_every_difference_from_what_was_saved_is_listed(kept):
+    with pytest.raises(ValueError, match="builds another model than was saved") as caught:
+        checkpoint.load(kept, build=partial(build, tied=False, window=4, mlp=Wider))
+    said = str(caught.value)
+    assert said.startswith(f"{kept}: test_built:build builds")
+    for i in (0, 1):
+        for words in (
+            f"blocks.{i}.mlp.extra (2,) is missing",
+            f"blocks.{i}.mlp.none (0, 3) is not a weight",
+            f"blocks.{i}.mlp.up.weight is (64, 32), not (96, 32)",
+            f"blocks.{i}.mlp.up.bias is (64,), not (96,)",
+            f"blocks.{i}.mlp.scale is torch.float64, not torch.float32",
+            f"blocks.{i}.mlp is of another class or has other settings",
+        ):
+            assert words in said
+    assert "head.weight is the same tensor as embed.token.weight, not a tensor of its own" in said
+    assert "blocks.0.attn is of another class or has other settings" in said
+    assert "blocks.1.attn is" not in said
+    assert "\n" not in said
+
+
+def test_a_function_that_builds_another_model_is_refused_before_anything_is_written(tmp_path):
+    def refusal(model, **how):
+        with pytest.raises(ValueError, match="builds another model than this: ") as caught:
+            save(model, tmp_path / "own", **how)
+        assert not (tmp_path / "own").exists()
+        return str(caught.value)
+
+    assert "blocks.0.attn: window is 4, not 8" in refusal(learned(build(window=4)))
+    assert "embed.token.weight is (265, 16), not (265, 32)" in refusal(learned(build(16)))
+    assert "norm.weight is torch.bfloat16, not torch.float32" in refusal(learned(build()).bfloat16())
+    model = learned(build())
+    model.blocks[0].mlp.shift += 1
+    assert "blocks.0.mlp.shift holds other numbers, and is not persistent: it would be lost" in refusal(model)
+    model = learned(build())
+    model.blocks[1].mlp.noise = nn.Parameter(torch.zeros(2))
+    assert "blocks.1.mlp.noise (2,) is not a weight of this model" in refusal(model)
+
+
+def test_tensors_that_no_file_holds_are_named(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.phase = nn.Parameter(torch.zeros(dim, dtype=torch.complex64))
+
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(ValueError, match=r"^blocks\.0\.mlp\.phase, blocks\.0\.mlp\._extra_state, .*safetensors"):
+        save(build(mlp=Odd), tmp_path, build=partial(build, mlp=Odd))
+
+
+def test_any_module_can_be_kept(tmp_path):
+    make = lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model = make()
+    model(torch.rand(9, 4))  # its running means are buffers
+    checkpoint.save(model.eval(), tmp_path, None, 1, build=make)
+    with pytest.warns(UserWarning, match="tokenizer is None"):
+        loaded = checkpoint.load(tmp_path, build=make).model
+    x = torch.rand(3, 4)
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="cannot be said in Hugging Face's terms: ") as caught:
+        save(build(), tmp_path / "new", build=None)
+    assert str(caught.value).count("not ") <= 3, "the nearest family, not all"
+    assert str(caught.value).endswith(
+        "keep it with the function that builds it: checkpoint.save(..., build=function), "
+        "then checkpoint.load(folder, build=function)"
+    )
+    words = (
+        f"{kept}: built by test_built:build, which is not imported by itself; load it in Python with that "
+        f"function: checkpoint.load({str(kept)!r}, build=build)"
+    )
+    for read in (checkpoint.load, checkpoint.described, checkpoint.load_with_tokenizer):
+        with pytest.raises(ValueError, match="not imported") as caught:
+            read(kept)
+        assert str(caught.value) == words
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"instruction": f"a {i}", "output": "b"}) for i in range(100)))
+    for line in (
+        ("generate", kept, "a"),
+        ("chat", kept, "a"),
+        ("inspect", kept),
+        ("convert", kept, tmp_path / "out"),
+        ("export", kept, tmp_path / "out"),
+        ("eval", kept, data),
+        ("finetune", kept, "--data", data, "--out", tmp_path / "run"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["dunes", *map(str, line)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"dunes: {words}\n"
+
+
+def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):
+    make = lambda: initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)))
+    save(make(), tmp_path, build=make)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+    for loaded in (checkpoint.load(tmp_path), checkpoint.load(tmp_path, build=make)):
+        assert loaded.card["family"] == "llama"
+        assert torch.equal(loaded.model(IDS[:, :16]), make().eval()(IDS[:, :16]))
+
+
+def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
+    model = initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)))
+    save(model, kept)
+    assert checkpoint.load(kept).card["family"] == "llama"
+    save(learned(build()), kept)
+    with pytest.raises(ValueError, match="not imported by itself"):
+        checkpoint.load(kept)
+    assert torch.equal(checkpoint.load(kept, build=build).model(IDS), learned(build())(IDS))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"family": {"function": "a:b"}}, "dunes.json: family must name a function"),
+        ({"family": {"function": 3, "arguments": {}}}, "dunes.json: family must name a function"),
+        ({"family": {"function": "a:\nb", "arguments": {}}}, "dunes.json: family must name a function"),
+        ({"structure": None}, "dunes.json: structure must have a table of modules"),
+        ({"structure": {"modules": {"": 3}, "tied": {}}}, "dunes.json: structure must have a table of modules"),
+        ({"structure": {"modules": {}, "tied": []}}, "dunes.json: structure must have a table of tied"),
+        ({"context": "x"}, "dunes.json: context is 'x'"),
+    ],
+)
+def test_a_damaged_card_is_refused_in_one_line(kept, change, words):
+    card = json.loads((kept / "dunes.json").read_text())
+    (kept / "dunes.json").write_text(json.dumps(card | change))
+    with pytest.raises(ValueError, match=words) as caught:
+        checkpoint.load(kept, build=build)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_name_of_a_function():
+    assert name_of(build) == "test_built:build"
+    assert name_of(partial(partial(build, 3), tied=False)) == "test_built:build"
+    assert name_of(Shifted) == "test_built:Shifted"
+    assert name_of(lambda: None).endswith("<lambda>")
+    assert name_of(MLP(4, 4).forward) == "dunes.parts.mlp:MLP.forward"
