@@ -24,6 +24,7 @@ from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.models.outline import outline
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.staging import locked
 from dunes.text import Tokenizer
 
@@ -57,12 +58,20 @@ def save(
     `check` is given the folder before it is in its place; it raises if that must not be, and adds to the card.
     Whole or not at all: the files are made in a folder beside, which is named `.ready` when they all
     are on the disk, and then moved to their places; a move that was cut short is finished by the next
-    save or load. Raises ValueError for a model that no family describes.
+    save or load. Raises ValueError for a model that no family describes, and for what `load` would not take: a
+    tokenizer with more ids than the embedding has rows, a context of nothing.
     """
     words = said(model, context)
     if isinstance(words, str):
         raise ValueError(f"this model cannot be said in Hugging Face's terms: {words}")
     folder = Path(folder)
+    if context < 1:
+        raise ValueError(f"context is {context}; a number of tokens from 1 is expected")
+    if tokenizer.vocab > (rows := words.config.vocab):
+        raise ValueError(
+            f"the tokenizer has {plural(tokenizer.vocab, 'id')}, the embedding {plural(rows, 'row')}; "
+            "each id needs a row"
+        )
     family = FAMILIES[words.family]
     state = held(model.state_dict())
     moves, unknown = to_theirs(family.NAMES, state)
