@@ -3,6 +3,7 @@
 import base64
 import json
 import resource
+import string
 
 import pytest
 import tokenizers
@@ -59,6 +60,11 @@ REFUSED = {
     "nested": (normal(sequence("normalizers", *[replace("a", "a" * 6)] * 2), replace("a", "a" * 6)), "216 times"),
     "a pattern": (normal(*[replace({"Regex": "[a-z]"}, "b" * 30)] * 2), "900 times"),
     "nothing matched": (normal(*[replace({"Regex": r"\B"}, "a")] * 40), "normalizer makes"),
+    "what another wrote": (normal(*[replace(a, b * 6) for a, b in ("ab", "xy", "bc", "yz", "cd")]), "216 times"),
+    "what was written in capitals": (
+        normal(replace("a", "B" * 20), {"type": "Lowercase"}, replace("b", "c" * 9)),
+        "180 times",
+    ),
     "a pattern of nothing": (normal(*[replace("", "a" * 30)] * 3), "29,791 times"),
     "a prefix": (normal({"type": "Prepend", "prepend": "a" * 10_000}), "10,001 times"),
     "prefixes": (normal(*[{"type": "Prepend", "prepend": "aaa"}] * 50, replace("a", "aa")), "times"),
@@ -153,6 +159,8 @@ def test_what_real_tokenizers_do_is_let_through(tmp_path):
         {"pre_tokenizer": sequence("pretokenizers", *[chinese] * 9, spelled(pre_tokenizers.Digits()), BYTES)},
         {"normalizer": spelled(bert), "decoder": spelled(decoders.WordPiece())},
         {"decoder": sequence("decoders", replace("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"})},
+        normal(replace("\n", "<n>"), replace("\t", "<tab>"), replace(" ", "▁")) | {"pre_tokenizer": SPACES},
+        normal(*[replace(c, f"\uf000{c.lower()}") for c in string.ascii_uppercase]),
         {"post_processor": template(MARK, A, MARK)},
         {"post_processor": spelled(processors.RobertaProcessing(("b", 1), ("a", 0)))},
         {"model": words | {"max_input_chars_per_word": 200}},

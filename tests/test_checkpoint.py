@@ -48,6 +48,16 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
     assert loaded.tokenizer.json() == TOKENIZER.json()
 
 
+@pytest.mark.parametrize(("context", "vocab", "words"), [(0, TOKENIZER.vocab, "context is 0"), (16, 9, "9 rows")])
+def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
+    module = FAMILIES["llama"]
+    with pytest.raises(ValueError, match=words):
+        checkpoint.save(
+            initialise(module.build(module.Config.sized(vocab, 32, 2, 16))), folder, TOKENIZER, context
+        )
+    assert checkpoint.load(folder).card["trained"] == {"steps": 3}
+
+
 def test_saving_over_an_earlier_model_leaves_only_the_new_one(folder):
     other = initialise(build(), seed=9)
     checkpoint.save(other, folder, TOKENIZER, 16)

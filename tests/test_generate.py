@@ -11,7 +11,7 @@ import torch
 from dunes.generate import begun, generate, generate_all, sampler
 from dunes.models import FAMILIES, qwen3
 from dunes.models.start import initialise
-from dunes.parts import Rolling, cache_for
+from dunes.parts import IdCache, Rolling, cache_for
 from dunes.parts.position import Dynamic
 from own_parts import OWN, of_own_parts
 
@@ -155,6 +155,26 @@ def test_parts_of_ones_own_write_what_the_full_forward_does(name):
     assert together(module, prompts, limit=12) == want
     crossing = [[id % 50 for id in p[:28]] for p in CROSSING]
     assert together(module, crossing, limit=20) == alone(module, crossing, limit=20)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids, **settings):
+        return self.inner(ids, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+def test_a_wrapped_model_writes_what_it_does_by_itself():
+    module = of_own_parts("shift").float()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(2)
+    assert together(Wrapped(module), PROMPTS, limit=12) == together(module, PROMPTS, limit=12)
+    with warnings.catch_warnings(action="ignore"):
+        assert type(cache_for(torch.compile(module), 1, CONTEXT)) is IdCache
 
 
 def test_a_cache_of_ids_serves_rollback_and_picked_rows():

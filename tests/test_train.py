@@ -544,6 +544,42 @@ def test_muon_refuses_rates_that_are_none(name, value):
         train.muon(LanguageModel(), **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (train.adamw, "decay", math.nan),
+        (train.adamw, "lr", math.inf),
+        (train.sgd, "lr", math.nan),
+        (train.rmsprop, "lr", -1.0),
+    ],
+)
+def test_other_optimizers_do_as_well(make, name, value):
+    with pytest.raises(ValueError, match=f"{make.__name__}: {name} is {value}"):
+        make(LanguageModel(), **{name: value})
+
+
+def test_probabilities_are_no_labels():
+    model, labels = nn.Linear(4, 3), torch.tensor([0, 2])
+    with pytest.raises(ValueError, match="whole numbers are expected"):
+        train.cross_entropy(model, (torch.ones(2, 4), nn.functional.one_hot(labels, 3).float()))
+
+
+def test_sparse_gradients_are_clipped_and_divided_as_dense_ones():
+    def trained(sparse):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3))
+        made = Trainer(
+            model, torch.optim.SGD(model.parameters(), 1.0), train.cross_entropy, accumulate=2, clip=0.1
+        )
+        batches = [(torch.tensor([1, 1, 5]), torch.tensor([0, 2, 1])), (torch.tensor([5]), torch.tensor([2]))]
+        norms = [step.norm for step in made.run(batches * 3)]
+        return norms, [p.detach() for p in model.parameters()]
+
+    (some, ours), (dense, theirs) = trained(True), trained(False)
+    assert some == pytest.approx(dense)
+    assert all(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize(("momentum", "decay"), [(0.95, 0.01), (0.0, 0.5)])
 def test_muon_by_shape_is_pytorchs_to_the_rounding_of_bfloat16(momentum, decay):
     torch.manual_seed(0)
@@ -591,6 +627,17 @@ def test_a_clock_ends_the_run_in_time_and_enters_the_rate_only_by_its_records(sl
     again = Schedule(records=[Record(r.begin, r.end) for r in schedule.records])
     late = schedule.records[-1].begin
     assert [again.rate(s) for s in range(late, step)] == rates[late:]
+
+
+def test_a_clock_may_be_told_before_the_first_step():
+    schedule = Schedule()
+    Clock(schedule, 1.0).tell(0, 0.9)
+    assert schedule.over(schedule.records[-1].end)
+
+
+def test_a_warmup_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="warmup is nan"):
+        Schedule(math.nan)
 
 
 def test_a_clock_that_is_told_late_still_ends():

@@ -28,6 +28,7 @@ from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.models.outline import outline
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.staging import locked
 from dunes.text import Tokenizer
 
@@ -70,12 +71,13 @@ def save(
     `check` is given the folder before it is in its place; it raises if that must not be, and adds to the card.
     Whole or not at all: the files are made in a folder beside, which is named `.ready` when they all
     are on the disk, and then moved to their places; a move that was cut short is finished by the next
-    save or load. Raises ValueError for a model that no family describes without the
-    `build` that gives it.
+    save or load. Raises ValueError for a model that no family describes without the `build` that gives it, and for
+    what `load` would not take: a tokenizer with more ids than the embedding has rows, a context of nothing.
     """
     words, folder = said(model, context), Path(folder)
     if isinstance(words, Said):
         known, settings, weights = _in_their_terms(model, words)
+        _fits(tokenizer, words.config.vocab)
     elif build is not None:
         (known, weights), settings = built.described(model, build, arguments or {}), {}
     else:
@@ -83,6 +85,8 @@ def save(
             f"this model cannot be said in Hugging Face's terms: {words}; keep it with the function that builds "
             "it: checkpoint.save(..., build=function), then checkpoint.load(folder, build=function)"
         )
+    if context < 1:
+        raise ValueError(f"context is {context}; a number of tokens from 1 is expected")
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
     def fill(staged: Path) -> None:
@@ -93,6 +97,15 @@ def save(
         write_card(staged, {**known, "context": context, "changes": [], **(facts or {}), **check(staged)})
 
     write(folder, fill, sum(w.nbytes for w in weights.values()))
+
+
+def _fits(tokenizer: Tokenizer | None, rows: int) -> None:
+    """Raise ValueError for a tokenizer with more ids than an embedding has rows."""
+    if tokenizer is not None and tokenizer.vocab > rows:
+        raise ValueError(
+            f"the tokenizer has {plural(tokenizer.vocab, 'id')}, the embedding {plural(rows, 'row')}; "
+            "each id needs a row"
+        )
 
 
 def _in_their_terms(model: nn.Module, words: Said) -> tuple[dict[str, Any], dict[str, Any], dict[str, Stored]]:

@@ -184,10 +184,12 @@ def _asked(targets: Tensor) -> Tensor:
 def cache_for(model: nn.Module, batch: int, context: int, device: torch.device | str = "cpu") -> Cache:
     """An empty cache for `batch` texts of up to `context` tokens: rolling if every layer's window is smaller.
 
-    Of ids alone where modules may mix tokens in ways that keys and values do not hold.
+    Of ids alone where modules may mix tokens in ways that keys and values do not hold, also in a model that is
+    compiled or wrapped.
     """
-    if isinstance(model, Decoder) and undeclared(model):
-        warn_of_mixing(model, "the whole text is read again for each new token")
+    inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
+    if inner is not None and undeclared(inner):
+        warn_of_mixing(inner, "the whole text is read again for each new token")
         return IdCache(batch, context, device)
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
     sees = [w for w in windows if w is not None]

@@ -58,8 +58,8 @@ def check(content: Mapping[str, Any]) -> None:
     normalizer, cuts, decoder, marks = (
         list(_steps(content, part)) for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")
     )
-    _bounded("normalizer", prod(map(_longer, normalizer)))
-    _bounded("normalizer and pre_tokenizer", prod(map(_longer, [*normalizer, *cuts])))
+    _bounded("normalizer", _growth(normalizer))
+    _bounded("normalizer and pre_tokenizer", _growth([*normalizer, *cuts]))
     _bounded("decoder", prod(_longer(step) + ("Regex" in str(step.get("pattern"))) for step in decoder))
     _templates(marks)
     _tokens(content)
@@ -87,6 +87,24 @@ def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
         count += 1
         if count + len(stack) > STEPS:
             raise ValueError(f"its {part} has {count + len(stack):,} steps; {STEPS} is the limit")
+
+
+def _growth(steps: Sequence[Step]) -> float:
+    """How many times as long the steps make a text, each working on what others wrote only if it may find it."""
+    grown: list[float] = []
+    for step in steps:
+        before = [g for g, earlier in zip(grown, steps, strict=False) if _finds(step, earlier)]
+        grown.append(_longer(step) * max(before, default=1.0))
+    return max(grown, default=1.0)
+
+
+def _finds(step: Step, earlier: Step) -> bool:
+    """Whether a step may change what an earlier one wrote: not if it looks for none of those characters."""
+    pattern, written = step.get("pattern"), earlier.get("content")
+    sought = pattern.get("String") if isinstance(pattern, dict) and "content" in step else None
+    if not (isinstance(sought, str) and isinstance(written, str)):
+        return True
+    return sought == "" or not set(sought).isdisjoint(written)
 
 
 SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")

@@ -36,8 +36,16 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed loss of the class scores model(x) (B, classes) for labels y (B,), and their number."""
+    """Summed loss of the class scores model(x) (B, classes) for labels y (B,), and their number.
+
+    Raises ValueError for probabilities of classes, which would be counted as labels.
+    """
     x, y = batch
+    if y.is_floating_point():
+        raise ValueError(
+            f"the labels are {y.dtype} of {tuple(y.shape)}; whole numbers are expected, and for probabilities "
+            "of classes a loss of your own"
+        )
     return _summed(model(x), y)
 
 

@@ -1,7 +1,7 @@
 """Optimizers for a model's parameters, grouped as each needs it. All are `torch.optim.Optimizer`s.
 
 Matrices decay, vectors (norms, biases) do not. A parameter that is frozen is left out. Raises
-ValueError if nothing is left to train.
+ValueError if nothing is left to train, and for rates that are not finite or below 0.
 """
 
 import math
@@ -22,6 +22,7 @@ def adamw(
     model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), decay: float = 0.1
 ) -> Optimizer:
     """AdamW. https://arxiv.org/abs/1711.05101"""
+    _check("adamw", lr=lr, decay=decay)
     matrices, vectors = _split(model, lambda name, p: p.dim() >= 2)
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(_filled(groups), lr, betas, fused=_fusable(model))
@@ -29,6 +30,7 @@ def adamw(
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
     """Gradient descent with momentum."""
+    _check("sgd", lr=lr, momentum=momentum, decay=decay)
     everything, _ = _split(model, lambda name, p: True)
     groups = _filled([{"params": everything}])
     return torch.optim.SGD(groups, lr, momentum, weight_decay=decay, fused=_fusable(model))
@@ -36,6 +38,7 @@ def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float =
 
 def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentum: float = 0.0) -> Optimizer:
     """RMSprop: steps divided by a running root mean square of the gradient."""
+    _check("rmsprop", lr=lr, momentum=momentum)
     everything, _ = _split(model, lambda name, p: True)
     return torch.optim.RMSprop(_filled([{"params": everything}]), lr, smoothing, momentum=momentum)
 
@@ -57,12 +60,7 @@ def muon(
     the names of parameters (`["**layers.**", "!**.router.*"]`), says otherwise; `muon_split` shows the split.
     Raises ValueError for rates that are not finite or below 0, and if `inside` selects no matrix.
     """
-    rates = {"lr": lr, "adam_lr": adam_lr, "momentum": momentum, "decay": decay}
-    for name, rate in rates.items():
-        if not 0 <= rate < (1 if name == "momentum" else math.inf):
-            raise ValueError(
-                f"muon: {name} is {rate}; it is a number from 0" + " to below 1" * (name == "momentum")
-            )
+    _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay)
     matrices = _inside(model, inside)
     chosen, rest = _split(model, lambda name, p: p in matrices)
     optimizers: list[Optimizer] = [Muon(chosen, lr, decay, momentum)] if chosen else []
@@ -195,6 +193,15 @@ class Together(Optimizer):
         for i, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state_dict[str(i)])
         self.param_groups = [g for o in self.optimizers for g in o.param_groups]
+
+
+def _check(optimizer: str, **rates: float) -> None:
+    """Raises ValueError for rates that are not finite or below 0, and a momentum that never fades."""
+    for name, rate in rates.items():
+        if not 0 <= rate < (1 if name == "momentum" else math.inf):
+            raise ValueError(
+                f"{optimizer}: {name} is {rate}; it is a number from 0" + " to below 1" * (name == "momentum")
+            )
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ class Schedule:
     records: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.warmup < 0:
+        if not self.warmup >= 0:
             raise ValueError(f"warmup is {self.warmup}; expected a number of steps from 0")
         _check_share("lowest", self.lowest)
 
@@ -82,7 +82,7 @@ class Clock:
         records = self.schedule.records
         falling = (1 - self.fall) * self.seconds
         if not records and elapsed >= falling:
-            records.append(Record(step, self._end(step, elapsed, elapsed / step)))
+            records.append(Record(step, self._end(step, elapsed, elapsed / max(1, step))))
         elif len(records) == 1 and elapsed >= (falling + self.seconds) / 2:
             # The fall began when its time had come, so what it took since then is known.
             pace = (elapsed - falling) / max(1, step - records[0].begin)

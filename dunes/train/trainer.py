@@ -169,7 +169,7 @@ class Trainer:
 
     def _normalise(self, count: Tensor) -> Tensor:
         """Divide the gradients by the count, clip them, and return their norm before clipping."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grads = [_dense_part(p) for p in self.model.parameters() if p.grad is not None]
         if not grads and count != 0:
             raise ValueError("no gradient reached a parameter: does the loss depend on trained weights?")
         if not grads:
@@ -196,6 +196,15 @@ class Trainer:
             raise ValueError(f"the trainer's state has number and bad {counters}; expected whole numbers from 0")
         self.number, self.bad = counters
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _dense_part(p: Tensor) -> Tensor:
+    """The numbers of a gradient, each entry once: of a sparse one, as of some embeddings, those that it holds."""
+    assert p.grad is not None, "a parameter that a gradient reached"
+    if not p.grad.is_sparse:
+        return p.grad
+    p.grad = p.grad.coalesce()
+    return p.grad._values()
 
 
 def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, patience: int) -> None:
