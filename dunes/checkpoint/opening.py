@@ -38,15 +38,15 @@ def load(folder: Path | str, device: torch.device | str = "cpu", build: Build | 
 
     Of an adapter's folder: its base, changed as the card says and proven to be the one that the adapter was made
     for, with the adapter acting on it under the name `default`. Tokenizer and context are the adapter's, or else
-    the base's. Raises ValueError that names what is missing or wrong, before any number is read. The weights
-    keep the dtype they are stored in.
+    the base's. Warns where there is no tokenizer, and of special ids that are above the vocabulary. Raises
+    ValueError that names what is missing or wrong, before any number is read. The weights keep the dtype they are
+    stored in. Beside a process that saves into the folder a load begins again.
     """
-    folder = Path(folder)
-    return (
-        steady(folder, lambda there: _adapted(settled(there), device))
-        if adapts(folder)
-        else whole.load(folder, device, build)
-    )
+
+    def read(there: Path) -> Loaded:
+        return _adapted(settled(there), device) if adapts(there) else whole.load_model(there, device, build)
+
+    return steady(Path(folder), read)
 
 
 def load_with_tokenizer(folder: Path | str, device: torch.device | str = "cpu") -> tuple[Loaded, Tokenizer]:
