@@ -19,7 +19,7 @@ _mine = threading.local()
 
 
 @contextmanager
-def locked(folder: Path, wait: bool = True) -> Iterator[None]:
+def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """Hold the lock of a folder, which a process that dies lets go by itself.
 
     A thread that holds it may ask for it again. Raises BlockingIOError where it is held and `wait` is False.
@@ -43,12 +43,12 @@ def locked(folder: Path, wait: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def staged(path: Path) -> Iterator[Path]:
+def staging_folder(path: Path) -> Iterator[Path]:
     """A new folder beside `path`, on the same disk; at the end it is removed with what was not moved away.
 
     What writers that died have left beside `path` is removed first.
     """
-    with locked(path.parent):
+    with folder_lock(path.parent):
         _clear(path.parent)
         folder = path.with_name(STAGED.format(token_hex(8)))
         folder.mkdir()

@@ -67,6 +67,10 @@ REFUSED = {
     ),
     "a pattern of nothing": (normal(*[replace("", "a" * 30)] * 3), "29,791 times"),
     "a prefix": (normal({"type": "Prepend", "prepend": "a" * 10_000}), "10,001 times"),
+    "of two kinds": (
+        normal({"type": "Prepend", "prepend": "a" * 500, **replace("a", "a"), "normalizers": []}),
+        "normalizer .* 501 times",
+    ),
     "prefixes": (normal(*[{"type": "Prepend", "prepend": "aaa"}] * 50, replace("a", "aa")), "times"),
     "Unicode's own": (normal(replace("e", "ﷺ"), *ROUND * 5), "normalizer makes"),
     "hidden in it": (normal(replace("中", ""), {"type": "NFKC"}, *[BEFORE] * 30), "makes"),

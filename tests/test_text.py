@@ -225,9 +225,9 @@ def test_a_broken_tokenizer_is_named_in_one_line(broken, tmp_path):
 
 @pytest.mark.parametrize("folder", ["", "absent", f"absent{os.sep}deeper"])
 def test_a_missing_tokenizer_is_named_in_one_line(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"no such file") as caught:
+    with pytest.raises(ValueError, match=r"no tokenizer\.json") as caught:
         Tokenizer.load(tmp_path / folder)
-    assert str(tmp_path / folder / "tokenizer.json") in str(caught.value)
+    assert str(tmp_path / folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

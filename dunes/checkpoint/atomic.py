@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dunes.staging import staged
+from dunes.staging import staging_folder
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 18
@@ -76,7 +76,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace one file. Of several writers at once the last one counts."""
-    with naming(path), staged(path) as made:
+    with naming(path), staging_folder(path) as made:
         (made / "data").write_bytes(data)
         sync(made / "data")
         os.replace(made / "data", path)
@@ -121,7 +121,7 @@ def write_folder(
     """
     with naming(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with staged(folder) as made:
+        with staging_folder(folder) as made:
             room_for(folder, size + (1 << 16))  # now that what the dead had left is gone
             fill(made)
             for file in made.iterdir():

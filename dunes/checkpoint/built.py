@@ -24,7 +24,7 @@ from dunes.checkpoint.stream import CODES
 Build: TypeAlias = Callable[..., nn.Module]
 
 
-def described(
+def describe(
     model: nn.Module, build: Build, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Stored]]:
     """What the card says of a model, and its tensors, each that has several names under the first of them.
@@ -38,7 +38,7 @@ def described(
         raise ValueError(f"arguments of {name_of(build)}: {error}; JSON must hold them") from None
     twin = construct(build, kept)
     weights = _weights(model)
-    if wrong := [*_differences(twin, weights, _tied(model)), *_unlike(model, twin)]:
+    if wrong := [*_differences(twin, weights, _tied(model)), *_unsaved_differences(model, twin)]:
         raise ValueError(f"{name_of(build)} builds another model than this: {'; '.join(map(str, wrong))}")
     family = {"function": name_of(build), "arguments": kept}
     structure = {"modules": _digests(_settings(twin)), "tied": _tied(twin)}
@@ -88,7 +88,7 @@ def function_of(card: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any
     return name[:200], arguments
 
 
-def how_to_load(folder: Path, name: str) -> str:
+def loading_hint(folder: Path, name: str) -> str:
     """Why a folder is not loaded without the function, in one line."""
     return (
         f"{folder}: built by {name}, which is not imported by itself; load it in Python with that function: "
@@ -96,7 +96,7 @@ def how_to_load(folder: Path, name: str) -> str:
     )
 
 
-def filled(
+def fill(
     build: Build, arguments: Mapping[str, Any], card: Mapping[str, Any], files: Weights, path: Path
 ) -> nn.Module:
     """What the function builds, with the numbers of the files.
@@ -105,7 +105,7 @@ def filled(
     """
     modules, tied = (_names(card.get("structure"), key, path) for key in ("modules", "tied"))
     model = construct(build, arguments)
-    if wrong := [*_differences(model, files, tied), *_changed(model, modules)]:
+    if wrong := [*_differences(model, files, tied), *_module_differences(model, modules)]:
         raise ValueError(
             f"{path.parent}: {name_of(build)} builds another model than was saved: {'; '.join(map(str, wrong))}"
         )
@@ -152,8 +152,8 @@ def _differences(model: nn.Module, files: Weights, tied: Mapping[str, str]) -> I
     for key in sorted((expected.keys() | files.keys()) - odd):
         mine, other = expected.get(key), files.get(key)
         if other is None or mine is None:
-            kind = "missing" if other is None else "unexpected"
-            yield Difference(kind, key, *("nothing" if w is None else str(w.shape) for w in (mine, other)))
+            what = "missing" if other is None else "unexpected"
+            yield Difference(what, key, *("nothing" if w is None else str(w.shape) for w in (mine, other)))
         elif mine.shape != other.shape:
             yield Difference("shape", key, str(mine.shape), str(other.shape))
         elif mine.dtype != other.dtype:
@@ -176,7 +176,7 @@ def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return {k: sha256(json.dumps(v, sort_keys=True).encode()).hexdigest()[:16] for k, v in settings.items()}
 
 
-def _changed(model: nn.Module, digests: Mapping[str, str]) -> Iterator[str]:
+def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[str]:
     """The modules that are not as they were, or only in one of two models."""
     ours = _digests(_settings(model))
     for place in sorted(ours.keys() | digests.keys()):
@@ -185,7 +185,7 @@ def _changed(model: nn.Module, digests: Mapping[str, str]) -> Iterator[str]:
             yield f"{place or 'the model'} {has or ('is missing' if place in digests else 'is new')}"
 
 
-def _unlike(model: nn.Module, twin: nn.Module) -> Iterator[str]:
+def _unsaved_differences(model: nn.Module, twin: nn.Module) -> Iterator[str]:
     """What the twin lacks of a model, and no file keeps: attributes, and buffers that are not persistent."""
     ours, theirs = _settings(model), _settings(twin)
     for place in ours.keys() & theirs.keys():

@@ -16,7 +16,7 @@ from dunes.checkpoint.stored import cast, counted, moved
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
 from dunes.models.names import Names, fields, to_theirs
-from dunes.staging import locked
+from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
@@ -79,7 +79,7 @@ def alone(out: Path) -> Iterator[None]:
     made = [p for p in (out, *out.parents) if not p.exists()]
     out.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(out, wait=False):
+        with folder_lock(out, wait=False):
             yield
     except BlockingIOError:
         raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None

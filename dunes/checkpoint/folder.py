@@ -29,7 +29,7 @@ from dunes.models.names import to_theirs
 from dunes.models.outline import outline
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.staging import locked
+from dunes.staging import folder_lock
 from dunes.text import Tokenizer
 
 READY = ".ready"
@@ -79,7 +79,7 @@ def save(
         known, settings, weights = _in_their_terms(model, words)
         _fits(tokenizer, words.config.vocab)
     elif build is not None:
-        (known, weights), settings = built.described(model, build, arguments or {}), {}
+        (known, weights), settings = built.describe(model, build, arguments or {}), {}
     else:
         raise ValueError(
             f"this model cannot be said in Hugging Face's terms: {words}; keep it with the function that builds "
@@ -127,7 +127,7 @@ def write(folder: Path, fill: Callable[[Path], None], size: int) -> None:
 
 def _place(made: Path, ready: Path) -> None:
     """Name what was made `.ready`, and move its files to their places."""
-    with locked(ready.parent):
+    with folder_lock(ready.parent):
         _move(ready.parent)  # of another save, which was cut short meanwhile
         os.rename(made, ready)
         atomic.sync(ready.parent)
@@ -144,7 +144,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 def settle(folder: Path) -> None:
     """Finish a save that was cut short after its files were written. Raises OSError if they cannot be moved."""
     if (folder / READY).is_dir():
-        with atomic.naming(folder), locked(folder):
+        with atomic.naming(folder), folder_lock(folder):
             _move(folder)
 
 
@@ -218,17 +218,6 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {f"{n}_token_id": tokenizer.special(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu", build: Build | None = None) -> Loaded:
-    """The model, its tokenizer and its card, from any form of model folder that is read here.
-
-    `build` is the function that builds a model which no family describes; other folders do not need it.
-    Warns where there is no tokenizer, and of special ids that are above the vocabulary. Raises ValueError that
-    names what is missing or wrong, before any number is read. The weights keep the dtype they are stored in.
-    Beside a process that saves into the folder a load begins again.
-    """
-    return steady(Path(folder), lambda there: _loaded(there, device, build))
-
-
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
     """What `read` makes of the folder, anew as often as another thread or process saved there meanwhile."""
     for _ in range(TRIES):
@@ -251,7 +240,11 @@ def _saved(folder: Path) -> list[tuple[int, int] | None]:
     return [None if f is None else (f.st_ino, f.st_mtime_ns) for f in found]
 
 
-def _loaded(folder: Path, device: torch.device | str, build: Build | None) -> Loaded:
+def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> Loaded:
+    """The model, its tokenizer and its card, from any form of model folder, that of a function with `build`.
+
+    Warns where there is no tokenizer, and of special ids that are above the vocabulary.
+    """
     folder = settled(folder)
     if built.function_of(cards.read(folder), folder / CARD) is not None:
         return _built(folder, device, build)
@@ -268,11 +261,11 @@ def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loa
     assert function is not None, "asked before"
     name, arguments = function
     if build is None:
-        raise ValueError(built.how_to_load(folder, name))
+        raise ValueError(built.loading_hint(folder, name))
     index = folder / stream.INDEX
     files = indexed(index) if index.is_file() else tensors(folder / stream.SINGLE)
     tokenizer = load_tokenizer(folder)
-    model = built.filled(build, arguments, card, files, folder / CARD)
+    model = built.fill(build, arguments, card, files, folder / CARD)
     # Whatever is built: what needs a language model will miss its parts.
     return Loaded(cast_type(Decoder, model).to(device).eval(), tokenizer, context_of(card, folder), card)
 

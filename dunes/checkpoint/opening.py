@@ -45,8 +45,10 @@ def load(
 
     Of an adapter's folder: its base, proven to be the one that the adapter was made for unless `any_base` says
     that this one will do, and changed as the card says, with the adapter acting on it under the name `default`.
-    Tokenizer and context are the adapter's, or else the base's. Raises ValueError that names what is missing or
-    wrong, before any number is read. The weights keep the dtype they are stored in.
+    Tokenizer and context are the adapter's, or else the base's. Warns where there is no tokenizer, and of special
+    ids that are above the vocabulary. Raises ValueError that names what is missing or wrong, before any number is
+    read. The weights keep the dtype they are stored in. Beside a process that saves into the folder a load begins
+    again.
     """
     return load_for(folder, (), device, any_base, build)
 
@@ -59,13 +61,16 @@ def load_for(
     build: Build | None = None,
 ) -> Loaded:
     """`load` of a model on which these adapters will be put: its base is proven to be theirs, and changed so."""
-    folder = Path(folder)
-    if adapts(folder):
-        return steady(folder, lambda there: _adapted(settled(there), adapters, device, any_base))
-    loaded = whole.load(folder, device, build)
-    if adapters:
-        prepare(loaded.model, adapters, any_base)
-    return loaded
+
+    def read(there: Path) -> Loaded:
+        if adapts(there):
+            return _adapted(settled(there), adapters, device, any_base)
+        loaded = whole.load_model(there, device, build)
+        if adapters:
+            prepare(loaded.model, adapters, any_base)
+        return loaded
+
+    return steady(Path(folder), read)
 
 
 def load_with_tokenizer(

@@ -10,7 +10,7 @@ from typing import Any
 
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import header, native, pickled
-from dunes.checkpoint.built import function_of, how_to_load
+from dunes.checkpoint.built import function_of, loading_hint
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.inside import inside
 from dunes.checkpoint.stored import Stored, Weights, held, moved
@@ -121,7 +121,7 @@ def opened(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
     `renamed` maps foreign names of tensors (with `{i}` for a number) to Hugging Face's.
     """
     if (function := function_of(cards.read(folder), folder / cards.CARD)) is not None:
-        raise ValueError(how_to_load(folder, function[0]))
+        raise ValueError(loading_hint(folder, function[0]))
     if (folder / CONFIG).is_file() and (files := _weights(folder, *SINGLE)) is not None:
         return _hugging_face(folder, _renamed(files, renamed or {}, folder))
     if (folder / native.PARAMS).is_file():

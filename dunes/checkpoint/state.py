@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dunes.checkpoint import atomic
-from dunes.staging import locked
+from dunes.staging import folder_lock
 
 KEPT = 2
 FORMAT = 1
@@ -51,7 +51,7 @@ def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
         (made / "state.json").write_text(json.dumps({"format": FORMAT, "state": taken.plain}))
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.naming(folder), locked(folder.parent):
+    with atomic.naming(folder), folder_lock(folder.parent):
         if _whole(folder):
             return folder  # the same step of the same run is the same state
     atomic.write_sealed(folder, fill, {TENSORS: taken.tensors}, _place)
@@ -60,7 +60,7 @@ def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
 
 def _place(made: Path, folder: Path) -> None:
     """Give a state its name, unless another writer was faster, and drop all but the newest two."""
-    with locked(folder.parent):
+    with folder_lock(folder.parent):
         if _whole(folder):
             return
         shutil.rmtree(folder, ignore_errors=True)
@@ -85,7 +85,7 @@ def latest(run: Path, told: Told = lambda line: None) -> Path | None:
     """The newest state that is whole; `told` hears of each newer one that is damaged."""
     if not (states := _folders(run)):
         return None
-    with locked(run / "state"):  # or another writer drops what is being looked at
+    with folder_lock(run / "state"):  # or another writer drops what is being looked at
         for folder in states:
             try:
                 atomic.verify_folder(folder)

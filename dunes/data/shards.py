@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dunes.data.document import BLOCK, Document
 from dunes.plural import plural
-from dunes.staging import locked, staged
+from dunes.staging import folder_lock, staging_folder
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
 
@@ -107,10 +107,10 @@ def cached(
     if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with staged(folder) as made:
+    with staging_folder(folder) as made:
         made.chmod(0o700)
         _write(made, documents, tokenizer, card, told)
-        with locked(folder.parent):
+        with folder_lock(folder.parent):
             if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
                 made.rename(folder)

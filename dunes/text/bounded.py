@@ -31,7 +31,7 @@ PARTS = 16_000_000
 """Commas and brackets in a file. A vocabulary of 262,144 with its merges has two million."""
 
 
-def parsed(data: bytes) -> dict[str, Any]:
+def parse(data: bytes) -> dict[str, Any]:
     """The object in a tokenizer.json. Raises ValueError if it is none, or has too many parts."""
     if (parts := sum(map(data.count, (b",", b"[", b"{")))) > PARTS:
         raise ValueError(f"it has {parts:,} parts; {PARTS:,} is the limit")
@@ -58,15 +58,15 @@ def check(content: Mapping[str, Any]) -> None:
     normalizer, cuts, decoder, marks = (
         list(_steps(content, part)) for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")
     )
-    _bounded("normalizer", _growth(normalizer))
-    _bounded("normalizer and pre_tokenizer", _growth([*normalizer, *cuts]))
-    _bounded("decoder", prod(_longer(step) + ("Regex" in str(step.get("pattern"))) for step in decoder))
-    _templates(marks)
-    _tokens(content)
-    _tried(normalizer)
+    _refuse_growth("normalizer", _chain_growth(normalizer))
+    _refuse_growth("normalizer and pre_tokenizer", _chain_growth([*normalizer, *cuts]))
+    _refuse_growth("decoder", prod(_growth(step) + ("Regex" in str(step.get("pattern"))) for step in decoder))
+    _check_templates(marks)
+    _check_tokens(content)
+    _try_texts(normalizer)
 
 
-def _bounded(part: str, growth: float) -> None:
+def _refuse_growth(part: str, growth: float) -> None:
     if growth > GROWTH:
         raise ValueError(
             f"its {part} can make a text {min(growth, 1e15):,.0f} times as long; {GROWTH} times is the limit"
@@ -79,9 +79,9 @@ def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
     while stack:
         step = stack.pop()
         if isinstance(step, dict):
-            inner = next((v for k, v in step.items() if k in SEQUENCES and isinstance(v, list)), None)
-            if inner is not None:
-                stack += reversed(inner)
+            lists = [step[key] for key in SEQUENCES if isinstance(step.get(key), list)]
+            stack += [inner for steps in lists for inner in reversed(steps)]
+            if lists and step.get("type", "Sequence") == "Sequence" and step.keys() <= {"type", *SEQUENCES}:
                 continue
             yield step
         count += 1
@@ -89,12 +89,12 @@ def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
             raise ValueError(f"its {part} has {count + len(stack):,} steps; {STEPS} is the limit")
 
 
-def _growth(steps: Sequence[Step]) -> float:
+def _chain_growth(steps: Sequence[Step]) -> float:
     """How many times as long the steps make a text, each working on what others wrote only if it may find it."""
     grown: list[float] = []
     for step in steps:
         before = [g for g, earlier in zip(grown, steps, strict=False) if _finds(step, earlier)]
-        grown.append(_longer(step) * max(before, default=1.0))
+        grown.append(_growth(step) * max(before, default=1.0))
     return max(grown, default=1.0)
 
 
@@ -112,27 +112,26 @@ TYPES = {"ByteLevel": 2.0, "Metaspace": 4.0, "BPEDecoder": 2.0, "CTC": 2.0}
 """Bytes of one: a letter for each byte, ▁ for a space or before a letter, a space after each letter."""
 
 
-def _longer(step: Step) -> float:
-    """How many times as long, in bytes, a step can make a text: told by keys, since old files have no types."""
+def _growth(step: Step) -> float:
+    """How many times as long, in bytes, a step can make a text, by all its keys: old files have no types."""
+    growth = TYPES.get(str(step.get("type")), 1.0)
     if isinstance(content := step.get("content"), str) and isinstance(pattern := step.get("pattern"), dict):
         text, size = pattern.get("String"), _size(content)
-        if text == "":
-            return 1.0 + size
-        return max(1.0, size / (_size(text) if isinstance(text, str) else 1))
+        growth *= 1 + size if text == "" else max(1, size / (_size(text) if isinstance(text, str) else 1))
     if isinstance(text := step.get("prepend"), str):
-        return 1.0 + _size(text)
+        growth *= 1 + _size(text)
     if isinstance(data := step.get("precompiled_charsmap"), str):
         table = b64decode(data)
         values = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
-        return max(1.0, max(map(len, values)) / LONGEST)
-    return TYPES.get(str(step.get("type")), 1.0)
+        growth *= max(1, max(map(len, values)) / LONGEST)
+    return growth
 
 
 def _size(text: str) -> int:
     return len(text.encode(errors="replace"))
 
 
-def _templates(steps: Sequence[Step]) -> None:
+def _check_templates(steps: Sequence[Step]) -> None:
     """Raise ValueError for templates that repeat a text, or set too many ids around it."""
     ids = 1
     for step in steps:
@@ -145,7 +144,7 @@ def _templates(steps: Sequence[Step]) -> None:
             raise ValueError(f"its post_processor makes {ids:,} ids of one; {MARKS:,} is the limit")
 
 
-def _tokens(content: Mapping[str, Any]) -> None:
+def _check_tokens(content: Mapping[str, Any]) -> None:
     """Raise ValueError for added tokens, affixes and words of a size that takes much memory or time."""
     size = sum(len(token["content"]) for token in content.get("added_tokens") or [])
     if size > ADDED:
@@ -158,10 +157,10 @@ def _tokens(content: Mapping[str, Any]) -> None:
         raise ValueError(f"its model's max_input_chars_per_word is {word:,}; {WORD:,} is the limit")
 
 
-def _tried(steps: Sequence[Step]) -> None:
+def _try_texts(steps: Sequence[Step]) -> None:
     """Raise ValueError if a normalizer makes much of single characters, or of what its own steps write."""
-    works = list(map(_work, steps))
-    written = [(i, text) for i, step in enumerate(steps) for text in _written(step)]
+    works = list(map(_normalize, steps))
+    written = [(i, text) for i, step in enumerate(steps) for text in _texts(step)]
     for begin, text in [
         *((0, c) for c in string.printable),
         *((i, text) for at, text in written for i in (0, at)),
@@ -176,14 +175,14 @@ def _tried(steps: Sequence[Step]) -> None:
                 )
 
 
-def _written(step: Step) -> list[str]:
+def _texts(step: Step) -> list[str]:
     """What a step looks for and what it writes."""
     pattern = step.get("pattern")
     texts = [step.get("content"), pattern.get("String") if isinstance(pattern, dict) else None]
-    return [text for text in texts if isinstance(text, str) and text]
+    return [text[:AFFIX] for text in texts if isinstance(text, str) and text]
 
 
-def _work(step: Step) -> Callable[[str], str]:
+def _normalize(step: Step) -> Callable[[str], str]:
     shell = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     normalizer = tokenizers.Tokenizer.from_str(json.dumps(shell | {"normalizer": step})).normalizer
     assert normalizer is not None

@@ -115,7 +115,7 @@ class Tokenizer:
             )
         if (size := path.stat().st_size) > LIMIT_BYTES:
             raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {LIMIT_BYTES}")
-        inner = _tried(f"{path}: not a tokenizer", lambda: _MAKERS[path.suffixes[0]](path))
+        inner = _tried(f"{path}: not a tokenizer", lambda: _check_pipeline(_MAKERS[path.suffixes[0]](path)))
         loaded = cls(inner, marks(folder, inner.token_to_id))
         loaded.place = folder / loaded.place.name
         loaded.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
@@ -317,7 +317,7 @@ def _leadless(part: dict[str, Any] | None) -> dict[str, Any] | None:
 def _foreign(path: Path) -> tokenizers.Tokenizer:
     """From any tokenizer.json. Raises ValueError for ids that cannot be, and for what makes much of little."""
     data = path.read_bytes()
-    bounded.check(bounded.parsed(data))  # first, since building it normalizes its added tokens
+    bounded.check(bounded.parse(data))  # first, since building it normalizes its added tokens
     inner = tokenizers.Tokenizer.from_buffer(data)
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= LIMIT_IDS:
@@ -334,7 +334,7 @@ def _for_json(words: dict[str, Any]) -> bytes:
     return json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
-def _within(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+def _check_pipeline(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """The same, after a look at what it makes of a text."""
     bounded.check(bounded.pipeline(inner))
     return inner
@@ -346,7 +346,7 @@ def _model(data: bytes) -> tokenizers.Tokenizer:
 
 
 _MAKERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
-    ".model": lambda path: _within(_model(path.read_bytes())),
+    ".model": lambda path: _model(path.read_bytes()),
     ".json": lambda path: tekken.convert(path.read_bytes()) if path.stem == "tekken" else _foreign(path),
 }
 
