@@ -68,7 +68,10 @@ REFUSED = {
     "a prefix": (normal({"type": "Prepend", "prepend": "a" * 10_000}), "10,001 times"),
     "prefixes": (normal(*[{"type": "Prepend", "prepend": "aaa"}] * 50, replace("a", "aa")), "times"),
     "Unicode's own": (normal(replace("e", "ﷺ"), *ROUND * 5), "normalizer makes"),
-    "hidden in it": (normal(replace("中", ""), {"type": "NFKC"}, *[replace({"Regex": "(?=中)"}, "中")] * 30), "makes"),
+    "hidden in it": (
+        normal(replace("中", ""), {"type": "NFKC"}, *[replace({"Regex": "(?=中)"}, "中")] * 30),
+        "makes",
+    ),
     "a character map": (normal({"type": "Precompiled", "precompiled_charsmap": charsmap("y" * 9000)}), "times"),
     "bytes of bytes": ({"pre_tokenizer": sequence("pretokenizers", *[BYTES] * 22)}, "4,194,304 times"),
     "bytes, normalized": (normal(*[{"type": "ByteLevel"}] * 22), "4,194,304 times"),
@@ -76,9 +79,18 @@ REFUSED = {
     "both": (normal(replace("a", "a" * 30)) | {"pre_tokenizer": sequence("pretokenizers", BYTES, SPACES)}, "240"),
     "many steps": (normal(*[{"type": "Lowercase"}] * 10_000), "normalizer .*10,000 steps"),
     "a decoder": ({"decoder": sequence("decoders", *[replace("a", "a" * 100)] * 3)}, "decoder .* 1,000,000 times"),
-    "a decoder's pattern": ({"decoder": sequence("decoders", *[replace({"Regex": "(?=a)"}, "a")] * 30)}, "decoder"),
-    "a decoder's suffix": ({"decoder": sequence("decoders", *[{"type": "BPEDecoder", "suffix": ""}] * 30)}, "decod"),
-    "templates": ({"post_processor": sequence("processors", *[template(*[A] * 100)] * 3)}, "post_processor makes 10,000 ids"),
+    "a decoder's pattern": (
+        {"decoder": sequence("decoders", *[replace({"Regex": "(?=a)"}, "a")] * 30)},
+        "decoder",
+    ),
+    "a decoder's suffix": (
+        {"decoder": sequence("decoders", *[{"type": "BPEDecoder", "suffix": ""}] * 30)},
+        "decod",
+    ),
+    "templates": (
+        {"post_processor": sequence("processors", *[template(*[A] * 100)] * 3)},
+        "post_processor makes 10,000 ids",
+    ),
     "marks in templates": ({"post_processor": template(A, *[MARK] * 2000, ids=[0] * 2000)}, "post_processor"),
     "an added token": (
         normal(*[replace("a", "a" * 1000)] * 3)
@@ -97,7 +109,7 @@ REFUSED = {
         {"model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 10**9}},
         "max_input_chars_per_word",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -154,15 +166,27 @@ def test_what_real_tokenizers_do_is_let_through(tmp_path):
         normal(*quotes, {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}, nfkc, squeezed)
         | {"pre_tokenizer": SPACES},
         normal({"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"}) | {"pre_tokenizer": BYTES},
-        {"pre_tokenizer": sequence("pretokenizers", *[spelled(chinese)] * 9, spelled(pre_tokenizers.Digits()), BYTES)},
+        {
+            "pre_tokenizer": sequence(
+                "pretokenizers", *[spelled(chinese)] * 9, spelled(pre_tokenizers.Digits()), BYTES
+            )
+        },
         {"normalizer": spelled(bert), "decoder": spelled(decoders.WordPiece())},
         {"decoder": sequence("decoders", replace("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"})},
         normal(replace("\n", "<n>"), replace("\t", "<tab>"), replace(" ", "▁")) | {"pre_tokenizer": SPACES},
         normal(*[replace(c, f"\uf000{c.lower()}") for c in string.ascii_uppercase]),
         {"post_processor": template(MARK, A, MARK)},
         {"post_processor": spelled(processors.RobertaProcessing(("b", 1), ("a", 0)))},
-        {"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 1}, "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 200}},
-    ):  # fmt: skip
+        {
+            "model": {
+                "type": "WordPiece",
+                "vocab": {"a": 0, "b": 1},
+                "unk_token": "a",
+                "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 200,
+            }
+        },
+    ):
         assert Tokenizer.load(write(tmp_path, **parts)).encode("a") is not None, parts
 
 

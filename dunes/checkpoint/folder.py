@@ -193,7 +193,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of the folder; once more, and again, if another thread or process saved there meanwhile."""
+    """What `read` makes of the folder; again, and again, if another thread or process saved there meanwhile."""
     for _ in range(TRIES):
         settled(folder)
         before = _saved(folder)

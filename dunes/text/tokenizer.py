@@ -315,7 +315,7 @@ def _leadless(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _foreign(path: Path) -> tokenizers.Tokenizer:
-    """From a tokenizer.json of any make. Raises ValueError for ids that cannot be, and what makes much of little."""
+    """From any tokenizer.json. Raises ValueError for ids that cannot be and what makes much of little."""
     data = path.read_bytes()
     bounded.check(bounded.parsed(data))  # first, since building it normalizes its added tokens
     inner = tokenizers.Tokenizer.from_buffer(data)
