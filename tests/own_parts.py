@@ -28,6 +28,11 @@ class ShiftedMLP(GatedMLP):
         return super().forward(x + F.pad(x[:, :-1], (0, 0, 1, 0)))
 
 
+class ShiftedLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + F.pad(x[..., :-1, :], (0, 0, 1, 0)))
+
+
 class Convolution(nn.Module):
     def __init__(self, dim):
         super().__init__()
@@ -127,6 +132,10 @@ def mixture(dim):
     return MoE(nn.Linear(dim, 4, bias=False), [GatedMLP(dim, 32) for _ in range(4)], 2, balance=0.1)
 
 
+def plain_head(dim):
+    return nn.Linear(dim, VOCAB)
+
+
 OWN = {
     "shift": {"mlp": Shifted},
     "shift in one of ours": {"mlp": lambda dim: ShiftedMLP(dim, 48)},
@@ -141,12 +150,13 @@ OWN = {
     "angles that follow the length": {"attention": dynamic_attention},
     "beside a mixture": {"attention": Average, "mlp": mixture},
     "per token": {"mlp": OwnMLP},
+    "head": {"head": lambda dim: ShiftedLinear(dim, VOCAB)},
 }
 
 
 def of_own_parts(name):
     torch.manual_seed(0)
-    parts = {"attention": plain_attention, "mlp": plain_mlp, "norm": RMSNorm} | OWN[name]
-    norm, attention, mlp = (parts[part] for part in ("norm", "attention", "mlp"))
+    usual = {"attention": plain_attention, "mlp": plain_mlp, "norm": RMSNorm, "head": plain_head}
+    norm, attention, mlp, head = ((usual | OWN[name])[part] for part in ("norm", "attention", "mlp", "head"))
     blocks = [Block(norm(32), attention(32), norm(32), mlp(32)) for _ in range(2)]
-    return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), nn.Linear(32, VOCAB)).double()
+    return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), head(32)).double()

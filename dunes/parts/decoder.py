@@ -2,7 +2,7 @@
 
 # Shapes: B batch, T new tokens, V vocabulary.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from dunes.parts.context import (
 )
 from dunes.parts.embedding import Embedding
 from dunes.parts.moe import imbalance, routing
+
+Read = Callable[[Tensor], Tensor]
 
 GRID = BAND
 """Numbers of tokens are multiples of it where that can be chosen."""
@@ -74,27 +76,39 @@ class Decoder(nn.Module):
         `at` (B, T) are positions, -1 for padding; a restart begins another document. With a cache
         they come from `cache.start`, and the new keys and values are added to it.
         """
+        if self._head_mixes:
+            scores = self._through(self.logits, ids, at, cache)
+            return scores if last is None else scores[:, -last:]
         x = self.hidden(ids, at, cache)
         return self.logits(x if last is None else x[:, -last:])
 
     def hidden(self, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The normalised states (B, T, dim) that the head reads."""
+        return self._through(lambda x: x, ids, at, cache)
+
+    @property
+    def _head_mixes(self) -> bool:
+        """Whether the head may mix tokens, so that it has to read each document by itself, too."""
+        return self.head is not None and bool(undeclared(self.head))
+
+    def _through(self, read: Read, ids: Tensor, at: Tensor | None, cache: Cache | None = None) -> Tensor:
+        """What `read` makes of the states, in which no document sees another."""
         if isinstance(cache, IdCache):
             at = cache.start(torch.ones_like(ids, dtype=torch.bool)) if at is None else at
-            whole = self.hidden(*cache.put_ids(ids, at))
+            whole = self._through(read, *cache.put_ids(ids, at))
             cache.advance((at >= 0).sum(1))
             return whole.gather(1, at.clamp(min=0)[..., None].expand(-1, -1, whole.shape[-1]))
         if at is not None and cache is None and not supports_packing(self):
             warn_of_mixing(self, "documents of one length at a time go through the model")
-            return self._by_length(ids, at.expand_as(ids))
-        return self._states(ids, Context.of(ids, at, cache))
+            return self._by_length(read, ids, at.expand_as(ids))
+        return read(self._states(ids, Context.of(ids, at, cache)))
 
-    def _by_length(self, ids: Tensor, at: Tensor) -> Tensor:
-        """The states with each document in a row of its own, without padding: nothing is there to be seen."""
+    def _by_length(self, read: Read, ids: Tensor, at: Tensor) -> Tensor:
+        """The same with each document in a row of its own, without padding: nothing is there to be seen."""
         places = documents_by_length(at)
         if not places:
-            return self._states(ids, Context(at))
-        parts = [self._states(ids.flatten()[i], Context(at.flatten()[i])).flatten(0, 1) for i in places]
+            return read(self._states(ids, Context(at)))
+        parts = [read(self._states(ids.flatten()[i], Context(at.flatten()[i]))).flatten(0, 1) for i in places]
         states = torch.cat(parts)
         index = torch.cat([i.flatten() for i in places])
         return states.new_zeros(ids.numel(), states.shape[1]).index_copy(0, index, states).view(*ids.shape, -1)
@@ -118,9 +132,10 @@ class Decoder(nn.Module):
         begins = None
         if at is not None and self._apart(at := at.expand_as(ids)):
             ids, targets, at, begins = _row(ids, targets, at)
+        mixes = self._head_mixes
         with routing(self) as routed:
             if at is None or begins is None:
-                x = self.hidden(ids, at)
+                x = self._through(self.logits, ids, at) if mixes else self.hidden(ids, at)
             else:
                 x = self._states(ids, Context(at, begins=begins))
         x, y = x.flatten(0, 1), targets.flatten()
@@ -132,7 +147,8 @@ class Decoder(nn.Module):
             total = linear_cross_entropy(x, head, y)
         else:
             x = x.masked_fill((y == IGNORE)[:, None], 0.0)  # as there, what is ignored may be inf
-            total = F.cross_entropy(self.logits(x).float(), y, ignore_index=IGNORE, reduction="sum")
+            scores = x if mixes else self.logits(x)
+            total = F.cross_entropy(scores.float(), y, ignore_index=IGNORE, reduction="sum")
         count = (y != IGNORE).sum()
         if routed:
             real = None if at is None or not supports_packing(self) else at.flatten() >= 0
