@@ -196,7 +196,7 @@ def learning_rate(plan: Tuning, width: int) -> float:
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
     full"). Adapters' has the exponent of https://thinkingmachines.ai/blog/lora/ and seven tenths of its rate,
     since above that validation begins to rise on the way; at most STEEPEST, divided by `_gain`. LOG.md, "Learning
-    rates of finetuning", has what these do from 100 to 5,000 steps.
+    rates of finetuning", has what these do from 100 to 5,000 steps, and where they do not hold.
     """
     if plan.lr is not None:
         return plan.lr
