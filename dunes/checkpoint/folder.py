@@ -70,8 +70,7 @@ def save(
     `check` is given the folder before it is in its place; it raises if that must not be, and adds to the card.
     Whole or not at all: the files are made in a folder beside, which is named `.ready` when they all
     are on the disk, and then moved to their places; a move that was cut short is finished by the next
-    save or load. Raises ValueError for a model that no family describes without the
-    `build` that gives it.
+    save or load. Raises ValueError for a model that no family describes without the `build` that gives it.
     """
     words, folder = said(model, context), Path(folder)
     if isinstance(words, Said):
@@ -90,7 +89,8 @@ def save(
         ids = write_tokenizer(staged, tokenizer, context)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_card(staged, {**known, "context": context, "changes": [], **(facts or {}), **check(staged)})
+        card = {**known, "context": context, "changes": [], **(facts or {}), **known}  # which facts cannot change
+        write_card(staged, {**card, **check(staged)})
 
     write(folder, fill, sum(w.nbytes for w in weights.values()))
 
