@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ import torch
 
 from adapters import trained
 from dunes import augment, checkpoint, staging
-from dunes.checkpoint import atomic
+from dunes.checkpoint import atomic, state
 from dunes.data import collect
 from dunes.data.shards import cached
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
@@ -169,7 +170,10 @@ def test_files_written_by_many_threads_are_whole(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [[7] * 6, range(1, 7)], ids=["one step", "each its own"])
-def test_states_stored_by_many_threads_are_whole(tmp_path, steps):
+def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
+    remove = shutil.rmtree
+    # What was gone may be there again.
+    monkeypatch.setattr(state.shutil, "rmtree", lambda *a, **k: (remove(*a, **k), time.sleep(0.01)))
     at_once(lambda i: [save_state(tmp_path, steps[i]) for _ in range(4)])
     newest = checkpoint.latest(tmp_path, pytest.fail)
     assert read_state(tmp_path) == int(newest.name[5:])

@@ -66,7 +66,7 @@ def save(model, folder, **how):
 
 @pytest.fixture
 def kept(tmp_path):
-    save(learned(build()), tmp_path / "own", facts={"note": "x"})
+    save(learned(build()), tmp_path / "own", facts={"note": "x", "family": "llama"})
     return tmp_path / "own"
 
 
@@ -166,6 +166,24 @@ def test_every_difference_from_what_was_saved_is_listed(kept):
     assert "blocks.0.attn is of another class or has other settings" in said
     assert "blocks.1.attn is" not in said
     assert "\n" not in said
+
+
+def test_other_settings_alone_are_refused_with_a_way_out(kept):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.attn is of another class .*; where this is meant, .*load_state"
+    ):
+        checkpoint.load(kept, build=partial(build, window=4))
+
+
+def test_a_set_is_the_same_in_whatever_order_it_lies(tmp_path):
+    def make(order):
+        model = nn.Linear(2, 2)
+        model.chosen = set(order)
+        return model
+
+    assert str({0, 8}) != str({8, 0})
+    checkpoint.save(make([0, 8]), tmp_path, TOKENIZER, 1, build=partial(make, [8, 0]))
+    assert checkpoint.load(tmp_path, build=partial(make, [8, 0])).model.chosen == {0, 8}
 
 
 def test_a_function_that_builds_another_model_is_refused_before_anything_is_written(tmp_path):

@@ -105,10 +105,11 @@ def fill(
     """
     modules, tied = (_names(card.get("structure"), key, path) for key in ("modules", "tied"))
     model = construct(build, arguments)
-    if wrong := [*_differences(model, files, tied), *_module_differences(model, modules)]:
-        raise ValueError(
-            f"{path.parent}: {name_of(build)} builds another model than was saved: {'; '.join(map(str, wrong))}"
-        )
+    wrong, changed = [*_differences(model, files, tied)], [*_module_differences(model, modules)]
+    if wrong or changed:
+        remedy = "" if wrong else "; where this is meant, fill the model from model.safetensors by load_state_dict"
+        listed = "; ".join(map(str, [*wrong, *changed]))
+        raise ValueError(f"{path.parent}: {name_of(build)} builds another model than was saved: {listed}{remedy}")
     state = model.state_dict()
     with torch.no_grad():
         for key, stored in files.items():

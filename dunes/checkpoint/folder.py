@@ -94,7 +94,8 @@ def save(
         ids = write_tokenizer(staged, tokenizer, context)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_card(staged, {**known, "context": context, "changes": [], **(facts or {}), **check(staged)})
+        card = {**known, "context": context, "changes": [], **(facts or {}), **known}  # which facts cannot change
+        write_card(staged, {**card, **check(staged)})
 
     write(folder, fill, sum(w.nbytes for w in weights.values()))
 

@@ -61,10 +61,15 @@ def _short(a: Row, b: Row) -> str:
     raise AssertionError("called with two rows that differ")
 
 
+def _spelled(value: Any) -> str:
+    """The value in words that are the same in each process: the order of a set is not."""
+    return repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+
+
 def rows(model: nn.Module) -> Iterator[Row]:
     """Names, classes, plain attributes and shapes of every module: two trees with equal rows are one model."""
     for place, module in model.named_modules():
-        plain = {k: repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        plain = {k: _spelled(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         held = {**module._parameters, **module._buffers}
         shapes = {name: tuple(t.shape) for name, t in held.items() if t is not None}
         yield Row(place, type(module).__qualname__, plain, shapes)
