@@ -19,6 +19,13 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     monkeypatch.setenv("DUNES_HOME", str(tmp_path_factory.getbasetemp() / "dunes-home"))
 
 
+@pytest.fixture(autouse=True)
+def _denormal_numbers():
+    """Runs flush them to zero for the whole process; a test finds them as they usually are."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     """A folder of forty small made-up programs."""

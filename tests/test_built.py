@@ -27,6 +27,8 @@ IDS = torch.arange(40).view(2, 20)
 class Shifted(nn.Module):
     """With all that a module may hold: parameters of two dtypes, buffers that are kept and one that is not."""
 
+    supports_packing = True
+
     def __init__(self, dim, times=2):
         super().__init__()
         self.up, self.down, self.times = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), times

@@ -325,7 +325,7 @@ REFUSED = {
     "negative rate": ({"lr": -1.0}, "--lr is -1.0; it must be at least"),
     "no rate": ({"lr": float("nan")}, "--lr is nan"),
     "no alpha": ({"alpha": 0.0, "lr": None}, "--alpha is 0.0; it must be at least"),
-    "endless alpha": ({"alpha": float("inf"), "lr": None}, "alpha inf; a positive number is expected"),
+    "endless alpha": ({"alpha": float("inf"), "lr": None}, "alpha is inf; it must be a finite number"),
     "method": ({"method": "prefix"}, "--method is 'prefix'; it must be one of full, lora"),
     "dropout": ({"dropout": 1.5}, "dropout is 1.5"),
     "held out": ({"held_out": 0.0}, "no example is left for validation"),
@@ -547,7 +547,7 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
     ):
         finetune(asked(base, folder), tmp_path / "bad", display()[0])
     both = asked(base, folder / "bad.jsonl", text_field=("q", "a"), valid=str(book))
-    assert "1 records of plain text" in finetuned(both, tmp_path / "field", dry=True)
+    assert "1 record of plain text" in finetuned(both, tmp_path / "field", dry=True)
 
 
 def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, book, tmp_path):

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def dunes(monkeypatch, *words):
 def test_verbs_that_need_text_say_so_in_one_line(verb, bare, monkeypatch, capsys):
     rows = [json.dumps({"instruction": f"a {i}", "output": "b"}) for i in range(100)]
     (bare / "data.jsonl").write_text("\n".join(rows))
-    monkeypatch.setattr(sys, "stdin", StringIO("a"))
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"a")))
     assert dunes(monkeypatch, *(word.format(bare) for word in VERBS[verb])) == 2
     remedy = "put there the one that the model was trained with"
     assert capsys.readouterr().err == f"dunes: {bare}: {NONE}, and text needs a tokenizer; {remedy}\n"

@@ -24,7 +24,7 @@ def main() -> None:
 def _main() -> int:
     from dunes.cli import verbs
 
-    warnings.formatwarning = _warning  # type: ignore[assignment]  # without a place in our code
+    warnings.showwarning = _show_warning
     if sys.argv[1:] == ["--version"]:
         print(version())
         return 0
@@ -58,8 +58,9 @@ def version() -> str:
     return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
 
 
-def _warning(message: Warning | str, *place: Any) -> str:
-    return f"warning: {' '.join(str(message).split())}\n"
+def _show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
+    """A warning on a line of its own, without its place in our code."""
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def run(arguments: list[str], verbs: dict[str, Any]) -> int:
