@@ -83,7 +83,7 @@ def main(
     """
     if job is not None:
         wanted = json.loads(job)
-        print(json.dumps(learned(Plan(**wanted["plan"] | {"sources": tuple(wanted["plan"]["sources"])}))))
+        print(json.dumps(learned(Plan.of(wanted["plan"]))))
         return
     measure.keep_memory()
     cores = measure.threads()
