@@ -197,7 +197,7 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
     plan = run.plan
     clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
     run.began, saved = monotonic() - run.elapsed, monotonic()
-    told, aside = _teller(run, show), mirror.aside
+    told, aside, warned = _teller(run, show), mirror.aside, False
     over = run.schedule.over(run.trainer.number)
     batches = run.spent.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
@@ -211,8 +211,9 @@ def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> N
         over, checked = run.schedule.over(step.number), None
         with run.spent("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-        if checked and run.worse_checks == PATIENCE:
+        if checked and run.worse_checks == PATIENCE and not warned:
             show.line(rising(run))
+            warned = True
         with aside("noted"):
             _note(run.folder, step, checked)
         mirror.step(step, checked.bits_per_byte if checked else None)
