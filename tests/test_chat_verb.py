@@ -212,6 +212,16 @@ def test_adapters_take_turns_on_one_base(three):
         assert "".join(own.answer(talk, sampler(0.0), 12, name)) == want[folder]
 
 
+def test_an_adapter_is_called_by_its_folder_too(three):
+    noted = []
+    chat = Chat(speaker(str(three / "one"), [three / "two"]), sampler(0.0), 5, note=noted.append)
+    for folder, name in (("one", "one"), ("two", "two"), ("base", "none")):
+        assert chat.command(f"/adapter {three / folder}")
+        assert chat.name == name
+    with pytest.raises(ValueError, match="no adapter is called"):
+        chat.command("/adapter elsewhere/one")
+
+
 def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypatch):
     (three / "x").mkdir()
     os.symlink(three / "one", three / "x" / "one")

@@ -1,5 +1,6 @@
 """The command, as a person types it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -75,6 +76,16 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_who_stops_reading_is_told_nothing():
+    script = "from dunes.cli.main import exit_with; exit_with(lambda: print('line'), 'dunes')"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 141
 
 
 def test_train_generate_complete_eval(code, tmp_path):

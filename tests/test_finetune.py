@@ -341,6 +341,12 @@ def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples,
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
+def test_an_adapter_s_option_is_refused_where_there_is_none(base, examples, tmp_path):
+    plan = asked(base, examples, method="full")
+    with pytest.raises(ValueError, match="--rank is of adapters, and --method full has none; leave it out"):
+        finetune(plan, tmp_path / "run", display()[0], asked={"method": "full", "rank": 4})
+
+
 def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
     rows = tmp_path / "rows.json"
     said = ({"role": "user"}, {"role": "assistant", "weight": 0})

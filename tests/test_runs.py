@@ -197,6 +197,38 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     assert train(Plan(sources=()), folder, display()[0], again=True, override=["corpus"]) == 0
 
 
+def test_a_run_has_one_end(code, tmp_path):
+    folder, show = tmp_path / "run", display()[0]
+    with pytest.raises(ValueError, match="--steps and --minutes are two ends of one run"):
+        train(toy(code, steps=2, minutes=1.0), folder, show, asked={"steps": 2, "minutes": 1.0})
+    train(toy(code, steps=2), folder, show)
+    later = Plan(sources=(), minutes=1.0)
+    with pytest.raises(
+        ValueError, match=r"it ends after 2 steps, not by the clock; say --steps N --override steps"
+    ):
+        train(later, folder, show, again=True, override=["minutes"], asked={"minutes": 1.0})
+    longer = Plan(sources=(), steps=4)
+    assert train(longer, folder, show, again=True, override=["steps"], asked={"steps": 4}) == 0
+
+
+def test_what_is_left_of_a_run_names_a_remedy_that_works(code, tmp_path):
+    folder = tmp_path / "run"
+    train(toy(code, steps=2), folder, display()[0])
+    (folder / "state" / "plan.json").write_text("{")
+    assert refused(Plan(sources=()), folder, again=True).endswith("choose another --out")
+    (folder / "state" / "plan.json").unlink()
+    assert refused(Plan(sources=()), folder, again=True).endswith("choose another --out")
+
+
+def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
+    bits = itertools.cycle([1.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(train_module.Text, "score", lambda *_: Score(next(bits), 1, 1))
+    monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
+    show, out = display()
+    train(toy(code, steps=20), tmp_path / "run", show)
+    assert out.getvalue().count("warning: validation loss is") == 1
+
+
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     show, out = display()
     plan = Plan(sources=(str(code),), minutes=1, dtype="float32", threads=1)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -43,6 +44,10 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     """Exit with what `work` returns (None: 0); with 2 and one line for a user's mistake, with 130 after Ctrl-C."""
     try:
         status = work() or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):
             raise

@@ -84,6 +84,13 @@ class Speaker:
             raise ValueError(f"no adapter is called {name!r}; there are {', '.join(self.voices)}")
         return self.voices[name or next(iter(self.voices))]
 
+    def named(self, name: str | None) -> str | None:
+        """The name of a voice that is called by its name or by its folder; another name as it is."""
+        if name is None or name in self.voices:
+            return name
+        places = {os.path.abspath(voice.place): key for key, voice in self.voices.items()}
+        return places.get(os.path.abspath(name), name)
+
     def answer(self, talk: Talk, sample: Sampler, tokens: int, name: str | None = None) -> Iterator[str]:
         """What the model says next in this conversation, of at most so many tokens and as many as still fit.
 
@@ -207,7 +214,8 @@ class Chat:
         self.speak_to(self.name)
 
     def speak_to(self, name: str | None) -> None:
-        """Raises ValueError for an adapter that is not there, or cannot be spoken to like this."""
+        """By name or folder. Raises ValueError for what is not there, or cannot be spoken to like this."""
+        name = self.speaker.named(name)
         self.speaker.voice(name).heard(self.system)
         _ = self.speaker.voice(name).template
         self.name = name

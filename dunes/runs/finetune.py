@@ -20,7 +20,7 @@ from dunes.runs.progress import Display
 from dunes.runs.run import Run, scheduled
 from dunes.runs.score import held_out
 from dunes.runs.spent import Spent
-from dunes.runs.tuning import METHODS, Tuning
+from dunes.runs.tuning import METHODS, Tuning, idle_options
 from dunes.train import Trainer
 
 BEFORE = Path("state") / "before.json"
@@ -35,6 +35,8 @@ def finetune(
     `loop.go` does.
     """
     going = How(again=again, **how)
+    if idle := idle_options(plan, going.asked or ()):
+        raise ValueError(f"--{idle[0]} is of adapters, and --method {plan.method} has none; leave it out")
 
     def prepared(plan: Tuning, spent: Spent) -> Make | None:
         with spent("reading the examples"):

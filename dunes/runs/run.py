@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
+from dunes.plural import plural
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import (
     Warn,
@@ -201,7 +202,10 @@ def begun(folder: Path, kind: type[T]) -> T | None:
     path = folder / "state" / "plan.json"
     if not path.is_file():
         return None
-    stored = json_file.read(path)
+    try:
+        stored = json_file.read(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; choose another --out") from None
     try:
         return kind.of(stored)
     except ValueError as error:
@@ -223,9 +227,12 @@ def admitted(
             raise ValueError(f"{path}: {words}; choose another --out")
     if wrong := sorted(set(override) - set(plan.MAY_CHANGE)):
         raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(plan.MAY_CHANGE)} can")
+    if asked and {"steps", "minutes"} <= {*asked}:
+        raise ValueError("--steps and --minutes are two ends of one run; leave one of them out")
     earlier = begun(folder, type(plan))
     if earlier is None:
         if again:
+            _free(folder)
             raise ValueError(f"{folder}: there is no run to go on with; leave out --resume to begin one")
         if plan.lacks:
             raise ValueError(plan.lacks)
@@ -234,6 +241,9 @@ def admitted(
     if not again:
         raise Occupied(f"{folder}: holds a run already; go on with --resume, or choose another --out")
     differences = plan.differences(earlier, plan.changed() if asked is None else asked)
+    if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
+        ends = plural(earlier.steps, "step")
+        raise ValueError(f"{folder}: it ends after {ends}, not by the clock; say --steps N --override steps")
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{folder}: the run cannot be changed: {'; '.join(refused)}; begin anew with another --out, or say "

@@ -127,6 +127,15 @@ class Tuning(Terms):
         return found
 
 
+def idle_options(plan: Tuning, asked: Collection[str]) -> list[str]:
+    """What was asked of an adapter where the method has none."""
+    return (
+        [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
+        if METHODS[plan.method].adapter is None
+        else []
+    )
+
+
 def leading(files: Sequence[Records]) -> Records:
     """The records by which a template is chosen: conversations, which one for single answers could not write, then
     single answers, then those that are written as they should be read."""
