@@ -177,6 +177,7 @@ def test_memory_of_a_model_too_large_for_any_machine_is_foreseen():
         foreseen(of_shape("llama", 70_000_000_000, 64), Setting(1, 64, "float32", 1), False, True).checked()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the most memory a process had, and can forget it")
 def test_the_process_grows_by_what_tensors_hold():
     """A training step at 40M parameters, in a process of its own whose allocator gives back what is freed."""
@@ -204,6 +205,7 @@ def test_forgetting_the_peak_lets_the_next_one_be_seen():
     assert measure.free_memory(cpu) > 0
 
 
+@pytest.mark.slow
 def test_the_command_says_who_holds_what_and_what_if():
     shape = ["--size", "300k", "--context", "64", "--batch", "2", "8"]
     line = [sys.executable, "-m", "dunes", "bench", "memory", *shape, "--checkpointing", "--check", "--json"]

@@ -15,6 +15,7 @@ import torch
 from adapters import trained
 from dunes import augment, checkpoint, staging
 from dunes.checkpoint import atomic, state
+from dunes.checkpoint import folder as folder_module
 from dunes.data import collect
 from dunes.data.shards import cached
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
@@ -38,7 +39,11 @@ def hidden(folder: Path):
     return sorted(p.name for p in folder.rglob(".*"))
 
 
-def test_saves_of_many_threads_into_one_folder_all_succeed_and_it_loads_at_any_moment(tmp_path):
+@pytest.mark.parametrize("tries", [0, folder_module.TRIES])
+def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(
+    tries, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(folder_module, "TRIES", tries)  # without any, each load holds the lock
     save_model(tmp_path, 99)
     seen, ended = set(), threading.Event()
 

@@ -103,6 +103,7 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
     assert needs(replace(plan, batch=1000)).startswith("this run needs about 20")
 
 
+@pytest.mark.slow
 def test_the_estimate_is_what_a_run_takes(code, tmp_path):
     """In a process of its own, with saves on the way; it promises a tenth once the heap has its holes."""
     script = """

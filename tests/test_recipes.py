@@ -36,6 +36,7 @@ def test_a_recipe_is_short(name):
     assert sum(bool(line.strip()) for line in lines) < 40
 
 
+@pytest.mark.slow
 def test_shakespeare(tmp_path, capsys):
     play = tmp_path / "play.txt"
     play.write_text(

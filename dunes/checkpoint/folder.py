@@ -33,8 +33,8 @@ from dunes.staging import folder_lock
 from dunes.text import Tokenizer
 
 READY = ".ready"
-TRIES = 50
-"""Times that a folder is read anew because it was saved to meanwhile."""
+TRIES = 10
+"""Times that a folder is read anew because it was saved to meanwhile, before those who save have to wait."""
 IDS = ("bos", "eos", "pad")
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of the folder, anew as often as another thread or process saved there meanwhile."""
+    """What `read` makes of the folder, anew where another thread or process saved there meanwhile."""
     for _ in range(TRIES):
         settled(folder)
         before = _saved(folder)
@@ -232,7 +232,9 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
         else:
             if _saved(folder) == before:
                 return result
-    raise OSError(errno.EBUSY, "it is being written again and again, faster than it can be read", str(folder))
+    with folder_lock(folder):
+        settled(folder)
+        return read(folder)
 
 
 def _saved(folder: Path) -> list[tuple[int, int] | None]:
