@@ -40,9 +40,7 @@ def hidden(folder: Path):
 
 
 @pytest.mark.parametrize("tries", [0, folder_module.TRIES])
-def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(
-    tries, tmp_path, monkeypatch
-):
+def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(tries, tmp_path, monkeypatch):
     monkeypatch.setattr(folder_module, "TRIES", tries)  # without any, each load holds the lock
     save_model(tmp_path, 99)
     seen, ended = set(), threading.Event()
