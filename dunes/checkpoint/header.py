@@ -1,8 +1,8 @@
 """The tensors of a safetensors file, known from its header.
 
 The safetensors library checks the header; where each tensor lies is read here, so that a file larger than memory
-can be mapped. Beyond the library's checks, names must be unique and printable, and the memory that a header takes is
-bounded before it is parsed. The format: <https://huggingface.co/docs/safetensors>
+can be mapped. Beyond the library's checks, names must be unique and printable, and what a header takes in memory
+is bounded before it is parsed. The format: <https://huggingface.co/docs/safetensors>
 """
 
 from functools import partial
