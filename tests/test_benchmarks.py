@@ -19,6 +19,18 @@ def last_line(script: str, *arguments: object):
 
 
 @pytest.mark.slow
+def test_two_commits_are_run_in_turn_and_compared_round_by_round():
+    row = last_line("commits.py", "HEAD", "HEAD", "--benchmark", "prefill", "--size", "20k", "--rounds", 2)
+    assert [d["pairs"] for d in row["differences"]] == [2]
+
+
+def test_what_is_no_commit_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    with pytest.raises(ValueError, match="no-such-commit: no commit of"):
+        importlib.import_module("commits").measure_commits(("no-such-commit", "HEAD"), "train", "20k", 1)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_race_on_a_gpu_runs_on_any_machine_at_toy_size():
     row = last_line("gpu.py", "--toy", "--rounds", 1)

@@ -475,30 +475,34 @@ def convert(
         dtype: Round the weights.
         names: JSON object that maps foreign names to Hugging Face's, with {i} for a number.
     """
-    _convert(source, out, dtype, "hf", names)
+    _convert(source, out, dtype, names)
 
 
 def export(
     model: Model,
     out: Out,
     *,
-    to: Annotated[Literal["hf", "native"], _open("hf|native", "hf")] = "hf",
+    to: Annotated[str, _open("FORMAT", "hf")] = "hf",
     dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as stored")] = None,
 ) -> None:
-    """Take a model out, verified: as a plain Hugging Face folder, or as Mistral's own files.
+    """Take a model out, verified, as a plain Hugging Face folder.
 
     Example: dunes export runs/project ~/models/project --to hf
 
     Args:
         model: A model folder, or a name on the Hub.
         out: The new folder.
-        to: The form.
+        to: The format: hf (Hugging Face's).
         dtype: Round the weights.
     """
-    _convert(model, out, dtype, to)
+    if to != "hf":
+        raise ValueError(
+            f"--to {to[:80]!a}: the one format is hf; Mistral's and Meta's own files are read, not written"
+        )
+    _convert(model, out, dtype)
 
 
-def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | None = None) -> None:
+def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
     from time import monotonic
 
     import torch
@@ -517,7 +521,7 @@ def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | 
             left = (monotonic() - start) * (1 / share - 1)
             display.state(f"{what}, {duration(left)} left", share)
 
-        verified = convert(source, out, dtype=kind, form=form, facts=found.origin, show=show)
+        verified = convert(source, out, dtype=kind, facts=found.origin, show=show)
     print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {out} "..."')
 
