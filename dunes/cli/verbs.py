@@ -84,9 +84,9 @@ def train(
         profile: Say at the end where the time went: text, data, first step, steps, checks, saves.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
     """
-    from dunes.runs.plan import Plan, size_fields
     from dunes.runs.progress import Display
     from dunes.runs.train import train as run
+    from dunes.runs.train_config import TrainConfig, size_fields
 
     if out is None and not dry_run:
         raise ValueError("--out is missing; name a folder for the run")
@@ -108,7 +108,7 @@ def train(
     }
     asked |= size_fields(size) if size else {}
     given = {name: value for name, value in asked.items() if value is not None}
-    plan = Plan(**{"sources": ()} | given)
+    plan = TrainConfig(**{"sources": ()} | given)
     folder = out or Path("runs/none")
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard}
@@ -205,8 +205,8 @@ def finetune(
     """
     asked = {k: v for k, v in locals().items() if v is not None and v != ()}
     from dunes.runs.finetune import finetune as run
+    from dunes.runs.finetune_config import FinetuneConfig
     from dunes.runs.progress import Display
-    from dunes.runs.tuning import Tuning
 
     if out is None and not dry_run:
         raise ValueError("--out is missing; name a folder for the run")
@@ -227,7 +227,7 @@ def finetune(
     given |= ({"packed": False} if unpacked else {}) | ({"follow_links": True} if follow_links else {})
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard, "examples": show}
-    plan, folder = Tuning(**given), out or Path("runs/none")
+    plan, folder = FinetuneConfig(**given), out or Path("runs/none")
     return run(plan, folder, Display(quiet=quiet and not dry_run), resume, asked=given, **how)
 
 
