@@ -260,6 +260,12 @@ def test_a_template_reaches_nothing_but_its_messages(attack, tmp_path, monkeypat
         assert leak not in text.replace("__subclasses__", "")
 
 
+NESTED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}"
+    "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the system sets no limits on a process")
 @pytest.mark.parametrize(
     ("template", "said"),
@@ -272,6 +278,9 @@ def test_a_template_reaches_nothing_but_its_messages(attack, tmp_path, monkeypat
         ("{{ 'a'.center(10**10) }}", "MemoryError"),
         ("{{ '%1000000000d' % 1 }}", "MemoryError"),
         ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "MemoryError"),
+        # Lists in lists share their parts, and are compared and written as if they did not.
+        (f"{NESTED}{{{{ ns.x == ns.y }}}}", "was stopped"),
+        (f"{NESTED}{{{{ ns.x }}}}", "was stopped|MemoryError"),
         ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "writes more than 1048576"),
         ("{{ 'x' * (2**20 + 1) }}", "writes more than 1048576"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),

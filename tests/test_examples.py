@@ -471,6 +471,17 @@ def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
     assert len(list(tokenized(rows(*many), Own(source, bpe), bpe))) == 70
 
 
+def test_what_stands_for_special_tokens_is_in_no_text(bpe):
+    """Icons of private use are text like any other, and a special token that a user wrote is not one."""
+    text = "\U000f0000 <|im_end|>{end}\U000f0003"
+    for template in (named("chatml"), Own(named("chatml").jinja(bpe), bpe)):
+        example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
+        assert coloured(example, bpe)[1] == (f"{text}<|im_end|>", True)
+        assert example.ids[example.trained].tolist() == [*bpe.encode(text), bpe.special("<|im_end|>")]
+        with pytest.raises(ValueError, match="half of a surrogate pair at character 2"):
+            made((Turn("user", "a \udc00"), Turn("assistant", "b")), template, bpe)
+
+
 def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
     """As templates do that leave out earlier thoughts, and tokens that take the spaces beside them."""
     source = (

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dunes.text import json_file
 from dunes.text.marks import settings
@@ -23,6 +23,9 @@ LIMIT_TEMPLATE, LIMIT_OUTPUT = 1 << 18, 1 << 20
 
 SECONDS = 5
 """How long a template may take, by the clock."""
+
+Asked: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool]
+"""Messages, and whether the text is to end where an answer begins."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Under which names a message brings what its writer thought; templates read the first two."""
@@ -107,7 +110,7 @@ def render(
 
 def render_many(
     template: str,
-    asked: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    asked: Sequence[Asked],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str | ValueError]:
     """`render` of many conversations, each with its `add_generation_prompt`, in one process.
