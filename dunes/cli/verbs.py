@@ -429,11 +429,13 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
 def inspect(model: Model, values: bool = False) -> int:
     """What a folder of weights holds, what it takes, and whether it would load; nothing is loaded.
 
+    Its files are hashed and compared with the digests in its card, or on the Hub.
+
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Args:
         model: A model folder in any form, or a name on the Hub.
-        values: Read all numbers, too, name tensors with odd ones, and compare with the card's digests.
+        values: Read all numbers, too, and name tensors with odd ones.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
@@ -441,13 +443,13 @@ def inspect(model: Model, values: bool = False) -> int:
     from dunes.checkpoint.opening import about, adapts
     from dunes.checkpoint.source import opened
 
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.local(model, verify=True).folder
     if adapts(folder):
         lines, reason = about(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = opened(settled(folder))
-    verdict = look.judged(source, deep=values)
+    verdict = look.judged(source)
     for line in look.inspect(source, verdict):
         print(line)
     odd = list(look.values(source.files)) if values else []
@@ -503,6 +505,7 @@ def export(
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
+    import math
     from time import monotonic
 
     import torch
@@ -512,8 +515,8 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.checkpoint.folder import checked
     from dunes.runs.progress import Display, duration
 
-    found = checkpoint.local(model)
-    source = checked(found.folder, None if names is None else table(names))
+    found = checkpoint.local(model, verify=True)
+    source = checked(found.folder, None if names is None else table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
 
