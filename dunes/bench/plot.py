@@ -12,9 +12,10 @@ from statistics import linear_regression
 from typing import Any
 
 from dunes.bench.rows import SETTING, Row, groups, summary
-from dunes.bench.table import duration, size
+from dunes.bench.table import duration
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
+from dunes.plural import byte_size
 from dunes.runs.extra import extra
 from dunes.runs.picture import drawable, smoothed
 from dunes.runs.progress import quantity
@@ -100,7 +101,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
         records += [{"x": x, "y": y, "fit": a * x**k, "line": label} for x, y in zip(xs, ys, strict=True)]
     if not records:
         raise ValueError(f"no two measurements differ in {axis} alone; measure several: --{axis} 1 2 4")
-    words = duration if of == "seconds" else size if of == "peak_bytes" else quantity
+    words = duration if of == "seconds" else byte_size if of == "peak_bytes" else quantity
     high = 3.6 + 0.25 * len({r["line"] for r in records})
     return (
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
@@ -308,9 +309,9 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")
         + p.geom_area(position=p.position_stack(reverse=True), alpha=0.95)
         + p.geom_vline(xintercept=log.moment, linetype="dashed", color="#222222", size=0.5)
-        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {size(log.peak)}", size=9)
+        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {byte_size(log.peak)}", size=9)
         + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=seen)
-        + p.scale_y_continuous(labels=lambda v: [size(t) for t in v], limits=(0, log.peak * 1.12))
+        + p.scale_y_continuous(labels=lambda v: [byte_size(t) for t in v], limits=(0, log.peak * 1.12))
         + p.labs(title="what tensors hold", x="allocations and frees since the beginning", y="")
     )
 

@@ -13,7 +13,7 @@ from dunes.bench.memory import Foreseen, Truth
 from dunes.bench.rows import SETTING
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
-from dunes.plural import plural
+from dunes.plural import byte_size, plural
 from dunes.runs.progress import quantity
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
@@ -25,14 +25,6 @@ def duration(seconds: float) -> str:
     """1.23 s, 45.6 ms, 789 µs."""
     size, unit = next((u for u in UNITS if abs(seconds) >= 0.9995 * u[0]), UNITS[-1])
     return f"{seconds / size:.3g} {unit}"
-
-
-def size(count: float) -> str:
-    """1.2 GB, 34 MB, 56 kB."""
-    scale, unit = next(
-        (u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if abs(count) >= 0.9995 * u[0]), (1.0, "B")
-    )
-    return f"{count / scale:.3g} {unit}"
 
 
 def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -57,7 +49,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
         "rate": lambda f: f"{quantity(f['rate'])} {f['unit']}/s",
         "of matmul": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
         "of reading": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
-        "tensors": lambda f: size(f["peak_bytes"]) if "peak_bytes" in f else "",
+        "tensors": lambda f: byte_size(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in found)}
     lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in found]
@@ -114,8 +106,8 @@ def times(report: Report, overhead: float) -> None:
 def memory(log: Allocations) -> None:
     """Who holds memory when most is held."""
     peak = log.peak or 1
-    kinds = [[k, size(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
-    show(f"tensors at the peak: {size(log.peak)}", ["", "bytes", "share", ""], kinds)
+    kinds = [[k, byte_size(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
+    show(f"tensors at the peak: {byte_size(log.peak)}", ["", "bytes", "share", ""], kinds)
     places: dict[tuple[str, str, str], list[int]] = {}
     for a in log.held():
         place = places.setdefault((re.sub(r"\b\d+\b", "*", a.where), a.kind, a.phase), [0, 0])
@@ -126,7 +118,7 @@ def memory(log: Allocations) -> None:
     show(
         "who holds it",
         ["", "bytes", "kind", "made in", "tensors"],
-        [[w, size(b), k, p, str(n)] for (w, k, p), (b, n) in most],
+        [[w, byte_size(b), k, p, str(n)] for (w, k, p), (b, n) in most],
     )
 
 
@@ -136,10 +128,10 @@ def foreseen(found: Sequence[Foreseen], truths: Sequence[Truth | None]) -> None:
     for f, truth in zip(found, truths, strict=True):
         kinds = {kind: held for (kind,), held in f.log.by("kind").items()}
         dtype = str(f.shape.dtype).removeprefix("torch.")
-        line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", size(f.log.peak)]
-        line += [size(kinds[k]) if kinds.get(k) else "" for k in KINDS]
+        line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", byte_size(f.log.peak)]
+        line += [byte_size(kinds[k]) if kinds.get(k) else "" for k in KINDS]
         if truth:
-            line += [size(truth.tensors), f"{size(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})"]
+            line += [byte_size(truth.tensors), f"{byte_size(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})"]
         lines.append(line)
     seen = ["seen", "process grew by"] if any(truths) else []
     show("at the peak", ["", "foreseen", *KINDS, *seen], lines)

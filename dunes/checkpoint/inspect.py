@@ -18,7 +18,7 @@ from dunes.checkpoint.folder import agree
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
 from dunes.models.outline import outline
-from dunes.plural import plural
+from dunes.plural import byte_size, plural
 from dunes.text import Tokenizer
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
@@ -56,13 +56,13 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     verdict = verdict or judged(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
-    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {_bytes(size)}"
+    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {byte_size(size)}"
     yield f"config      {', '.join(f'{f.name} {_word(getattr(config, f.name))}' for f in fields(config))}"
     yield from _parameters(source)
     kinds = Counter[str]()
     for w in files.values():
         kinds[str(w.dtype).removeprefix("torch.")] += w.nbytes
-    yield f"stored      {', '.join(f'{kind} {_bytes(n)}' for kind, n in kinds.most_common())}"
+    yield f"stored      {', '.join(f'{kind} {byte_size(n)}' for kind, n in kinds.most_common())}"
     yield f"tokenizer   {_ids(source, verdict.tokenizer)}"
     for note in source.notes:
         yield f"assumed     {note}"
@@ -91,10 +91,10 @@ def _parameters(source: Source) -> Iterator[str]:
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{_short(total - ends)} in blocks, {_short(ends)} in embedding and head"
     yield f"parameters  {total:,} ({_short(total)}): {parts}"
-    yield f"memory      {', '.join(f'{name} {_bytes(total * bits // 8)}' for name, bits in BITS.items())}"
+    yield f"memory      {', '.join(f'{name} {byte_size(total * bits // 8)}' for name, bits in BITS.items())}"
     attn = model.get_submodule("blocks.0.attn")
     cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
-    yield f"cache       {_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
+    yield f"cache       {byte_size(cache * 1000)} for each 1,000 tokens in bfloat16"
 
 
 def _word(value: Any) -> str:
@@ -109,13 +109,6 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f}{unit}"
     return str(count)
-
-
-def _bytes(count: int) -> str:
-    for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 CHUNK = 1 << 20
