@@ -24,7 +24,7 @@ from dunes.bench.subject import Setting, of_folder, of_shape
 from dunes.bench.timed import kind, of_work
 from dunes.ops import attention
 from dunes.parts import Decoder
-from dunes.runs import spent
+from dunes.runs import timings
 from dunes.runs.memory import nats
 from dunes.runs.train import train
 from dunes.train import Trainer, adamw, cross_entropy
@@ -379,13 +379,13 @@ def test_a_benchmark_by_module_says_all_of_its_time(capsys):
 
 
 def test_spent_time_adds_up():
-    taken = spent.Spent()
+    taken = timings.Spent()
     with taken("a"), taken("b"):
         pass
     assert list(taken.each("data", [1, 2])) == [1, 2]
     taken.add("a", 3.0)
     assert set(taken.seconds) == {"a", "b", "data"}
-    assert spent.lines({"x": 3.0, "longer": 1.0}) == ["x            3.0 s   75.0%", "longer       1.0 s   25.0%"]
+    assert timings.lines({"x": 3.0, "longer": 1.0}) == ["x            3.0 s   75.0%", "longer       1.0 s   25.0%"]
 
 
 # Pictures

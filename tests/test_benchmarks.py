@@ -54,9 +54,9 @@ def test_our_side_of_shakespeare_learns(tmp_path):
 
 @pytest.mark.slow
 def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
-    out = tmp_path / "dial.jsonl"
+    out = tmp_path / "autosize.jsonl"
     arguments = ("--minutes", "0.34", "--shapes", "300k,2,32,300", "--source", code, "--out", out)
-    command = [sys.executable, FOLDER / "dial.py", *map(str, arguments)]
+    command = [sys.executable, FOLDER / "autosize.py", *map(str, arguments)]
     for _ in range(2):
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         (row,) = map(json.loads, out.read_text().splitlines())

@@ -18,10 +18,10 @@ from dunes.checkpoint import atomic
 from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines
-from dunes.runs.plan import Plan
 from dunes.runs.run import cut, records
-from dunes.runs.track import written
+from dunes.runs.tensorboard import written
 from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
 
 METRIC = {"step": 1, "loss": 2.0, "count": 9, "norm": 1.0, "rate": 1.0, "skipped": False, "seconds": 0.5}
 DAMAGED = {
@@ -288,4 +288,4 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
     assert checkpoint.latest(tmp_path / "run", pytest.fail).name == "step-000030"
     assert not list((tmp_path / "run" / "state").glob(".step-*"))
     assert torch.isfinite(checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]["norm.weight"]).all()
-    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True) == 0

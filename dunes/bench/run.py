@@ -16,7 +16,7 @@ from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
 from dunes.runs.memory import Shape, training
-from dunes.runs.plan import parse_size
+from dunes.runs.train_config import parse_size
 
 FRAGMENTS = 1.5
 """Of what tensors take, as much does a process grow at most: the allocator leaves holes (LOG.md)."""

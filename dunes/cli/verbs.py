@@ -84,9 +84,9 @@ def train(
         profile: Say at the end where the time went: text, data, first step, steps, checks, saves.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
     """
-    from dunes.runs.plan import Plan, size_fields
     from dunes.runs.progress import Display
     from dunes.runs.train import train as run
+    from dunes.runs.train_config import TrainConfig, size_fields
 
     if out is None and not dry_run:
         raise ValueError("--out is missing; name a folder for the run")
@@ -108,7 +108,7 @@ def train(
     }
     asked |= size_fields(size) if size else {}
     given = {name: value for name, value in asked.items() if value is not None}
-    plan = Plan(**{"sources": ()} | given)
+    plan = TrainConfig(**{"sources": ()} | given)
     folder = out or Path("runs/none")
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard}
@@ -205,8 +205,8 @@ def finetune(
     """
     asked = {k: v for k, v in locals().items() if v is not None and v != ()}
     from dunes.runs.finetune import finetune as run
+    from dunes.runs.finetune_config import FinetuneConfig
     from dunes.runs.progress import Display
-    from dunes.runs.tuning import Tuning
 
     if out is None and not dry_run:
         raise ValueError("--out is missing; name a folder for the run")
@@ -227,7 +227,7 @@ def finetune(
     given |= ({"packed": False} if unpacked else {}) | ({"follow_links": True} if follow_links else {})
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard, "examples": show}
-    plan, folder = Tuning(**given), out or Path("runs/none")
+    plan, folder = FinetuneConfig(**given), out or Path("runs/none")
     return run(plan, folder, Display(quiet=quiet and not dry_run), resume, asked=given, **how)
 
 
@@ -429,11 +429,13 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
 def inspect(model: Model, values: bool = False) -> int:
     """What a folder of weights holds, what it takes, and whether it would load; nothing is loaded.
 
+    Its files are hashed and compared with the digests in its card, or on the Hub.
+
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Args:
         model: A model folder in any form, or a name on the Hub.
-        values: Read all numbers, too, name tensors with odd ones, and compare with the card's digests.
+        values: Read all numbers, too, and name tensors with odd ones.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
@@ -441,13 +443,13 @@ def inspect(model: Model, values: bool = False) -> int:
     from dunes.checkpoint.opening import about, adapts
     from dunes.checkpoint.source import opened
 
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.local(model, verify=True).folder
     if adapts(folder):
         lines, reason = about(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = opened(settled(folder))
-    verdict = look.judged(source, deep=values)
+    verdict = look.judged(source)
     for line in look.inspect(source, verdict):
         print(line)
     odd = list(look.values(source.files)) if values else []
@@ -503,6 +505,7 @@ def export(
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
+    import math
     from time import monotonic
 
     import torch
@@ -512,8 +515,8 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.checkpoint.folder import checked
     from dunes.runs.progress import Display, duration
 
-    found = checkpoint.local(model)
-    source = checked(found.folder, None if names is None else table(names))
+    found = checkpoint.local(model, verify=True)
+    source = checked(found.folder, None if names is None else table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
 
