@@ -306,15 +306,15 @@ def test_a_tokenizer_left_by_a_run_that_never_began_is_not_used(code, tmp_path):
 
 
 def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
-    from filelock import FileLock
-
-    (tmp_path / "run" / "state").mkdir(parents=True)
-    with FileLock(tmp_path / "run" / "state" / "lock"), monkeypatch.context() as patch:
+    holds = "from pathlib import Path; from dunes.runs.run import alone; import sys, time\n"
+    holds += "with alone(Path(sys.argv[1])): print(1, flush=True); time.sleep(100)"
+    line = [sys.executable, "-c", holds, tmp_path / "run"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
+        other.stdout.readline()
         patch.setattr(train_module, "gather", lambda plan: pytest.fail("the text was read before"))
         assert "another process is training here" in refused(toy(code), tmp_path / "run")
-    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, (
-        "a lock file left behind does not matter"
-    )
+        other.kill()
+    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
 
 
 CORPORA = {
