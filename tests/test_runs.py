@@ -29,7 +29,7 @@ from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting, rising
-from dunes.runs.progress import Display, duration, quantity
+from dunes.runs.progress import Display
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
 from dunes.runs.train import train
@@ -558,11 +558,6 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
         rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix)
         assert cut + rest == "import itertools"
-
-
-def test_numbers_as_people_read_them():
-    assert [duration(s) for s in (0, 65, 7389)] == ["0:00", "1:05", "2:03:09"]
-    assert [quantity(n) for n in (87, 4100, 12.3e6, 2e9)] == ["87", "4.1k", "12.3M", "2.0G"]
 
 
 def start(code, folder):
