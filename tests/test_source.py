@@ -27,8 +27,8 @@ from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.models.outline import described, outline
 from dunes.models.start import initialise
-from dunes.plural import byte_size
 from dunes.text import Tokenizer, json_file
+from dunes.units import format_bytes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -954,7 +954,7 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     print(f"{end / 1e9:.1f} GB: {taken:.2f} s, {more:.0f} MB more")
     assert lines[-2:] == ["tokenizer   none, so text can be neither read nor written", "loads       yes"]
     assert more < 200
-    assert f"{len(theirs)} tensors, {byte_size(end)}" in lines[0]
+    assert f"{len(theirs)} tensors, {format_bytes(end)}" in lines[0]
 
 
 def test_weights_are_brought_to_one_dtype(copy):

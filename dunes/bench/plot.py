@@ -4,7 +4,6 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -12,13 +11,11 @@ from statistics import linear_regression
 from typing import Any
 
 from dunes.bench.rows import SETTING, Row, groups, summary
-from dunes.bench.table import duration
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
-from dunes.plural import byte_size
 from dunes.runs.extra import extra
 from dunes.runs.picture import drawable, smoothed
-from dunes.runs.progress import quantity
+from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
 AXES = ("parameters", "context", "batch", "threads")
@@ -101,7 +98,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
         records += [{"x": x, "y": y, "fit": a * x**k, "line": label} for x, y in zip(xs, ys, strict=True)]
     if not records:
         raise ValueError(f"no two measurements differ in {axis} alone; measure several: --{axis} 1 2 4")
-    words = duration if of == "seconds" else byte_size if of == "peak_bytes" else quantity
+    words = format_seconds if of == "seconds" else format_bytes if of == "peak_bytes" else format_count
     high = 3.6 + 0.25 * len({r["line"] for r in records})
     return (
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
@@ -118,7 +115,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
 
 
 def _round(values: Sequence[float]) -> list[str]:
-    return [re.sub(r"\.0(?=\D|$)", "", quantity(v)) for v in values]
+    return [format_count(v) for v in values]
 
 
 def _marks(values: Any) -> list[float]:
@@ -139,7 +136,7 @@ def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "middle
     records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in found]
     for record in records:
         assert isinstance(record["rate"], float), "made above"
-        record["label"] = "  " + quantity(record["rate"])
+        record["label"] = "  " + format_count(record["rate"])
     order = [str(f["name"]) for f in reversed(found)]
     frame = _frame(records)
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
@@ -215,7 +212,7 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
         + p.geom_point(size=0.5, color="#bbbbbb")
         + p.geom_line(p.aes(y="mean"), color=COLOURS[0], size=0.9)
         + p.scale_x_continuous(labels=_round)
-        + p.scale_y_continuous(labels=lambda v: [quantity(t) if t >= 1000 else f"{t:g}" for t in v])
+        + p.scale_y_continuous(labels=_round)
         + p.labs(title=title, x="tokens seen", y="")
     )
 
@@ -267,7 +264,7 @@ def flame(report: Report) -> Any:
         + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
         + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
         + p.labs(
-            title=f"where {duration(total)} go, by module",
+            title=f"where {format_seconds(total)} go, by module",
             x="milliseconds ((outside): what no module did, like the loss)",
             y="",
         )
@@ -309,9 +306,9 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")
         + p.geom_area(position=p.position_stack(reverse=True), alpha=0.95)
         + p.geom_vline(xintercept=log.moment, linetype="dashed", color="#222222", size=0.5)
-        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {byte_size(log.peak)}", size=9)
+        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {format_bytes(log.peak)}", size=9)
         + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=seen)
-        + p.scale_y_continuous(labels=lambda v: [byte_size(t) for t in v], limits=(0, log.peak * 1.12))
+        + p.scale_y_continuous(labels=lambda v: [format_bytes(t) for t in v], limits=(0, log.peak * 1.12))
         + p.labs(title="what tensors hold", x="allocations and frees since the beginning", y="")
     )
 

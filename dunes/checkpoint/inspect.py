@@ -18,8 +18,9 @@ from dunes.checkpoint.folder import agree
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
 from dunes.models.outline import outline
-from dunes.plural import byte_size, plural
+from dunes.plural import plural
 from dunes.text import Tokenizer
+from dunes.units import format_bytes, format_count
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
 SHOWN = 40
@@ -56,13 +57,13 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     verdict = verdict or judged(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
-    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {byte_size(size)}"
+    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {format_bytes(size)}"
     yield f"config      {', '.join(f'{f.name} {_word(getattr(config, f.name))}' for f in fields(config))}"
     yield from _parameters(source)
     kinds = Counter[str]()
     for w in files.values():
         kinds[str(w.dtype).removeprefix("torch.")] += w.nbytes
-    yield f"stored      {', '.join(f'{kind} {byte_size(n)}' for kind, n in kinds.most_common())}"
+    yield f"stored      {', '.join(f'{kind} {format_bytes(n)}' for kind, n in kinds.most_common())}"
     yield f"tokenizer   {_ids(source, verdict.tokenizer)}"
     for note in source.notes:
         yield f"assumed     {note}"
@@ -89,12 +90,12 @@ def _parameters(source: Source) -> Iterator[str]:
     model = outline(source.family, source.config)
     total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
-    parts = f"{_short(total - ends)} in blocks, {_short(ends)} in embedding and head"
-    yield f"parameters  {total:,} ({_short(total)}): {parts}"
-    yield f"memory      {', '.join(f'{name} {byte_size(total * bits // 8)}' for name, bits in BITS.items())}"
+    parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"
+    yield f"parameters  {total:,} ({format_count(total)}): {parts}"
+    yield f"memory      {', '.join(f'{name} {format_bytes(total * bits // 8)}' for name, bits in BITS.items())}"
     attn = model.get_submodule("blocks.0.attn")
     cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
-    yield f"cache       {byte_size(cache * 1000)} for each 1,000 tokens in bfloat16"
+    yield f"cache       {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
 
 
 def _word(value: Any) -> str:
@@ -102,13 +103,6 @@ def _word(value: Any) -> str:
         said = [f"{f.name} {_word(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
         return " ".join([type(value).__name__.lower(), *said])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _short(count: int) -> str:
-    for unit, size in {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}.items():
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return str(count)
 
 
 CHUNK = 1 << 20

@@ -513,7 +513,8 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, table
     from dunes.checkpoint.folder import checked
-    from dunes.runs.progress import Display, duration
+    from dunes.runs.progress import Display
+    from dunes.units import format_seconds
 
     found = checkpoint.local(model, verify=True)
     source = checked(found.folder, None if names is None else table(names), math.inf)
@@ -522,7 +523,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
 
         def show(what: str, share: float) -> None:
             left = (monotonic() - start) * (1 / share - 1)
-            display.state(f"{what}, {duration(left)} left", share)
+            display.state(f"{what}, {format_seconds(round(left))} left", share)
 
         verified = convert(source, out, dtype=kind, facts=found.origin, show=show)
     print(f"{out}: {verified.verdict}; {verified}")

@@ -19,9 +19,9 @@ from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
 from dunes.plural import plural
 from dunes.runs.memory import Shape, largest, process, training
-from dunes.runs.progress import quantity
 from dunes.runs.train_config import TrainConfig, config_for
 from dunes.text.tokenizer import SPECIAL
+from dunes.units import format_count
 
 BYTES_A_TOKEN = 3.9
 """Of a bpe vocabulary of some thousands on code; `bytes` and `chars` have one."""
@@ -216,8 +216,9 @@ def explained(plan: TrainConfig, machine: Machine, guess: Estimate, why: str) ->
     return [
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
-        f"chosen for {ends}: {quantity(guess.parameters)} parameters, {plan.batch} x {plan.context} tokens a step",
-        f"at about {quantity(guess.rate)} tokens/s that meets {quantity(guess.tokens)} tokens, the text "
+        f"chosen for {ends}: {format_count(guess.parameters)} parameters, "
+        f"{plan.batch} x {plan.context} tokens a step",
+        f"at about {format_count(guess.rate)} tokens/s that meets {format_count(guess.tokens)} tokens, the text "
         f"{guess.epochs:.1f} times{why} (expected: {guess.bits:.2f} bits a byte)",
         needs(plan),
     ]
