@@ -95,11 +95,13 @@ def main(
     jobs = []
     for shape in shapes:
         size, batch, context, vocab = shape.split(",")
-        plan = replace(base, size=parse_size(size), batch=int(batch), context=int(context), vocab=int(vocab))
-        if plan.vocab not in held:
-            held[plan.vocab] = tokens_of(plan)
-        seconds, parameters = seconds_a_step(plan, held[plan.vocab])
-        rate = plan.batch * plan.context / seconds
+        plan = replace(
+            base, size=parse_size(size), batch=int(batch), context_length=int(context), vocab_size=int(vocab)
+        )
+        if plan.vocab_size not in held:
+            held[plan.vocab_size] = tokens_of(plan)
+        seconds, parameters = seconds_a_step(plan, held[plan.vocab_size])
+        rate = plan.batch * plan.context_length / seconds
         print(
             f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True
         )

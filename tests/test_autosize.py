@@ -32,7 +32,7 @@ STDLIB = 11_800_000
 
 
 def size_for(machine=MACHINE, text=STDLIB, **changes):
-    plan = TrainConfig(**{"sources": (), "batch": 16, "context": 256, "dtype": machine.dtype} | changes)
+    plan = TrainConfig(**{"sources": (), "batch": 16, "context_length": 256, "dtype": machine.dtype} | changes)
     return fitted(plan, text, machine)[0].size
 
 
@@ -53,15 +53,15 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
 
 
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
-    whole = TrainConfig(sources=(), size=1, batch=1, context=2, dtype="float32", threads=1)
+    whole = TrainConfig(sources=(), size=1, batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measured", lambda plan: pytest.fail("measured"))
     assert chosen(whole, STDLIB) == (whole, [])
 
 
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
     monkeypatch.setattr(autosize, "measured", lambda plan: MACHINE)
-    plan, lines = chosen(TrainConfig(sources=(), context=64), STDLIB)
-    assert all((plan.size, plan.batch, plan.context == 64))
+    plan, lines = chosen(TrainConfig(sources=(), context_length=64), STDLIB)
+    assert all((plan.size, plan.batch, plan.context_length == 64))
     assert (plan.dtype, plan.threads, plan.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
@@ -103,10 +103,10 @@ def test_orthogonalising_is_what_muon_computes():
 
 
 def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
-    plan = TrainConfig(sources=(), size=4_000_000, batch=16, context=256, dtype="bfloat16")
+    plan = TrainConfig(sources=(), size=4_000_000, batch=16, context_length=256, dtype="bfloat16")
     sum_of = lambda **changes: sum(memory(replace(plan, **changes)).values())
     assert sum_of(batch=32) > sum_of()
-    assert sum_of(context=512) > sum_of()
+    assert sum_of(context_length=512) > sum_of()
     assert sum_of(dtype="float32") > sum_of()
     assert sum_of(size=40_000_000) > 2 * sum_of()
     assert memory(plan)["parameters"] == pytest.approx(4 * count(outline(plan)), rel=1e-6)
@@ -125,7 +125,7 @@ def test_the_estimate_is_what_a_run_takes(code, tmp_path):
         from dunes.runs.train_config import TrainConfig
         from dunes.runs.progress import Display
         train.SAVE_SECONDS = 1.0
-        shape = {"size": 3_000_000, "vocab": 300, "batch": 16, "context": 256}
+        shape = {"size": 3_000_000, "vocab_size": 300, "batch": 16, "context_length": 256}
         plan = TrainConfig(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
         said = sum(memory(plan).values())
         assert train.train(plan, Path(sys.argv[2]), Display()) == 0

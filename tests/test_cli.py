@@ -90,7 +90,7 @@ def test_who_stops_reading_is_told_nothing():
 
 def test_train_generate_complete_eval(code, tmp_path):
     run = tmp_path / "run"
-    done = dunes("train", code, "--out", run, "--steps", 20, "--size", "60k", "--context", 32)
+    done = dunes("train", code, "--out", run, "--steps", 20, "--size", "60k", "--context-length", 32)
     assert done.returncode == 0, done.stderr
     assert "done after 20 steps" in done.stdout
     first, second, other = (dunes("generate", run, "def ", "--tokens", 9, "--seed", s) for s in (1, 1, 2))

@@ -216,7 +216,7 @@ def test_parameters_are_counted_without_the_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sized_holds_about_what_was_asked_for(family):
     for size in (300_000, 3_000_000, 30_000_000):
-        config = config_for(TrainConfig(sources=(), family=family, size=size, context=128), 512)
+        config = config_for(TrainConfig(sources=(), family=family, size=size, context_length=128), 512)
         assert size / 1.6 < described(family, config)[0] < 1.6 * size
 
 

@@ -421,7 +421,7 @@ import torch
 
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), held + (1 << 29)))
-train(TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_000, steps=9,
+train(TrainConfig(sources=(sys.argv[1],), size=60_000, vocab_size=300, context_length=32, batch=30_000, steps=9,
            dtype="float32", threads=1), Path(sys.argv[2]), Display())
 """
 
@@ -438,7 +438,7 @@ def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_pa
     assert re.search(
         r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, of which activations \d+", last
     ), done.stderr
-    assert "a smaller --batch, --context or --size needs less" in last
+    assert "a smaller --batch, --context-length or --size needs less" in last
 
 
 def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
@@ -484,7 +484,7 @@ from dunes.runs.progress import Display
 from dunes.runs.train import train
 
 loop.SAVE_SECONDS = 0.1
-plan = TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=4, steps=120,
+plan = TrainConfig(sources=(sys.argv[1],), size=60_000, vocab_size=300, context_length=32, batch=4, steps=120,
             dtype="float32", threads=1)
 folder = Path(sys.argv[2])
 sys.exit(train(plan, folder, Display(), again=(folder / "state" / "plan.json").exists()))

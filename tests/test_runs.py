@@ -258,14 +258,14 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(
     (path,) = (tmp_path / "home" / "tokenizers").iterdir()
     path.write_bytes(path.read_bytes().replace(b'"def"', b'"dfe"', 1) + b" ")
     assert begun() == first, "a damaged one is not used"
-    begun(vocab=310)
+    begun(vocab_size=310)
     (code / "module_1.py").write_text("something = 'else'\n" * 50)
     begun()
     assert len(trained) == 4
 
 
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
-    plan = TrainConfig(sources=(str(code),), steps=2, vocab=300, dtype="float32", threads=1)
+    plan = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
     train(plan, tmp_path / "run", display()[0])
     kept = run_module.begun(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context, kept.matmul))
@@ -490,12 +490,12 @@ def test_nonsense_in_a_plan_is_refused_by_name():
     for words in ("0x256", "4x250", "4x0"):
         with pytest.raises(ValueError, match="like 4x256"):
             TrainConfig(sources=("x",), **size_fields(words))
-    with pytest.raises(ValueError, match="--vocab is 300, and bytes"):
-        TrainConfig(sources=("x",), vocab=300, tokenizer="bytes")
-    nonsense = {"lr": float("nan"), "device": "tpu", "vocab": 0, "steps": 0}
-    nonsense |= {"minutes": 0, "context": 1, "family": "rnn", "split": "lines"}
+    with pytest.raises(ValueError, match="--vocab-size is 300, and bytes"):
+        TrainConfig(sources=("x",), vocab_size=300, tokenizer="bytes")
+    nonsense = {"lr": float("nan"), "device": "tpu", "vocab_size": 0, "steps": 0}
+    nonsense |= {"minutes": 0, "context_length": 1, "family": "rnn", "split": "lines"}
     for field, value in nonsense.items():
-        with pytest.raises(ValueError, match=f"--{field} is"):
+        with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} is"):
             TrainConfig(sources=("x",), **{field: value})
 
 
@@ -551,7 +551,7 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     (tmp_path / "code").mkdir()
     for i in range(30):
         (tmp_path / "code" / f"m{i}.py").write_text(f"import itertools\n\nvalue_{i} = itertools.count()\n" * 8)
-    plan = toy(tmp_path / "code", steps=150, vocab=320, size=100_000)
+    plan = toy(tmp_path / "code", steps=150, vocab_size=320, size=100_000)
     train(plan, tmp_path / "run", display()[0])
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
@@ -568,7 +568,7 @@ def test_numbers_as_people_read_them():
 def start(code, folder):
     command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(folder), "--size", "60k"]
     return subprocess.Popen(
-        [*command, "--context", "32", "--steps", "100000"],
+        [*command, "--context-length", "32", "--steps", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -58,7 +58,7 @@ WRONG_PLANS = {
     "no number": ("minutes", nan),
     "text for steps": ("steps", "12"),
     "text for a size": ("size", "3m"),
-    "text for a context": ("context", "32"),
+    "text for a context": ("context_length", "32"),
     "text for minutes": ("minutes", "1e400"),
     "a share of a step": ("steps", 12.5),
     "true": ("batch", True),
@@ -104,11 +104,17 @@ def test_a_plan_that_is_none_is_refused_by_its_file(text, run):
 
 
 def test_a_plan_from_python_is_checked_alike():
-    for fields in ({"minutes": inf}, {"steps": "3"}, {"seed": 10**23}, {"sources": ["x"]}, {"context": 32.0}):
-        with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
+    for fields in (
+        {"minutes": inf},
+        {"steps": "3"},
+        {"seed": 10**23},
+        {"sources": ["x"]},
+        {"context_length": 32.0},
+    ):
+        with pytest.raises(ValueError, match=f"--{next(iter(fields)).replace('_', '-')} is .*; it must be"):
             TrainConfig(**{"sources": ("x",)} | fields)
-    for fields in ({"alpha": inf}, {"lr": "1e-3"}, {"model": None}, {"packed": 1}, {"where": "**"}):
-        with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
+    for fields in ({"alpha": inf}, {"lr": "1e-3"}, {"model": None}, {"packing": 1}, {"target_modules": "**"}):
+        with pytest.raises(ValueError, match=f"--{next(iter(fields)).replace('_', '-')} is .*; it must be"):
             FinetuneConfig(**fields)
 
 

@@ -86,7 +86,7 @@ def of_folder(folder: Path) -> Subject:
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about so many parameters, with made-up weights."""
-    config = config_for(TrainConfig(sources=(), family=family, size=size, context=context), VOCAB)
+    config = config_for(TrainConfig(sources=(), family=family, size=size, context_length=context), VOCAB)
     return Subject(
         f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
     )

@@ -30,11 +30,11 @@ def train(
     minutes: Annotated[float | None, _open("MINUTES", "15")] = None,
     steps: Annotated[int | None, _open("STEPS", "as many as fit the minutes")] = None,
     size: Annotated[str | None, _open("SIZE|DEPTHxWIDTH")] = None,
-    context: Annotated[int | None, _open("TOKENS")] = None,
+    context_length: Annotated[int | None, _open("TOKENS")] = None,
     batch: Annotated[int | None, _open("WINDOWS")] = None,
     family: Annotated[Family | None, _open("|".join(get_args(Family)), "arcee")] = None,
     tokenizer: Annotated[Kind | None, _open("bpe|bytes|chars", "bpe")] = None,
-    vocab: Annotated[int | None, _open("TOKENS", "4096")] = None,
+    vocab_size: Annotated[int | None, _open("TOKENS", "4096")] = None,
     lr: Annotated[float | None, _open("RATE", "0.02")] = None,
     split: Annotated[
         Literal["files", "tails"] | None, _open("files|tails", "files; of a single one tails")
@@ -64,11 +64,11 @@ def train(
         minutes: End after so many minutes.
         steps: End after so many steps instead.
         size: Parameters, like 500k or 3m, or layers and their width, like 4x256.
-        context: Tokens that the model looks at.
+        context_length: Tokens that the model looks at.
         batch: Windows of that many tokens in a step.
         family: Architecture.
         tokenizer: What a token is.
-        vocab: Vocabulary size of a bpe tokenizer.
+        vocab_size: Vocabulary size of a bpe tokenizer.
         lr: Peak learning rate of matrices (Muon); embeddings, head and norms (AdamW) get half of it.
         split: Hold out whole files for validation, or the tails of all files.
         text_field: Field of records to learn from; several are put together.
@@ -94,11 +94,11 @@ def train(
         "sources": sources or None,
         "minutes": minutes,
         "steps": steps,
-        "context": context,
+        "context_length": context_length,
         "batch": batch,
         "family": family,
         "tokenizer": tokenizer,
-        "vocab": vocab,
+        "vocab_size": vocab_size,
         "lr": lr,
         "split": split,
         "text_field": text_field or None,
@@ -127,7 +127,9 @@ def finetune(
     follow_links: bool = False,
     out: Annotated[Path | None, _open("RUN", "needed")] = None,
     method: Annotated[Method | None, _open("|".join(get_args(Method)), "lora")] = None,
-    where: Annotated[tuple[str, ...], _open("GLOB", "all linear maps in the blocks; full: everything")] = (),
+    target_modules: Annotated[
+        tuple[str, ...], _open("GLOB", "all linear maps in the blocks; full: everything")
+    ] = (),
     rank: Annotated[int | None, _open("RANK", "16")] = None,
     alpha: Annotated[float | None, _open("ALPHA", "32")] = None,
     ranks: Annotated[tuple[str, ...], _open("GLOB=RANK", "none")] = (),
@@ -137,14 +139,14 @@ def finetune(
     steps: Annotated[int | None, _open("STEPS", "as many as the epochs are")] = None,
     minutes: Annotated[float | None, _open("MINUTES", "by epochs")] = None,
     batch: Annotated[int | None, _open("ROWS")] = None,
-    at_once: Annotated[int | None, _open("ROWS", "as many as fit memory")] = None,
-    context: Annotated[int | None, _open("TOKENS", "as the longest example")] = None,
+    micro_batch: Annotated[int | None, _open("ROWS", "as many as fit memory")] = None,
+    context_length: Annotated[int | None, _open("TOKENS", "as the longest example")] = None,
     template: Annotated[Speech | None, _open("|".join(get_args(Speech)), "the model's own, or by data")] = None,
     train_on: Annotated[Literal["answers", "all"] | None, _open("answers|all", "answers")] = None,
-    valid: Annotated[Path | None, _open("FILE", "a part of the data")] = None,
-    held_out: Annotated[float | None, _open("SHARE", "0.05")] = None,
-    truncated: Annotated[float | None, _open("SHARE", "0.05")] = None,
-    domain: Annotated[tuple[str, ...], _open("SOURCE", "what the base's own training held out")] = (),
+    val_data: Annotated[Path | None, _open("FILE", "a part of the data")] = None,
+    val_fraction: Annotated[float | None, _open("SHARE", "0.05")] = None,
+    max_truncated: Annotated[float | None, _open("SHARE", "0.05")] = None,
+    forgetting_data: Annotated[tuple[str, ...], _open("SOURCE", "what the base's own training held out")] = (),
     seed: Annotated[int | None, _open("NUMBER", "0")] = None,
     device: Device = None,
     unpacked: bool = False,
@@ -172,7 +174,7 @@ def finetune(
         follow_links: Read what links in a folder lead to, outside of it, too.
         out: Folder of the run; the adapter, or with full the model, comes to lie there.
         method: What is trained beside the frozen base; or all of it (full).
-        where: Places of the adapter, or what is trained with full; ! excludes, the last match wins.
+        target_modules: Places of the adapter, or what is trained with full; ! excludes, the last match wins.
         rank: Of the adapter's matrices.
         alpha: The adapter's scale is alpha / rank.
         ranks: Other ranks for some places.
@@ -182,14 +184,14 @@ def finetune(
         steps: End after so many steps instead.
         minutes: End after so many minutes instead.
         batch: Rows in a step.
-        at_once: Rows of these that are computed together.
-        context: Tokens in a row.
+        micro_batch: Rows of these that are computed together.
+        context_length: Tokens in a row.
         template: How a conversation is written; it travels with the model.
         train_on: Answers only, or prompts, too.
-        valid: Examples of their own for validation.
-        held_out: Else, the share of the data that is kept for it.
-        truncated: The share of the examples that may be cut at the end of a row.
-        domain: Files and folders of what the base knows, to measure what it forgets.
+        val_data: Examples of their own for validation.
+        val_fraction: Else, the share of the data that is kept for it.
+        max_truncated: The share of the examples that may be cut at the end of a row.
+        forgetting_data: Files and folders of what the base knows, to measure what it forgets.
         seed: Another seed, another run.
         device: What to compute on.
         unpacked: One example in a row, not as many as fit.
@@ -197,7 +199,7 @@ def finetune(
         dry_run: Report on the examples and the memory that it takes, and do nothing.
         resume: Go on with the run in --out where it stopped; what was chosen then stays.
         override: Fields that may be others than the run's when going on, of minutes and steps, and where model,
-            data, valid and domain were moved to; threads, dtype and device are chosen anew.
+            data, val_data and forgetting_data were moved to; threads, dtype and device are chosen anew.
         quiet: Print warnings and results only.
         strict: Stop when a save fails, and do not go back past a damaged state.
         profile: Say at the end where the time went.
@@ -224,7 +226,7 @@ def finetune(
         "follow_links",
     )
     given: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in asked.items() if k not in apart}
-    given |= ({"packed": False} if unpacked else {}) | ({"follow_links": True} if follow_links else {})
+    given |= ({"packing": False} if unpacked else {}) | ({"follow_links": True} if follow_links else {})
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard, "examples": show}
     plan, folder = FinetuneConfig(**given), out or Path("runs/none")

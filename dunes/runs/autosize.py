@@ -75,7 +75,7 @@ def chosen(plan: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
 
     A plan that has everything is returned as it is, and nothing is measured.
     """
-    if plan.dtype and plan.threads and plan.size and plan.batch and plan.context:
+    if plan.dtype and plan.threads and plan.size and plan.batch and plan.context_length:
         return plan, []
     machine = measured(plan)
     plan = replace(
@@ -84,7 +84,7 @@ def chosen(plan: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
         threads=machine.threads,
         matmul=machine.matmul,
         batch=plan.batch or BATCH,
-        context=plan.context or CONTEXT,
+        context_length=plan.context_length or CONTEXT,
     )
     full, guess = fitted(plan, size, machine)
     return full, explained(full, machine, guess, why="" if plan.size or plan.steps else WHY)
@@ -111,7 +111,7 @@ def fitted(plan: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig,
     plan = replace(plan, size=tree.count(outline(plan))) if plan.depth else plan
     sizes = [plan.size] if plan.size else [s for s in SIZES if s <= max(SIZES[0], LEARNABLE * unique)]
     if plan.steps and not plan.size:
-        suiting = plan.steps * plan.batch * plan.context / TOKENS_A_PARAMETER
+        suiting = plan.steps * plan.batch * plan.context_length / TOKENS_A_PARAMETER
         sizes = [min(sizes, key=lambda s: abs(s - suiting))]
     guesses = [(guessed(replace(plan, size=s), size, machine), s) for s in sizes]
     best, chosen_size = min(guesses, key=lambda g: g[0].bits)
@@ -121,8 +121,8 @@ def fitted(plan: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig,
 def guessed(plan: TrainConfig, size: int, machine: Machine) -> Estimate:
     model = outline(plan)
     rate = 1 / second_a_token(model, plan, machine)
-    steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context)
-    tokens = steps * plan.batch * plan.context
+    steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context_length)
+    tokens = steps * plan.batch * plan.context_length
     unique = unique_tokens(plan, size)
     parameters = tree.count(model)
     return Estimate(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
@@ -141,7 +141,7 @@ def outline(plan: TrainConfig) -> Decoder:
 
 def build(plan: TrainConfig) -> Decoder:
     """The model of a plan, before anything is known of the text."""
-    vocab = {"bpe": plan.vocab, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
+    vocab = {"bpe": plan.vocab_size, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
     model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocab))
     return model
 
@@ -156,10 +156,10 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 def second_a_token(model: Decoder, plan: TrainConfig, machine: Machine) -> float:
     """Seconds of training on a token, optimizer included, by the sweep's fit."""
-    tokens = plan.batch * plan.context
-    work = flops(model, plan.context) + orthogonalising(model) / tokens
+    tokens = plan.batch * plan.context_length
+    work = flops(model, plan.context_length) + orthogonalising(model) / tokens
     wide = 1.0 if machine.dtype == "bfloat16" else 2.0
-    return ARITHMETIC * work / machine.matmul + PASSES * wide * traffic(model, plan.context) / machine.read
+    return ARITHMETIC * work / machine.matmul + PASSES * wide * traffic(model, plan.context_length) / machine.read
 
 
 def flops(model: nn.Module, context: int) -> float:
@@ -200,13 +200,13 @@ def traffic(model: nn.Module, context: int) -> float:
 
 def needs(plan: TrainConfig) -> str:
     """The memory that a run takes, its largest parts, and what makes it less, in words."""
-    return f"{largest(memory(plan))}; a smaller --batch, --context or --size needs less"
+    return f"{largest(memory(plan))}; a smaller --batch, --context-length or --size needs less"
 
 
 def memory(plan: TrainConfig) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
     assert plan.dtype, "chosen before"
-    log = training(partial(build, plan), Shape(plan.batch, plan.context, getattr(torch, plan.dtype)))
+    log = training(partial(build, plan), Shape(plan.batch, plan.context_length, getattr(torch, plan.dtype)))
     return process(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
@@ -216,7 +216,7 @@ def explained(plan: TrainConfig, machine: Machine, guess: Estimate, why: str) ->
     return [
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
-        f"chosen for {ends}: {quantity(guess.parameters)} parameters, {plan.batch} x {plan.context} tokens a step",
+        f"chosen for {ends}: {quantity(guess.parameters)} parameters, {plan.batch} x {plan.context_length} tokens a step",
         f"at about {quantity(guess.rate)} tokens/s that meets {quantity(guess.tokens)} tokens, the text "
         f"{guess.epochs:.1f} times{why} (expected: {guess.bits:.2f} bits a byte)",
         needs(plan),

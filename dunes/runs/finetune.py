@@ -64,7 +64,7 @@ def prepare(lesson: FinetuneData, known: Ids | None, folder: Path, show: Display
     kept(model, plan)
     schedule = scheduled(plan)
     how: dict[str, Any] = {"rate": schedule.rate, "dtype": dtype, "seed": plan.seed}
-    trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.at_once, **how)
+    trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.micro_batch, **how)
     return Run(folder, plan, task, model, trainer, schedule)
 
 
@@ -113,12 +113,12 @@ def domain(lesson: FinetuneData, show: Display) -> Ids | None:
     tokenizer = lesson.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"
     try:
-        how = {"follow_links": lesson.plan.follow_links} if lesson.plan.domain else {}
-        ids, files = held_out(tokenizer, lesson.base.card, lesson.plan.domain, **how)
+        how = {"follow_links": lesson.plan.follow_links} if lesson.plan.forgetting_data else {}
+        ids, files = held_out(tokenizer, lesson.base.card, lesson.plan.forgetting_data, **how)
     except (ValueError, OSError):
-        if lesson.plan.domain:
+        if lesson.plan.forgetting_data:
             raise
-        show.line("what is forgotten is not measured: name text of the base's own domain with --domain")
+        show.line("what is forgotten is not measured: name text of the base's own domain with --forgetting-data")
         return None
     show.detail(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
     return ids

@@ -64,10 +64,10 @@ METHODS = {
 class FinetuneConfig(RunConfig):
     """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`.
 
-    `where` are globs: the places of the adapter or, for `full`, what is trained. `batch` rows make a step,
-    `at_once` of them at a time. `data` is a file or a folder, of whose records `text_field` is read as plain text,
-    if named. `valid` is one of its own for validation, else a share `held_out` of the data is kept for it.
-    `truncated` is the share of the examples that may be cut, and `domain` is text of the kind that the base knows.
+    `target_modules` are globs: the places of the adapter or, for `full`, what is trained. `batch` rows make a step,
+    `micro_batch` of them at a time. `data` is a file or a folder, of whose records `text_field` is read as plain text,
+    if named. `val_data` is one of its own for validation, else a share `val_fraction` of the data is kept for it.
+    `max_truncated` is the share of the examples that may be cut, and `forgetting_data` is text of the kind that the base knows.
     """
 
     model: str = ""
@@ -75,30 +75,30 @@ class FinetuneConfig(RunConfig):
     text_field: tuple[str, ...] = ()
     follow_links: bool = False
     method: str = "lora"
-    where: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()
     rank: int = 16
     alpha: float = 32.0
     ranks: tuple[str, ...] = ()
     dropout: float = 0.0
     minutes: float = 0.0
     epochs: float = EPOCHS
-    at_once: int = 0
+    micro_batch: int = 0
     template: str | None = None
     train_on: str = "answers"
-    packed: bool = True
-    valid: str = ""
-    held_out: float = 0.05
-    truncated: float = 0.05
-    domain: tuple[str, ...] = ()
+    packing: bool = True
+    val_data: str = ""
+    val_fraction: float = 0.05
+    max_truncated: float = 0.05
+    forgetting_data: tuple[str, ...] = ()
 
     LEAST: ClassVar[dict[str, float]] = {
-        **RunConfig.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "at_once": 1, "held_out": 0, "truncated": 0,
+        **RunConfig.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,
     }  # fmt: skip
-    CHOSEN = (*RunConfig.CHOSEN, "minutes", "at_once")
+    CHOSEN = (*RunConfig.CHOSEN, "minutes", "micro_batch")
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
         **RunConfig.KNOWN, "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
     }  # fmt: skip
-    PATHS = ("model", "data", "valid", "domain")
+    PATHS = ("model", "data", "val_data", "forgetting_data")
     MAY_CHANGE = (
         *RunConfig.MAY_CHANGE,
         *PATHS,
@@ -170,7 +170,7 @@ def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[d
         shape_quantized(model, fill=fill, **note)
         notes.append(note)
     if method.adapter is None:
-        only(model, plan.where or ("**",))
+        only(model, plan.target_modules or ("**",))
         return notes
     note = lora.decide(model, **_request(plan), **method.adapter)
     lora.shape(model, **note)
@@ -182,7 +182,7 @@ def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[d
 
 
 def _request(plan: FinetuneConfig) -> dict[str, Any]:
-    asked: dict[str, Any] = {"where": plan.where} if plan.where else {}
+    asked: dict[str, Any] = {"where": plan.target_modules} if plan.target_modules else {}
     asked |= {"rank": plan.rank, "alpha": plan.alpha, "ranks": plan.pairs, "dropout": plan.dropout}
     return asked | {"adapter": ADAPTER, "seed": plan.seed}
 
@@ -200,7 +200,9 @@ def only(model: nn.Module, where: Sequence[str]) -> None:
         parameter.requires_grad_(chosen)
     if not any(p.requires_grad for p in model.parameters()):
         some = ", ".join(name for name, _ in model.named_parameters())
-        raise ValueError(f"--where {' '.join(where)} selects nothing to train here; there are {some[:300]}")
+        raise ValueError(
+            f"--target-modules {' '.join(where)} selects nothing to train here; there are {some[:300]}"
+        )
 
 
 def learning_rate(plan: FinetuneConfig, width: int) -> float:
@@ -233,9 +235,9 @@ def wide_enough(plan: FinetuneConfig, longest: int, model: Decoder, known: int) 
     Where the model learned a vector for each position it can look no further than it `known`; angles go on.
     """
     most = known if model.embed.place is not None else max(known, WIDEST)
-    if plan.context > most:
-        raise ValueError(f"--context is {plan.context}; this model looks at {most} tokens")
-    return plan.context or min(most, WIDEST, max(NARROWEST, 1 << (max(1, longest - 2)).bit_length()))
+    if plan.context_length > most:
+        raise ValueError(f"--context-length is {plan.context_length}; this model looks at {most} tokens")
+    return plan.context_length or min(most, WIDEST, max(NARROWEST, 1 << (max(1, longest - 2)).bit_length()))
 
 
 def rows_a_step(plan: FinetuneConfig, context: int, epoch: int) -> int:

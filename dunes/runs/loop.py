@@ -277,7 +277,7 @@ def _note(folder: Path, step: Step, checked: Score | None) -> None:
 def _teller(run: Run, show: Display) -> Callable[[Step], None]:
     """What the display is told after each step."""
     losses: list[float] = []
-    work = flops(run.model, run.plan.context)
+    work = flops(run.model, run.plan.context_length)
 
     def told(step: Step) -> None:
         if step.skipped:

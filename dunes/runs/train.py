@@ -93,13 +93,15 @@ class TrainTask:
         return len(self.text.valid)
 
     def batches(self, start: int) -> Iterator[Tensor]:
-        return Windows(self.text.train, self.plan.context, self.plan.batch, self.plan.seed).batches(start)
+        return Windows(self.text.train, self.plan.context_length, self.plan.batch, self.plan.seed).batches(start)
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        return evaluate(model, self.text.valid, widths(self.tokenizer.pieces()), self.plan.context, dtype, limit)
+        return evaluate(
+            model, self.text.valid, widths(self.tokenizer.pieces()), self.plan.context_length, dtype, limit
+        )
 
     def sample(self, model: Decoder) -> str:
-        return sample_text(model, self.tokenizer, self.plan.context, seed=self.plan.seed)
+        return sample_text(model, self.tokenizer, self.plan.context_length, seed=self.plan.seed)
 
     def needs(self) -> str:
         return needs(self.plan)
@@ -109,11 +111,13 @@ class TrainTask:
         ends = plural(self.plan.steps, "step") if self.plan.steps else plural(self.plan.minutes, "minute")
         return (
             f"{self.plan.family}, {quantity(tree.count(run.model))} parameters; {quantity(len(self.text.train))} "
-            f"tokens of {self.tokenizer.vocab} kinds; {self.plan.batch} x {self.plan.context} a step; "
+            f"tokens of {self.tokenizer.vocab} kinds; {self.plan.batch} x {self.plan.context_length} a step; "
             f"{self.plan.dtype} on {run.trainer.device.type}, {plural(self.plan.threads, 'thread')}; for {ends}"
         )
 
     def close(self, run: Run, score: Score, hurried: bool) -> list[str]:
-        checkpoint.save(run.model, run.folder, self.tokenizer, self.plan.context, facts(run, score, "trained"))
+        checkpoint.save(
+            run.model, run.folder, self.tokenizer, self.plan.context_length, facts(run, score, "trained")
+        )
         folder = shlex.quote(str(run.folder))
         return [f"model {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]

@@ -44,7 +44,7 @@ class RunConfig:
     products in FLOP/s.
     """
 
-    context: int = 0
+    context_length: int = 0
     batch: int = 0
     steps: int | None = None
     minutes: float = 15.0
@@ -56,10 +56,10 @@ class RunConfig:
     matmul: float | None = None
 
     LEAST: ClassVar[dict[str, float]] = {
-        "context": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "size": 1, "vocab": 1, "lr": 1e-12,
+        "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "size": 1, "vocab_size": 1, "lr": 1e-12,
         "depth": 1, "width": 1,
     }  # fmt: skip
-    CHOSEN: ClassVar[tuple[str, ...]] = ("size", "depth", "width", "context", "batch")
+    CHOSEN: ClassVar[tuple[str, ...]] = ("size", "depth", "width", "context_length", "batch")
     """Fields in which 0 leaves it open."""
     KNOWN: ClassVar[dict[str, Collection[str]]] = {"device": DEVICES}
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
@@ -159,7 +159,7 @@ class TrainConfig(RunConfig):
     follow_links: bool = False
     family: str = "arcee"
     tokenizer: str = "bpe"
-    vocab: int = 4096
+    vocab_size: int = 4096
     size: int = 0
     depth: int = 0
     width: int = 0
@@ -177,9 +177,9 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vocab != TrainConfig.vocab and self.tokenizer != "bpe":
+        if self.vocab_size != TrainConfig.vocab_size and self.tokenizer != "bpe":
             raise ValueError(
-                f"--vocab is {self.vocab}, and {self.tokenizer} are as many as there are; leave it out"
+                f"--vocab-size is {self.vocab_size}, and {self.tokenizer} are as many as there are; leave it out"
             )
         if self.width % WIDTH_STEP or bool(self.width) != bool(self.depth):
             expected = f"at least one layer and a width that {WIDTH_STEP} divides are expected, like 4x256"
@@ -229,7 +229,7 @@ def config_for(plan: TrainConfig, vocab: int) -> Any:
 
     sized = FAMILIES[plan.family].Config.sized
     if plan.depth:
-        return sized(vocab, plan.width, plan.depth, plan.context)
+        return sized(vocab, plan.width, plan.depth, plan.context_length)
 
     def depth(dim: int) -> int:
         return max(2, round((plan.size - vocab * dim) / (12 * dim * dim)))
@@ -239,4 +239,4 @@ def config_for(plan: TrainConfig, vocab: int) -> Any:
         return 5 * abs(log(count / plan.size)) + abs(log(dim / depth(dim) / 64))
 
     dim = min([32, *range(64, 8193, 64)], key=cost)
-    return sized(vocab, dim, depth(dim), plan.context)
+    return sized(vocab, dim, depth(dim), plan.context_length)
