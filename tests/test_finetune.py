@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch
 from conftest import display, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
-from dunes.cli import verbs
 from dunes.data import Batches
 from dunes.data.examples import read, split
 from dunes.models import FAMILIES
@@ -24,8 +22,9 @@ from dunes.runs import finetune_data as lesson_module
 from dunes.runs import loop as loop_module
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
-from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, rows_a_step, steps_of
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, answered, memory, optimizer
+from dunes.runs.finetune_method import METHODS, learning_rate, rows_a_step, steps_of
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.memory import Learning, Shape, training
 from dunes.runs.run import Run, learned, records
@@ -146,7 +145,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
         assert finetune(plan, halves, display()[0]) == 130
     # The base is asked before it is changed, and once: what it said stands in the run.
     monkeypatch.setattr(FinetuneTask, "able", once(FinetuneTask.able))
-    assert finetune(FinetuneConfig(), halves, display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), halves, display()[0], resume=True) == 0
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
@@ -176,14 +175,14 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
     finetuned(plan, tmp_path / "run")
     rows.write_text(json.dumps(ROWS[:-1]))
     with pytest.raises(ValueError, match="cannot go on: examples changed"):
-        finetune(plan, tmp_path / "run", display()[0], again=True)
+        finetune(plan, tmp_path / "run", display()[0], resume=True)
     rows.write_text(json.dumps(ROWS))
     other = initialise(checkpoint.load(mine).model, seed=4)
     checkpoint.save(other, mine, tokenizer, 128)
     with pytest.raises(ValueError, match="cannot go on: base changed"):
-        finetune(plan, tmp_path / "run", display()[0], again=True)
+        finetune(plan, tmp_path / "run", display()[0], resume=True)
     with pytest.raises(ValueError, match="holds a run of another kind"):
-        train(toy(tmp_path), tmp_path / "run", display()[0], again=True)
+        train(toy(tmp_path), tmp_path / "run", display()[0], resume=True)
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
@@ -194,12 +193,12 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     prints = FinetuneTask.prints.func
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
         later.setattr(FinetuneTask, "prints", property(lambda task: prints(task) | {"of tomorrow": "1"}))
-        assert finetune(plan, tmp_path / "run", display()[0], again=True) == 0
+        assert finetune(plan, tmp_path / "run", display()[0], resume=True) == 0
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
     (base / "dunes.json").unlink()
     with pytest.raises(ValueError, match="cannot go on: settings of the base changed"):
-        finetune(plan, tmp_path / "run", display()[0], again=True)
+        finetune(plan, tmp_path / "run", display()[0], resume=True)
 
 
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
@@ -229,7 +228,7 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     plan = asked("base", "rows.json", steps=2)
     finetuned(plan, tmp_path / "run")
     monkeypatch.chdir(tmp_path / "there")
-    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     (tmp_path / "here" / "rows.json").rename("moved.json")
     again = {"again": True, "asked": ["data"], "override": ["data"]}
     assert finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
@@ -366,7 +365,7 @@ def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, exampl
 
 
 def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
-    out = finetuned(asked(base, examples), tmp_path / "run", examples=2, dry=True)
+    out = finetuned(asked(base, examples), tmp_path / "run", examples=2, dry_run=True)
     found = re.findall("### Response:⟦(.*)<\\|endoftext\\|>⟧", out)
     assert len(found) == 2
     assert all(answer in [r["output"] for r in ROWS] for answer in found)
@@ -456,7 +455,7 @@ def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path,
         assert finetune(plan, tmp_path / "run", display()[0]) == 130
     for path in code.glob("*.py"):
         path.write_text(path.read_text() * 2)
-    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     finetuned(plan, tmp_path / "straight")
     cards = [json.loads((tmp_path / f / "dunes.json").read_text())["measured"] for f in ("run", "straight")]
     assert cards[0]["domain"] == cards[1]["domain"]
@@ -547,7 +546,7 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
     with monkeypatch.context() as patch:
         stopping_at(5, patch)
         assert finetune(plan, tmp_path / "halves", display()[0]) == 130
-    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
     one, two = weights(tmp_path / "straight"), weights(tmp_path / "halves")
     assert all(torch.equal(one[k], two[k]) for k in one)
     (folder / "bad.jsonl").write_text("{")
@@ -559,24 +558,24 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
     ):
         finetune(asked(base, folder), tmp_path / "bad", display()[0])
     both = asked(base, folder / "bad.jsonl", text_field=("q", "a"), val_data=str(book))
-    assert "1 record of plain text" in finetuned(both, tmp_path / "field", dry=True)
+    assert "1 record of plain text" in finetuned(both, tmp_path / "field", dry_run=True)
 
 
 def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, book, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
-    out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry=True)
+    out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry_run=True)
     assert "look: the base knows" not in out
     assert "cut at 16: 0.0% of the examples" in out
     assert out.count("book.txt, window") == 2
-    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context_length=40), tmp_path / "run", dry=True)
+    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True)
 
 
 def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):
     finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
-    again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry=True)
+    again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry_run=True)
     assert "template: alpaca\n" in again
     assert "look: it takes the place" not in again
-    other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry=True)
+    other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry_run=True)
     assert "look: it takes the place of the template that the base was taught with: alpaca" in other
 
 
@@ -673,11 +672,6 @@ def test_what_is_chosen(base, examples):
     assert ready(base, examples, steps=None, batch=0).plan.steps > 0
 
 
-def test_the_verb_offers_what_there_is():
-    assert get_args(verbs.Method) == tuple(METHODS)
-    assert get_args(verbs.Speech) == tuple(templates.TEMPLATES)
-
-
 def test_the_verb(base, examples, tmp_path):
     command = [sys.executable, "-m", "dunes", "finetune", base, "--data", examples, "--out", tmp_path / "run"]
     how: dict = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
@@ -697,7 +691,7 @@ def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, t
     note = tmp_path / "run" / "state" / "before.json"
     whole = json.loads(note.read_text())
     note.write_bytes(note.read_bytes()[:30])
-    said = finetuned(FinetuneConfig(), tmp_path / "run", again=True)
+    said = finetuned(FinetuneConfig(), tmp_path / "run", resume=True)
     assert f"warning: {note}: not JSON" in said
     assert "asking the base first" in said
     assert json.loads(note.read_text()) == whole

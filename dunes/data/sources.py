@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from dunes.data.document import Document, plain_document
 from dunes.data.files import OUTSIDE, SourceFile, Walk
@@ -31,7 +32,7 @@ class Corpus:
     valid: list[Document] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    split: str = "files"
+    split: Literal["files", "tails"] = "files"
 
     @property
     def counts(self) -> Counter[str]:

@@ -13,10 +13,12 @@ from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.finetune_config import METHODS, FinetuneConfig, idle_options
+from dunes.runs.config import RunOptions
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, altered, answered, kept, optimizer
+from dunes.runs.finetune_method import METHODS, idle_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.loop import Make, RunOptions, go
+from dunes.runs.loop import Make, go
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, scheduled
 from dunes.runs.score import held_out
@@ -26,15 +28,13 @@ from dunes.train import Trainer
 BEFORE = Path("state") / "before.json"
 
 
-def finetune(
-    plan: FinetuneConfig, folder: Path, show: Display, again: bool = False, *, examples: int = 0, **how: Any
-) -> int:
-    """Finetune into the folder, or go on with the run there; `how` are fields of `loop.How`.
+def finetune(plan: FinetuneConfig, folder: Path, show: Display, *, examples: int = 0, **options: Any) -> int:
+    """Finetune into the folder, or go on with the run there; `options` are fields of `RunOptions`.
 
     So many `examples` are shown first, in colours that tell what is trained on. Returns and raises what
     `loop.go` does.
     """
-    going = RunOptions(again=again, **how)
+    going = RunOptions(**options)
     if idle := idle_options(plan, going.asked or ()):
         raise ValueError(f"--{idle[0]} is of adapters, and --method {plan.method} has none; leave it out")
 
@@ -45,7 +45,7 @@ def finetune(
             show.coloured(f"--- {example.place}", coloured(example, lesson.tokenizer))
         with spent("choosing"):
             ready, known = lesson.chosen(show), domain(lesson, show)
-        return None if going.dry else lambda: prepare(ready, known, folder, show)
+        return None if going.dry_run else lambda: prepare(ready, known, folder, show)
 
     return go(plan, folder, show, going, prepared)
 

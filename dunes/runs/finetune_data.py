@@ -22,10 +22,11 @@ from dunes.data.preflight import refuse, report
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.finetune_config import (
+from dunes.runs.autosize import with_hardware
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.finetune_method import (
     BY_THEMSELVES,
     METHODS,
-    FinetuneConfig,
     changed,
     leading,
     learning_rate,
@@ -106,16 +107,10 @@ class FinetuneData:
         refuse(found, self.plan.max_truncated)
         for line in found.warnings():
             show.line(f"look: {line}")
-        device = measure.device()
-        threads = self.plan.threads or measure.threads()
-        torch.set_num_threads(threads)
-        dtype = self.plan.dtype or str(measure.dtype(device)).removeprefix("torch.")
         rows = Batches(self.train, context, 1, packed=self.plan.packing).epoch
         batch = rows_a_step(self.plan, context, rows)
         steps, lr = steps_of(self.plan, rows, batch), learning_rate(self.plan, self._width)
-        plan = replace(
-            self.plan, context_length=context, threads=threads, dtype=dtype, batch=batch, steps=steps, lr=lr
-        )
+        plan = with_hardware(replace(self.plan, batch=batch, steps=steps, lr=lr))
         return replace(self, plan=_fitting(replace(self, plan=plan), show))
 
     @property

@@ -21,12 +21,9 @@ from dunes.generate import below, generate, sampler
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
-from dunes.runs.finetune_config import (
-    ADAPTER,
-    METHODS,
-    FinetuneConfig,
-)
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
+from dunes.runs.finetune_method import ADAPTER, METHODS
 from dunes.runs.json_lines import append_text
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
@@ -168,7 +165,8 @@ class FinetuneTask:
             return self.tokenizer.decode([token.id for token in tokens])
 
     def needs(self) -> str:
-        return f"{largest(memory(self.lesson))}; a smaller --context-length or --micro-batch, or --method qlora, needs less"
+        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
+        return f"{largest(memory(self.lesson))}; {remedy}"
 
     def opening(self, run: Run) -> str:
         plan, trained = self.plan, tree.count(run.model, trainable=True)

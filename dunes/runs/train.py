@@ -15,26 +15,27 @@ from dunes.models import FAMILIES
 from dunes.models.start import initialise
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.autosize import chosen, needs
+from dunes.runs.autosize import chosen, config_for, larger_than_asked, needs
+from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.loop import Make, RunOptions, go
+from dunes.runs.loop import Make, go
 from dunes.runs.memory import nats
 from dunes.runs.progress import Display, quantity
 from dunes.runs.run import Run, facts, scheduled
 from dunes.runs.timings import Timings
-from dunes.runs.train_config import TrainConfig, config_for
+from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
 
 
-def train(plan: TrainConfig, folder: Path, show: Display, again: bool = False, **how: Any) -> int:
-    """Run the plan into the folder, or go on with the run there (`again`); `how` are fields of `loop.How`.
+def train(plan: TrainConfig, folder: Path, show: Display, **options: Any) -> int:
+    """Run the plan into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
     Returns and raises what `loop.go` does.
     """
-    going = RunOptions(again=again, **how)
+    going = RunOptions(**options)
 
     def prepared(plan: TrainConfig, spent: Timings) -> Make | None:
         with spent("reading the text"):
@@ -46,10 +47,12 @@ def train(plan: TrainConfig, folder: Path, show: Display, again: bool = False, *
             plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
         for line in reasons:
             show.detail(line)
-        if going.dry:
+        if words := larger_than_asked(plan):
+            show.line(words)
+        if going.dry_run:
             return None
         with spent("tokenizing"):
-            tokens = tokenize(plan, corpus, folder / "state" if again else None, show)
+            tokens = tokenize(plan, corpus, folder / "state" if going.resume else None, show)
         return lambda: prepare(plan, folder, tokens)
 
     return go(plan, folder, show, going, prepared)
