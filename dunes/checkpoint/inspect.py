@@ -143,23 +143,9 @@ def _odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]
 
     numpy, because a pass of torch over a part that fits a cache takes longer than the part.
     """
-    infinite, normal = (_bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
-    return _counted_odd(bits, 2 * infinite, 2 * normal) if _suspect(bits, infinite, normal) else (0, 0, 0)
-
-
-def _suspect(bits: np.ndarray[Any, Any], infinite: int, normal: int) -> bool:
-    """Whether there may be something odd: passes that only read, of which one is true for few healthy matrices.
-
-    Words of positive numbers grow with them, and those of negative ones with their size above the sign bit.
-    """
-    sign, signed = 1 << (8 * bits.itemsize - 1), bits.view(f"i{bits.itemsize}")
-    small = bits.min() < normal or signed.min() < normal - sign  # also where all of a row is zero
-    return bool(small or signed.max() >= infinite or bits.max() >= sign + infinite)
-
-
-def _counted_odd(bits: np.ndarray[Any, Any], infinite: int, normal: int) -> tuple[int, int, int]:
-    """The same by counting, in words without their sign; the limits are such words."""
     word = bits.dtype.type
+    # Bits without the sign grow with the number's size.
+    infinite, normal = (2 * _bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
     size = np.left_shift(bits, word(1))
     top = size.max(1)
     wrong = int((size >= infinite).sum()) if top.max() >= infinite else 0
