@@ -25,6 +25,13 @@ RENAMED = {
 }
 
 
+def renamed(name):
+    """Their name for one of Hugging Face's."""
+    for old, new in RENAMED.items():
+        name = name.replace(old, new)
+    return name
+
+
 def to_pairs(weight, heads):
     """Rows of a query or key projection: dimensions i, i + D/2 of a head become 2i, 2i+1."""
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).flatten(0, 2).contiguous()
@@ -67,9 +74,7 @@ def write_native(source, out):
     tensors = {}
     for name, weight in load_file(source / "model.safetensors").items():
         part = name.split(".")[-2]
-        for old, new in RENAMED.items():
-            name = name.replace(old, new)
-        tensors[name] = to_pairs(weight, heads[part]) if part in heads else weight
+        tensors[renamed(name)] = to_pairs(weight, heads[part]) if part in heads else weight
     out.mkdir()
     save_file(tensors, out / "consolidated.safetensors")
     (out / "params.json").write_text(json.dumps(params(config)))

@@ -270,6 +270,16 @@ def test_a_change_on_the_disk_is_seen(made):
         checkpoint.load(folder)
 
 
+def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monkeypatch, capsys):
+    folder, _ = made
+    monkeypatch.setattr(atomic, "LARGE", 0)
+    checkpoint.load(folder)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    checkpoint.load(folder)
+    assert "hashing the base" in capsys.readouterr().err
+
+
 def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     folder, _ = made
     with pytest.raises(ValueError, match="merge it first: dunes augment merge"):

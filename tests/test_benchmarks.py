@@ -207,7 +207,7 @@ def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monk
     table = (tmp_path / "figures.md").read_text()
     rates = [json.loads(line)["amount"] for line in (tmp_path / "kept" / "train.jsonl").read_text().splitlines()]
     assert rates == [64] * 4
-    assert "| `dunes bench train`, arcee 300.0k, 2 x 32, " in table
+    assert "| `dunes bench train`, arcee 300k, 2 x 32, " in table
     assert "![train-time-over-parameters](figures/train-time-over-parameters.svg)" in table
     before = (tmp_path / "kept" / "train.jsonl").stat().st_mtime_ns
     figures.main()

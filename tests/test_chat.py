@@ -178,22 +178,26 @@ def theirs(template, messages, **options):
     return oracle.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
 
 
+def ours(template, messages, prompt, tools):
+    return chat.render(template, messages, add_generation_prompt=prompt, variables=VARIABLES | {"tools": tools})
+
+
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_writes_what_transformers_writes(name, prompt):
     written = 0
     for which, messages in MESSAGES.items():
-        options = {"add_generation_prompt": prompt, "tools": TOOLS if which in ("call", "turns") else None}
+        tools = TOOLS if which in ("call", "turns") else None
         try:
-            want = theirs(TEMPLATES[name], messages, **options)
+            want = theirs(TEMPLATES[name], messages, add_generation_prompt=prompt, tools=tools)
         except Exception as error:
             said = " ".join(str(error).split())[:60]
             with pytest.raises(ValueError, match="the chat template fails: ") as caught:
-                chat.render(TEMPLATES[name], messages, variables=VARIABLES, **options)
+                ours(TEMPLATES[name], messages, prompt, tools)
             assert said in str(caught.value)
             assert "\n" not in str(caught.value)
             continue
-        assert chat.render(TEMPLATES[name], messages, variables=VARIABLES, **options) == want, which
+        assert ours(TEMPLATES[name], messages, prompt, tools) == want, which
         written += 1
     assert written >= 4
 
@@ -348,7 +352,7 @@ def test_a_template_that_is_none_is_named(found, tmp_path):
 
 def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
     path = tmp_path / "chat_template.jinja"
-    for content, said in ((b"\xff", "not UTF-8"), (b"x" * (2**18 + 1), "at most"), (b"x" * 2**21, "at most")):
+    for content, said in ((b"\xff", "not UTF-8"), (b"x" * (2**18 + 1), "at most"), (b"x" * 2**24, "at most")):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"chat_template\.jinja: .*{said}"):
             chat.template(tmp_path)

@@ -750,7 +750,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     put(folder, gzip.compress(lines(FORMS["text"]).encode()), "in/texts.jsonl.gz")
     put(folder, json.dumps([FORMS["alpaca"]], indent=1), "tasks.json")
     put(folder, '{"name": "a project"}', "package.json")
-    put(folder, '[{"name": "settings"}]', "settings.json")
+    put(folder, '["names"]', "names.json")
     put(folder, "A book.\n", "book.txt")
     put(folder, "A book.\n", "copy.txt")
     put(folder, b"\0\1", "image.bin")
@@ -766,7 +766,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     }
     plain = {r.place.rpartition("/")[2]: r.talk[0].text for r in found[-1].rows}
     assert plain["book.txt"] == "A book.\n"
-    assert plain.keys() == {"book.txt", "package.json", "settings.json", ".gitignore"}
+    assert plain.keys() == {"book.txt", "package.json", "names.json", ".gitignore"}
     assert said[-2:] == [
         f"{folder}: 4 files of plain text",
         "passed over: 1 duplicates, 1 ignored, 1 binary, 1 links that lead outside; --follow-links reads what lies outside",
@@ -774,6 +774,9 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     assert len(read_dataset(folder, follow_links=True)[0][-1].rows) == 5
     put(folder, "{broken", "z.jsonl")
     with pytest.raises(ValueError, match=r"data/z\.jsonl, line 1: not JSON"):
+        read_dataset(folder)
+    put(folder, '[{"name": "settings"}]', "settings.json")
+    with pytest.raises(ValueError, match=r"data/settings\.json, row 1: expected the keys .* --text-field"):
         read_dataset(folder)
 
 

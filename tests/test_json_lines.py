@@ -265,7 +265,7 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
     path.write_text(json.dumps(seed, ensure_ascii=False) + "\n", encoding="utf-8")
     assert self_instruct.seed_tasks(path)[0].instruction == seed["instruction"]
     path.write_bytes(b'{"instruction": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"seeds\.jsonl: not UTF-8 at byte 20"):
+    with pytest.raises(ValueError, match=r"seeds\.jsonl, line 1: not UTF-8 at byte 20"):
         self_instruct.seed_tasks(path)
 
 

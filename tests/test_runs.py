@@ -30,7 +30,7 @@ from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting, rising
-from dunes.runs.progress import Display, duration, quantity
+from dunes.runs.progress import Display
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
 from dunes.runs.train import train
@@ -307,15 +307,15 @@ def test_a_tokenizer_left_by_a_run_that_never_began_is_not_used(code, tmp_path):
 
 
 def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
-    from filelock import FileLock
-
-    (tmp_path / "run" / "state").mkdir(parents=True)
-    with FileLock(tmp_path / "run" / "state" / "lock"), monkeypatch.context() as patch:
+    holds = "from pathlib import Path; from dunes.runs.run import alone; import sys, time\n"
+    holds += "with alone(Path(sys.argv[1])): print(1, flush=True); time.sleep(100)"
+    line = [sys.executable, "-c", holds, tmp_path / "run"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
+        other.stdout.readline()
         patch.setattr(train_module, "gather", lambda plan: pytest.fail("the text was read before"))
         assert "another process is training here" in refused(toy(code), tmp_path / "run")
-    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, (
-        "a lock file left behind does not matter"
-    )
+        other.kill()
+    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
 
 
 CORPORA = {
@@ -558,11 +558,6 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
         rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix)
         assert cut + rest == "import itertools"
-
-
-def test_numbers_as_people_read_them():
-    assert [duration(s) for s in (0, 65, 7389)] == ["0:00", "1:05", "2:03:09"]
-    assert [quantity(n) for n in (87, 4100, 12.3e6, 2e9)] == ["87", "4.1k", "12.3M", "2.0G"]
 
 
 def start(code, folder):

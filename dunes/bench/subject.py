@@ -15,9 +15,9 @@ from dunes.models import FAMILIES
 from dunes.models.start import initialise
 from dunes.parts import Decoder
 from dunes.runs.autosize import config_for
-from dunes.runs.progress import quantity
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from dunes.units import format_count
 
 VOCAB, CONTEXT = 4096, 256
 """Of a shape, where nothing else is said: what `dunes train` makes."""
@@ -89,5 +89,5 @@ def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about so many parameters, with made-up weights."""
     config = config_for(TrainConfig.of({"family": family, "size": str(size), "context_length": context}), VOCAB)
     return Subject(
-        f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
+        f"{family} {format_count(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
     )

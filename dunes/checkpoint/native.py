@@ -227,6 +227,7 @@ def _experts(count: int) -> Names:
             f"layers.{{i}}.block_sparse_moe.{w}",
             *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
             load=partial(_turned_each, count=count) if w == "w2" else same,
+            save=partial(_turned_each, count=count) if w == "w2" else same,
         )
         for w, ours in parts.items()
     ]

@@ -261,11 +261,13 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
 def inspect(model: Model, values: bool = False) -> int:
     """What a folder of weights holds, what it takes, and whether it would load; nothing is loaded.
 
+    Its files are hashed and compared with the digests in its card, or on the Hub.
+
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Args:
         model: A model folder in any form, or a name on the Hub.
-        values: Read all numbers, too, name tensors with odd ones, and compare with the card's digests.
+        values: Read all numbers, too, and name tensors with odd ones.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
@@ -273,13 +275,13 @@ def inspect(model: Model, values: bool = False) -> int:
     from dunes.checkpoint.opening import about, adapts
     from dunes.checkpoint.source import opened
 
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.local(model, verify=True).folder
     if adapts(folder):
         lines, reason = about(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = opened(settled(folder))
-    verdict = look.judged(source, deep=values)
+    verdict = look.judged(source)
     for line in look.inspect(source, verdict):
         print(line)
     odd = list(look.values(source.files)) if values else []
@@ -335,6 +337,7 @@ def export(
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
+    import math
     from time import monotonic
 
     import torch
@@ -342,16 +345,17 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, table
     from dunes.checkpoint.folder import checked
-    from dunes.runs.progress import Display, duration
+    from dunes.runs.progress import Display
+    from dunes.units import format_seconds
 
-    found = checkpoint.local(model)
-    source = checked(found.folder, None if names is None else table(names))
+    found = checkpoint.local(model, verify=True)
+    source = checked(found.folder, None if names is None else table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
 
         def show(what: str, share: float) -> None:
             left = (monotonic() - start) * (1 / share - 1)
-            display.state(f"{what}, {duration(left)} left", share)
+            display.state(f"{what}, {format_seconds(round(left))} left", share)
 
         verified = convert(source, out, dtype=kind, facts=found.origin, show=show)
     print(f"{out}: {verified.verdict}; {verified}")

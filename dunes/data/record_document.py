@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 
 from dunes.data.document import Document
-from dunes.data.examples import hashed, text_of, texts
+from dunes.data.examples import hashed, text_of, texts, validation_limit
 from dunes.data.files import SourceFile
 from dunes.data.records import JSON, LINES, TABLE, first_row, form
 from dunes.plural import plural
@@ -49,11 +49,11 @@ class RecordDocument(Document):
         return ((text,) for text in self.text())
 
 
-def holds_records(file: SourceFile, fields: Sequence[str] = ()) -> bool:
+def holds_records(file: SourceFile) -> bool:
     """Whether a file is one of records: by its name, or if its name leaves it open by its first row.
 
-    A .json file in a folder is one if it is a list of records that can be read; of a file that the user named
-    himself it is enough that it begins as one of records does.
+    A .json file in a folder is one if it is a list of objects; of a file that the user named himself it is enough
+    that it begins as one of records does.
     """
     name = file.path.name.lower()
     if name.endswith((*LINES, TABLE)):
@@ -61,10 +61,10 @@ def holds_records(file: SourceFile, fields: Sequence[str] = ()) -> bool:
     if not (file.named or name.endswith(JSON)):
         return False
     try:
-        first = first_row(file.path)
+        is_object = isinstance(first_row(file.path), dict)
         if file.named:
-            return isinstance(first, dict) or name.endswith(JSON)
-        return form(file.path) == "a JSON list" and bool(text_of(first, fields)[1](first))
+            return is_object or name.endswith(JSON)
+        return is_object and form(file.path) == "a JSON list"
     except (ValueError, OSError):
         return False
 
@@ -82,8 +82,7 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
             places.append(_place(text))
             sizes.append(len(text.encode()))
     what, _ = text_of(first_row(file.path), fields)
-    least, most = min(places), max(places)
-    limit = min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
+    limit = validation_limit(min(places), max(places), share)
     below, size = np.array(places) < limit, np.array(sizes)
     whole, sides = seen.hexdigest(), []
     for validates in (False, True):

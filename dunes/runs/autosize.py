@@ -21,9 +21,9 @@ from dunes.parts import Attention, Decoder, MoE
 from dunes.plural import plural
 from dunes.runs.config import Dtype, T
 from dunes.runs.memory import Shape, largest, process, training
-from dunes.runs.progress import quantity
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
+from dunes.units import format_count
 
 BYTES_A_TOKEN = 3.9
 """Of a bpe vocabulary of some thousands on code; `bytes` and `chars` have one."""
@@ -145,7 +145,7 @@ def larger_than_asked(plan: TrainConfig) -> str:
         return ""
     return (
         f"warning: --size is {plan.size}, but with a vocabulary of {vocabulary(plan)} the smallest {plan.family} "
-        f"model has {quantity(count)} parameters; set a smaller --vocab-size, or --tokenizer bytes"
+        f"model has {format_count(count)} parameters; set a smaller --vocab-size, or --tokenizer bytes"
     )
 
 
@@ -264,9 +264,9 @@ def explained(plan: TrainConfig, machine: Machine, guess: Estimate, why: str) ->
     return [
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
-        f"chosen for {ends}: {quantity(guess.parameters)} parameters, batch size {plan.batch}, context length "
+        f"chosen for {ends}: {format_count(guess.parameters)} parameters, batch size {plan.batch}, context length "
         f"{plan.context_length}",
-        f"at about {quantity(guess.rate)} tokens/s, trains on {quantity(guess.tokens)} tokens "
+        f"at about {format_count(guess.rate)} tokens/s, trains on {format_count(guess.tokens)} tokens "
         f"({guess.epochs:.1f} epochs){why}; estimated: {guess.bits:.2f} bits/byte",
         needs(plan),
     ]

@@ -8,7 +8,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.augment import bare
-from dunes.checkpoint.adapter import architecture, sayable
+from dunes.checkpoint.adapter import architecture, joined_factors
 from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
@@ -75,7 +75,7 @@ def _changed(model: Decoder, plan: FinetuneConfig) -> tuple[Decoder, list[dict[s
         return model, notes, checkpoint.identity(model)
     base = checkpoint.identity(model)
     model, notes = altered(model, plan)
-    sayable(model)
+    joined_factors(model)
     if any(note["name"] == "quantize" for note in notes):
         base |= checkpoint.identity(model)
     return model, notes, base

@@ -27,11 +27,11 @@ from dunes.runs.finetune_method import ADAPTER, METHODS
 from dunes.runs.json_lines import append_text
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
-from dunes.runs.progress import quantity
 from dunes.runs.run import Run, facts
 from dunes.runs.stored_state import is_score
 from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Talk
+from dunes.units import format_count
 
 SHOWN = 3
 """Held-out examples that are answered before and after."""
@@ -175,7 +175,7 @@ class FinetuneTask:
         assert plan.batch, "chosen before"
         whole = tree.count(self.lesson.base.model)
         return (
-            f"{plan.method} at {plan.lr:.2g}: {quantity(trained)} of {quantity(whole)} parameters; "
+            f"{plan.method} at {plan.lr:.2g}: {format_count(trained)} of {format_count(whole)} parameters; "
             f"{plural(plan.batch, 'row')} of {plan.context_length} a step, {plan.micro_batch} at once; "
             f"{plan.dtype} on {run.trainer.device.type}, {plural(plan.threads, 'thread')}; for {ends}"
         )

@@ -18,7 +18,7 @@ from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import append_text
 from dunes.runs.picture import loss_picture, smoothed
-from dunes.runs.progress import Display, duration, quantity
+from dunes.runs.progress import Display
 from dunes.runs.run import (
     FALL,
     METRICS,
@@ -37,6 +37,7 @@ from dunes.runs.saver import Saver
 from dunes.runs.tensorboard import TensorBoard
 from dunes.runs.timings import Timings, lines
 from dunes.train import Clock, Diverged, Step
+from dunes.units import format_count, format_seconds
 
 CHECK_TOKENS = 16_384
 FINAL_TOKENS = 262_144
@@ -271,10 +272,10 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
             f"loss {smoothed(losses)[-1]:.3f}" if losses else "",
             f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
             f"lr {run.trainer.base[0] * step.rate:.2g}",
-            f"{quantity(step.count / step.seconds)} tok/s",
+            f"{format_count(step.count / step.seconds)} tok/s",
             f"{work * step.count / step.seconds / run.plan.matmul:.0%} of matmul" if run.plan.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
-            f"{duration(left)} left",
+            f"{format_seconds(round(left))} left",
         ]
         show.state("  ".join(filter(None, parts)), run.done(step.number))
 
@@ -317,7 +318,7 @@ def _finish(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: Te
         loss_picture(records(run.folder / METRICS, show.line), score, kept_step, run.folder / "loss.png")
     over = "stopped" if wish.signal else "done"
     show.line(
-        f"\n{over} after {plural(step, 'step')}, {duration(run.elapsed)}: on held-out {run.task.subject} "
+        f"\n{over} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: on held-out {run.task.subject} "
         f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
     )
     if words := overfitting(run):

@@ -21,13 +21,14 @@ from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import Make, go
 from dunes.runs.memory import nats
-from dunes.runs.progress import Display, quantity
+from dunes.runs.progress import Display
 from dunes.runs.run import Run, facts, scheduled
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
+from dunes.units import format_count
 
 
 def train(plan: TrainConfig, folder: Path, show: Display, **options: Any) -> int:
@@ -113,8 +114,9 @@ class TrainTask:
         assert self.plan.threads, "chosen before"
         ends = plural(self.plan.steps, "step") if self.plan.steps else plural(self.plan.minutes, "minute")
         return (
-            f"{self.plan.family}, {quantity(tree.count(run.model))} parameters; {quantity(len(self.text.train))} "
-            f"tokens of {self.tokenizer.vocab} kinds; {self.plan.batch} x {self.plan.context_length} a step; "
+            f"{self.plan.family}, {format_count(tree.count(run.model))} parameters; "
+            f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.tokenizer.vocab}; "
+            f"batch size {self.plan.batch}, context length {self.plan.context_length}; "
             f"{self.plan.dtype} on {run.trainer.device.type}, {plural(self.plan.threads, 'thread')}; for {ends}"
         )
 
