@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from adapters import difference, trained
 from dunes import checkpoint
-from dunes.augment import attach, bare, quantize
+from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import checked
@@ -78,7 +78,7 @@ def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path)
     loaded = checkpoint.load(tmp_path / "a")
     assert difference(loaded.model(IDS), said) <= LIMIT * plain.abs().max()
     assert difference(plain, said) > 0.1
-    assert loaded.context == 24
+    assert loaded.context_length == 24
     assert not loaded.model.training
     template = of(loaded.tokenizer, loaded.card)
     assert template is named("chatml")
@@ -133,7 +133,7 @@ def test_a_folder_of_pefts_opens_with_the_tokenizer_of_the_base(tmp_path):
     loaded = checkpoint.load(tmp_path / "a")
     with torch.no_grad():
         assert difference(loaded.model(IDS), adapted(IDS).logits) <= LIMIT * 10
-    assert loaded.context == 32
+    assert loaded.context_length == 32
     assert loaded.card == {}
     assert loaded.tokenizer.encode("ab") == TOKENS.encode("ab")
     lines, reason = about(tmp_path / "a")
@@ -445,7 +445,7 @@ def test_a_base_is_digested_once_and_in_one_dtype(made, monkeypatch):
 
     monkeypatch.setattr(atomic, "tensor_digests", counting)
     model = checkpoint.load(folder).model
-    tensors = len(bare(model).state_dict())
+    tensors = len(base_model(model).state_dict())
     assert digested == [[torch.bfloat16]] * tensors
     digested.clear()
     speaker(str(folder.parent / "base"), [folder, folder.parent / "b"])

@@ -20,7 +20,7 @@ from conftest import display, toy
 from dunes import checkpoint
 from dunes.checkpoint import atomic
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
@@ -80,7 +80,7 @@ TOKENIZER = Tokenizer.train("bytes", [])
 
 
 def small(seed: int):
-    return initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)), seed)
+    return initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)), seed)
 
 
 def save_model(folder: Path, value: int) -> None:
@@ -500,7 +500,7 @@ def outcome(folder: Path):
     state = checkpoint.restore(checkpoint.latest(folder))
     state.pop("elapsed"), state.pop("spent")
     lines = [
-        (r["step"], r["exact"], r["norm"], r["rate"], r.get("bits_per_byte"))
+        (r["step"], r["exact"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
         for r in records(folder / "metrics.jsonl")
     ]
     return state, lines, (folder / "model.safetensors").read_bytes()

@@ -19,7 +19,7 @@ from dunes.cli import verbs
 from dunes.data import Batches
 from dunes.data.examples import read, split
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs import lesson as lesson_module
 from dunes.runs import loop as loop_module
 from dunes.runs.answers import Answers, Before
@@ -27,7 +27,7 @@ from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.lesson import Lesson, answered, memory, optimizer
 from dunes.runs.memory import Learning, Shape, training
-from dunes.runs.run import Run, learned, records
+from dunes.runs.run import Run, records, trainable_state
 from dunes.runs.train import train
 from dunes.runs.tuning import METHODS, Tuning, learning_rate, rows_a_step, steps_of
 from dunes.text import Tokenizer, templates
@@ -48,7 +48,7 @@ def tokenizer():
 
 def base_in(folder, tokenizer, family="llama", context=128, dtype=torch.float32):
     module = FAMILIES[family]
-    model = initialise(module.build(module.Config.sized(tokenizer.vocab, 32, 2, context)), seed=3)
+    model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 32, 2, context)), seed=3)
     with torch.no_grad():  # projections that begin as zeros would let nothing through, which PiSSA cannot change
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
@@ -315,7 +315,7 @@ REFUSED = {
     "too long": ({"context": 16}, "of the examples are longer than the context of 16"),
     "odd batch": ({"batch": 4, "at_once": 3}, "--at-once is 3, which does not divide the 4 rows"),
     "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),
-    "nowhere": ({"where": ("blocks.9.**",)}, "selects nothing here"),
+    "nowhere": ({"where": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
         {"method": "full", "where": ("blocks.9.**",)},
         "--where blocks.9.** selects nothing to train here",
@@ -408,9 +408,9 @@ def test_other_families(family, tokenizer, examples, tmp_path):
 def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
     assert "look: the base knows 16 tokens" in finetuned(asked(narrow, examples), tmp_path / "run")
-    assert checkpoint.load(tmp_path / "run").context >= 32
+    assert checkpoint.load(tmp_path / "run").context_length >= 32
     finetuned(asked(narrow, examples, method="full"), tmp_path / "full")
-    assert checkpoint.load(tmp_path / "full").context >= 32
+    assert checkpoint.load(tmp_path / "full").context_length >= 32
     learnt = base_in(tmp_path / "learnt", tokenizer, "gpt2", context=16)
     with pytest.raises(ValueError, match="longer than the context of 16"):
         finetune(asked(learnt, examples), tmp_path / "no", display()[0])
@@ -643,7 +643,7 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
     model = checkpoint.load(base).model
-    assert learned(model).keys() == model.state_dict().keys()
+    assert trainable_state(model).keys() == model.state_dict().keys()
 
 
 def test_what_is_chosen(base, examples):

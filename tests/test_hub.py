@@ -20,7 +20,7 @@ import torch
 from dunes import checkpoint
 from dunes.checkpoint import atomic, hub
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.text import Tokenizer
 
 theirs = pytest.importorskip("huggingface_hub", "1.0")
@@ -118,7 +118,7 @@ class Answer(BaseHTTPRequestHandler):
 def tiny(tmp_path_factory) -> Path:
     """A model folder."""
     folder, tokenizer = tmp_path_factory.mktemp("model") / "tiny", Tokenizer.train("bytes", [])
-    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 32, 2, 16)), 0)
+    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 16)), 0)
     checkpoint.save(model, folder, tokenizer, 16)
     return folder
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from dunes.checkpoint.stored import Stored, Weights, moved
-from dunes.models.names import Move, Names, numbers, to_ours, to_theirs
+from dunes.models.names import Conversion, Names, match_indices, to_ours, to_theirs
 from dunes.plural import plural
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
@@ -43,7 +43,7 @@ def compare(
     expected: Weights, files: Weights, names: Names, ignored: Sequence[str]
 ) -> tuple[dict[str, Stored], list[Difference]]:
     """The files' tensors by our names, and every difference from what is expected under our names."""
-    kept = {k: w for k, w in files.items() if not any(numbers(t, k) is not None for t in ignored)}
+    kept = {k: w for k, w in files.items() if not any(match_indices(t, k) is not None for t in ignored)}
     spare = {k: kept.pop(k) for k in HEADS if k in kept and HEAD not in expected}
     stacks = dict(_stacks(expected, kept, names))
     odd, there = {d.name for d in stacks}, {k for keys in stacks.values() for k in keys}
@@ -57,7 +57,7 @@ def compare(
     )
     differences = [
         *stacks,
-        *_shapes({move.to: move.sources[0] for move in taken}, expected, found, spelled, kept),
+        *_shapes({move.target: move.sources[0] for move in taken}, expected, found, spelled, kept),
         *_dtypes(kept, unexpected),
         *_missing(missing, kept, unexpected),
         *(_unexpected(k, kept[k].shape, cause or _foreign(k)) for k, cause in unexpected.items()),
@@ -66,15 +66,15 @@ def compare(
     return found, differences
 
 
-def _taken(moves: Iterable[Move], expected: Weights) -> tuple[list[Move], dict[str, str]]:
+def _taken(moves: Iterable[Conversion], expected: Weights) -> tuple[list[Conversion], dict[str, str]]:
     """The moves that make what is expected, each of it once, and the other sources, with the cause if known."""
-    taken: dict[str, Move] = {}
+    taken: dict[str, Conversion] = {}
     others: dict[str, str] = {}
     for move in moves:
         (name,) = move.sources
-        if move.to not in expected:
+        if move.target not in expected:
             others[name] = ""
-        elif (first := taken.setdefault(move.to, move).sources[0]) != name:
+        elif (first := taken.setdefault(move.target, move).sources[0]) != name:
             others[name] = f"it is {first} once more"
     return list(taken.values()), others
 
@@ -85,12 +85,12 @@ def _stacks(expected: Weights, files: Weights, names: Names) -> Iterator[tuple[D
     Found before any of them gets a name of ours: a shape may say a billion.
     """
     for rule in (n for n in names if n.stacked):
-        stacked = {k: at for k in files if (at := numbers(rule.theirs, k)) is not None}
+        stacked = {k: at for k in files if (at := match_indices(rule.theirs, k)) is not None}
         if not stacked:
             continue
         ours: dict[tuple[str, ...], list[str]] = {}
         for key in expected:
-            for at in filter(None, (numbers(part, key) for part in rule.ours)):
+            for at in filter(None, (match_indices(part, key) for part in rule.ours)):
                 ours.setdefault(tuple(v for f, v in sorted(at.items()) if f != "e"), []).append(key)
         for key, at in stacked.items():
             keys, shape = ours.get(tuple(v for _, v in sorted(at.items())), []), files[key].shape
@@ -105,7 +105,7 @@ def _spelled(expected: Weights, names: Names) -> dict[str, tuple[str, tuple[int,
     """Name and shape in the files of the tensor that holds each of ours."""
     moves, _ = to_theirs(names, expected)
     shapes = moved(moves, expected)
-    return {ours: (move.to, shapes[move.to].shape) for move in moves for ours in move.sources}
+    return {ours: (move.target, shapes[move.target].shape) for move in moves for ours in move.sources}
 
 
 def _shapes(

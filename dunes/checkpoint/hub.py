@@ -8,7 +8,8 @@ came is compared with it here. What was told is noted under $DUNES_HOME/hub, and
 `seen`): a model that is opened daily is not hashed daily, and a commit that is here needs no network.
 
 Sources: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
-snapshots of links to them, refs), https://huggingface.co/docs/hub/api, https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+snapshots of links to them, refs), https://huggingface.co/docs/hub/api,
+https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
 """
 
 import json

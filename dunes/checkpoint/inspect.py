@@ -16,7 +16,7 @@ from dunes.checkpoint import card
 from dunes.checkpoint.folder import agree
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.stored import Weights
-from dunes.models.outline import outline
+from dunes.models.meta import build_on_meta
 from dunes.plural import plural
 from dunes.text import Tokenizer
 
@@ -85,7 +85,7 @@ def _counted(differences: list[Any]) -> str:
 
 
 def _parameters(source: Source) -> Iterator[str]:
-    model = outline(source.family, source.config)
+    model = build_on_meta(source.family, source.config)
     total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{_short(total - ends)} in blocks, {_short(ends)} in embedding and head"

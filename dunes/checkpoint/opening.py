@@ -135,11 +135,11 @@ def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, a
     source = checked(base_of(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
     agree(source, tokenizer)
-    context = context_of(card, folder, source.config.context)
+    context_length = context_of(card, folder, source.config.context_length)
     model = filled(source)
     prepare(model, [folder, *others], any_base)
     put_adapter(model, folder, any_base=any_base)
-    return Loaded(model.to(device).eval(), tokenizer, context, card)
+    return Loaded(model.to(device).eval(), tokenizer, context_length, card)
 
 
 def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> Loaded:
@@ -153,10 +153,10 @@ def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> L
     rows, _ = sides(loaded.model.embed.token)
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
-    context = context_of(card, folder, loaded.context)
+    context_length = context_of(card, folder, loaded.context_length)
     put_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
-    return Loaded(loaded.model, tokenizer, context, card)
+    return Loaded(loaded.model, tokenizer, context_length, card)
 
 
 def prepare(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dunes.models.names import Move
+from dunes.models.names import Conversion
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def held(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str, Sto
     }
 
 
-def moved(moves: Iterable[Move], weights: Weights) -> dict[str, Stored]:
+def moved(moves: Iterable[Conversion], weights: Weights) -> dict[str, Stored]:
     """The tensors that these moves make, made when they are read.
 
     Raises ValueError where two of them would be the same one.
@@ -49,13 +49,15 @@ def moved(moves: Iterable[Move], weights: Weights) -> dict[str, Stored]:
     made: dict[str, Stored] = {}
     for move in moves:
         sources = [weights[s] for s in move.sources]
-        if move.to in made:
-            raise ValueError(f"{sources[0].origin} and {made[move.to].origin} are the same weight, {move.to}")
-        made[move.to] = _made(move, sources)
+        if move.target in made:
+            raise ValueError(
+                f"{sources[0].origin} and {made[move.target].origin} are the same weight, {move.target}"
+            )
+        made[move.target] = _made(move, sources)
     return made
 
 
-def _made(move: Move, sources: list[Stored]) -> Stored:
+def _made(move: Conversion, sources: list[Stored]) -> Stored:
     shapes = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]
     try:
         shape = tuple(move.make(shapes).shape)

@@ -269,7 +269,7 @@ def generate(
     sample = sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalty=penalty, seed=seed)
     print(prompt, end="", flush=True)
     count = 0
-    for piece in write(loaded.model, tokenizer, loaded.context, prompt, tokens, sample):
+    for piece in write(loaded.model, tokenizer, loaded.context_length, prompt, tokens, sample):
         count += 1
         print(piece, end="", flush=True)
     print()
@@ -364,7 +364,7 @@ def complete(
     prefix = text_before(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     folder = checkpoint.local(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    print(complete_line(loaded.model, tokenizer, loaded.context, prefix))
+    print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
 
 
 def evaluate(

@@ -17,7 +17,7 @@ from dunes.checkpoint.atomic import write_file
 from dunes.data import Ids
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
-from dunes.generate import below, generate, sampler
+from dunes.generate import generate, limit_vocab, sampler
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
@@ -150,7 +150,7 @@ class Answers:
         if self.domain is None:
             return None
         width = widths(self.tokenizer.pieces())
-        return evaluate(model, self.domain, width, self.lesson.base.context, dtype, DOMAIN)
+        return evaluate(model, self.domain, width, self.lesson.base.context_length, dtype, DOMAIN)
 
     def _said(self, model: Decoder, talk: Talk) -> str:
         """What the model answers: the likeliest tokens, up to one that ends an answer."""
@@ -160,11 +160,11 @@ class Answers:
             asked = talk[:-1] if talk[-1].role == "assistant" else talk
             ids = templates.prompt(self.lesson.template, asked, self.tokenizer)
         context = self.lesson.context
-        likeliest, stop = below(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
+        likeliest, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
         room = ids[-max(1, context - ANSWER) :]
         device, dtype = next(model.parameters()).device.type, getattr(torch, self.plan.dtype or "float32")
         with torch.autocast(device, dtype, dtype != torch.float32):
-            tokens = generate(model, room, limit=ANSWER, context=context, sample=likeliest, stop=stop)
+            tokens = generate(model, room, limit=ANSWER, context_length=context, sample=likeliest, stop=stop)
             return self.tokenizer.decode([token.id for token in tokens])
 
     def needs(self) -> str:

@@ -227,9 +227,9 @@ def config_for(plan: Plan, vocab: int) -> Any:
     nearest to a layer for each 64 of width.
     """
 
-    sized = FAMILIES[plan.family].Config.sized
+    from_size = FAMILIES[plan.family].Config.from_size
     if plan.depth:
-        return sized(vocab, plan.width, plan.depth, plan.context)
+        return from_size(vocab, plan.width, plan.depth, plan.context)
 
     def depth(dim: int) -> int:
         return max(2, round((plan.size - vocab * dim) / (12 * dim * dim)))
@@ -239,4 +239,4 @@ def config_for(plan: Plan, vocab: int) -> Any:
         return 5 * abs(log(count / plan.size)) + abs(log(dim / depth(dim) / 64))
 
     dim = min([32, *range(64, 8193, 64)], key=cost)
-    return sized(vocab, dim, depth(dim), plan.context)
+    return from_size(vocab, dim, depth(dim), plan.context)

@@ -171,7 +171,7 @@ def changed(model: nn.Module, plan: Tuning, fill: bool = True) -> list[dict[str,
     lora.shape(model, **note)
     if fill:
         lora.fill(model, **note)
-    lora.select(model, ADAPTER)
+    lora.set_adapter(model, ADAPTER)
     only(model, note["new"])
     return [*notes, note]
 
