@@ -18,11 +18,11 @@ import torch
 import tyro
 
 from dunes import checkpoint, measure
-from dunes.runs.answers import Answers
-from dunes.runs.lesson import Lesson, altered, answered, kept, optimizer
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.finetune_data import FinetuneData, altered, answered, kept, optimizer
+from dunes.runs.finetune_task import FinetuneTask
 from dunes.runs.progress import Display
 from dunes.runs.run import scheduled
-from dunes.runs.tuning import Tuning
 from dunes.train import Diverged, Trainer
 
 Row = dict[str, Any]
@@ -55,17 +55,17 @@ class Setting:
     seed: int = 0
 
 
-def planned(base: str, data: str, setting: Setting) -> Tuning:
+def planned(base: str, data: str, setting: Setting) -> FinetuneConfig:
     given = {k: v for k, v in asdict(setting).items() if k != "beta2" and v != ""}
-    return Tuning(model=base, data=data, truncated=1.0, threads=1, steps=1, **given)
+    return FinetuneConfig(model=base, data=data, truncated=1.0, threads=1, steps=1, **given)
 
 
-def losses(lesson: Lesson, method: str, steps: int, rate: float | None, beta2: float) -> Row:
+def losses(lesson: FinetuneData, method: str, steps: int, rate: float | None, beta2: float) -> Row:
     """One finetune: its rate, the loss before it, and after each eighth of its steps."""
     plan = replace(lesson.plan, method=method, steps=steps, lr=rate, dtype=None)
     lesson = replace(lesson, plan=plan, base=checkpoint.load(lesson.folder)).chosen(QUIET)
     plan, dtype = lesson.plan, getattr(torch, lesson.plan.dtype or "float32")
-    task = Answers(lesson, None, dtype)
+    task = FinetuneTask(lesson, None, dtype)
     before = task.score(lesson.base.model, dtype, CHECK_TOKENS).loss
     model, _ = altered(lesson.base.model, plan)
     kept(model, plan)
@@ -127,7 +127,7 @@ def main(
     measure.keep_memory()
     measure.quick_small_numbers()
     shared = asdict(setting) | {"base": Path(base).name, "data": Path(data).name}
-    lesson = Lesson.read(planned(base, data, setting), QUIET)
+    lesson = FinetuneData.read(planned(base, data, setting), QUIET)
     for method, length, rate in [(m, n, r) for n in steps for m in methods for r in rates or (None,)]:
         key = shared | {"method": method, "steps": length, "asked": rate}
         if not any(all(row[k] == v for k, v in key.items()) for row in read(out)):

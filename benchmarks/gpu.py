@@ -100,7 +100,7 @@ def our_side(work: Work) -> dict[str, float]:
     from dunes import measure
     from dunes.models import arcee
     from dunes.models.initialise import initialise
-    from dunes.runs.dial import flops
+    from dunes.runs.autosize import flops
     from dunes.train import Trainer, muon
 
     device = measure.device()

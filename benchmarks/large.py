@@ -47,16 +47,16 @@ def main(gigabytes: float = 2.0, folder: Path = Path("large"), steps: int = 50) 
     import os
 
     from dunes import measure
-    from dunes.runs.plan import Plan
     from dunes.runs.progress import Display
     from dunes.runs.train import train
+    from dunes.runs.train_config import TrainConfig
 
     os.environ["DUNES_HOME"] = str(folder / "home")
     maker = Process(target=make, args=(folder / "text", gigabytes))  # its memory is not the run's
     maker.start()
     maker.join()
     start = time.time()
-    plan = Plan(sources=(str(folder / "text"),), steps=steps, size=2_000_000)
+    plan = TrainConfig(sources=(str(folder / "text"),), steps=steps, size=2_000_000)
     status = train(plan, folder / f"run-{time.time_ns()}", Display())
     peak = measure.peak_memory(measure.device()) / 1e9
     print(json.dumps({"status": status, "seconds": time.time() - start, "peak_gigabytes": peak}))

@@ -26,15 +26,15 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
         steps: Steps in a stretch; a save must be over within it.
     """
     from dunes import measure
+    from dunes.runs.autosize import chosen
     from dunes.runs.corpus import gather, tokenize
-    from dunes.runs.dial import chosen
-    from dunes.runs.plan import Plan, parse_size
     from dunes.runs.progress import Display
     from dunes.runs.saver import Saver
     from dunes.runs.train import prepare
+    from dunes.runs.train_config import TrainConfig, parse_size
 
     measure.keep_memory()
-    plan = Plan(sources=("stdlib",), size=parse_size(size), steps=10**6)
+    plan = TrainConfig(sources=("stdlib",), size=parse_size(size), steps=10**6)
     corpus = gather(plan)
     plan, _ = chosen(plan, sum(d.size for d in corpus.train))
     folder = Path(tempfile.mkdtemp())

@@ -13,17 +13,17 @@ from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
 from dunes.runs.chat import speaker
 from dunes.runs.finetune import finetune
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.merge import merge
 from dunes.runs.progress import Display
-from dunes.runs.tuning import Tuning
 from dunes.text.templates import Turn
 
 QUESTIONS = ("List three things that a cat likes.", "Say in one sentence what a computer is.")
 
 
 def main(base: str, data: str, epochs: float = 3.0, out: str = "runs/alpaca-lora", **changes: object) -> int:
-    plan = Tuning(model=base, data=data, epochs=epochs, method="lora", rank=16, template="alpaca")
-    plan = Tuning.of({**vars(plan), **changes})
+    plan = FinetuneConfig(model=base, data=data, epochs=epochs, method="lora", rank=16, template="alpaca")
+    plan = FinetuneConfig.of({**vars(plan), **changes})
     if status := finetune(plan, Path(out), Display(), examples=2):
         return status
     helper = speaker(out)

@@ -10,9 +10,9 @@ from pathlib import Path
 from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
 from dunes.data import collect
-from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import complete_line
 from dunes.text.lines import split_lines
 
@@ -34,7 +34,7 @@ def unseen_lines(count: int, seed: int) -> list[tuple[str, str, str]]:
 
 def main(minutes: float = 3.0) -> int:
     run = RUNS / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    status = train(Plan(sources=("stdlib",), minutes=minutes), run, Display())
+    status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
     loaded = checkpoint.load(run)
     print("\nThree lines from files it has not seen, cut at a random place:")
     for place, before, truth in unseen_lines(3, seed=time.time_ns()):

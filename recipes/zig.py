@@ -10,14 +10,14 @@ from pathlib import Path
 from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
-from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
 from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import complete_line, write
 
 
 def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
-    if status := train(Plan(sources=(folder,), minutes=minutes), Path(out), Display()):
+    if status := train(TrainConfig(sources=(folder,), minutes=minutes), Path(out), Display()):
         return status
     zig = checkpoint.load(out)
     sample = sampler(0.7, top_k=50)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
+from dunes.runs.train_config import TrainConfig
 
 torch.set_num_threads(1)
 
@@ -48,7 +48,7 @@ def data(name: str) -> Path:
 def toy(code, **changes):
     fixed = {"sources": (str(code),), "size": 60_000, "context": 32, "batch": 4, "steps": 12}
     fixed |= {"vocab": 300} if changes.get("tokenizer", "bpe") == "bpe" else {}
-    return Plan(**fixed | {"dtype": "float32", "threads": 1} | changes)
+    return TrainConfig(**fixed | {"dtype": "float32", "threads": 1} | changes)
 
 
 def display():

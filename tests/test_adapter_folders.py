@@ -21,6 +21,7 @@ from dunes.cli import augment, verbs
 from dunes.runs.chat import speaker
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, carried, named, of, prompt
+from native_files import write_native
 from test_adapter import IDS, LIMIT, pair, weights, words
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -269,6 +270,16 @@ def test_a_change_on_the_disk_is_seen(made):
         checkpoint.load(folder)
 
 
+def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monkeypatch, capsys):
+    folder, _ = made
+    monkeypatch.setattr(atomic, "LARGE", 0)
+    checkpoint.load(folder)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    checkpoint.load(folder)
+    assert "hashing the base" in capsys.readouterr().err
+
+
 def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     folder, _ = made
     with pytest.raises(ValueError, match="merge it first: dunes augment merge"):
@@ -358,15 +369,14 @@ def test_inspect_compares_the_numbers_where_it_is_asked_to(made):
     assert "its numbers cannot be compared: the adapter's card does not know them" in about(folder)[0]
 
 
-FORMS = {
-    "rounded": {"dtype": torch.bfloat16},
-    "native": {"form": "native"},
-    "native, rounded": {"form": "native", "dtype": torch.float16},
-}
+ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def rewritten(base, out, form):
     """The same tensors in a pickle, or in two files with an index."""
+    if form == "native":
+        write_native(base, out)
+        return
     shutil.copytree(base, out)
     held = load_file(out / "model.safetensors")
     for name in ("dunes.json", "model.safetensors"):
@@ -380,13 +390,13 @@ def rewritten(base, out, form):
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-@pytest.mark.parametrize("form", [*FORMS, "pickled", "sharded"])
+@pytest.mark.parametrize("form", [*ROUNDED, "native", "pickled", "sharded"])
 def test_a_base_in_another_form_is_known(form, tmp_path):
     _, ours = base_in(tmp_path / "base")
     adapter_in(tmp_path / "a", ours, tmp_path / "base")
     out = tmp_path / "out"
-    if form in FORMS:
-        convert(checked(tmp_path / "base"), out, **FORMS[form])
+    if form in ROUNDED:
+        convert(checked(tmp_path / "base"), out, dtype=ROUNDED[form])
     else:
         rewritten(tmp_path / "base", out, form)
     model = checkpoint.load(out).model

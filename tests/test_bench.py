@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import display, toy
 from dunes import bench, measure
-from dunes.bench import benchmarks, commits, plot, rows, run, table
+from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, typical
 from dunes.bench.page import page
 from dunes.bench.race import Lap, Work, race
@@ -24,7 +24,7 @@ from dunes.bench.subject import Setting, of_folder, of_shape
 from dunes.bench.timed import kind, of_work
 from dunes.ops import attention
 from dunes.parts import Decoder
-from dunes.runs import spent
+from dunes.runs import timings
 from dunes.runs.memory import nats
 from dunes.runs.train import train
 from dunes.train import Trainer, adamw, cross_entropy
@@ -80,21 +80,6 @@ def test_a_machine_that_slows_down_steadily_makes_no_difference_between_equals(r
     assert total["A"] / total["B"] == pytest.approx(1, abs=3e-6)
     half = len(laps) // 2
     assert sum(lap.seconds for lap in laps[half:]) / sum(lap.seconds for lap in laps[:half]) > 1.001
-
-
-def test_energy_is_what_the_counter_gained_for_each_run(tmp_path):
-    clock, counter = Clock(), iter([10.0, 16.0, 5.0, 3.0])
-    laps = race({"w": clock.work(0.5)}, 2, least=0.5, clock=clock, energy=lambda: next(counter))
-    assert [lap.joules for lap in laps] == [6.0, None], "a counter that began anew tells nothing"
-    setup = lambda: setattr(clock, "now", clock.now + 7.0)
-    work = Work(clock.work(0.5).run, 1, setup=setup)
-    (lap,) = race({"w": work}, 1, least=1.0, clock=clock, energy=lambda: 10 * clock.now)
-    assert lap.joules == pytest.approx(5.0), "what is set up uses energy, too, but is not the work"
-    for package, used in (("intel-rapl:0", 1_500_000), ("intel-rapl:1", 500_000), ("intel-rapl:0:0", 7)):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "energy_uj").write_text(f"{used}\n")
-    assert measure.joules(tmp_path) == 2.0
-    assert measure.joules(tmp_path / "none") is None
 
 
 def test_rates_and_shares_are_what_they_are_called(monkeypatch):
@@ -167,20 +152,17 @@ def model_folder(tmp_path_factory):
     return root / "<b>run"
 
 
-def test_several_values_race_in_one_run_and_parquet_holds_the_same(tmp_path):
-    kept = measured("prefill", tmp_path / "out.parquet", sizes=["300k", "600k"], batches=[1, 2])
+def test_several_values_race_in_one_run(tmp_path):
+    kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
     assert len(kept) == 2 * 2 * 2
-    assert not (tmp_path / "out.jsonl").exists()
-    back = rows.read(tmp_path / "out.parquet")
-    assert [r["seconds"] for r in back] == [r["seconds"] for r in kept]
-    assert len(run.summaries(back)) == 4
+    assert len(run.summaries(kept)) == 4
 
 
 def test_no_file_is_written_over_or_taken_for_ones_own(tmp_path):
     measured("prefill", tmp_path / "a.jsonl")
     before = (tmp_path / "a.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"a\.jsonl: is there already"):
-        measured("prefill", tmp_path / "a.parquet")
+        measured("prefill", tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
 
@@ -243,17 +225,14 @@ def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
 
 def test_files_that_are_none_are_refused(tmp_path):
     bad = tmp_path / "bad.jsonl"
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"bad\.parquet: not a parquet file"):
-        rows.read(tmp_path / "bad.parquet")
     for text, words in (("", "holds no measurement"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
         bad.write_text(text)
         with pytest.raises(ValueError, match=words):
             rows.read(bad)
     with pytest.raises(ValueError, match="is there already"):
         run.bench("train", TINY, 1, bad)
-    with pytest.raises(ValueError, match=r"named \.jsonl or \.parquet"):
-        run.bench("train", TINY, 1, tmp_path / "x.csv")
+    with pytest.raises(ValueError, match=r"x\.parquet: a file of measurements is named \.jsonl"):
+        run.bench("train", TINY, 1, tmp_path / "x.parquet")
 
 
 def test_a_benchmark_of_ones_own_is_registered_once():
@@ -333,11 +312,6 @@ def test_rounds_are_paired_by_their_numbers():
     assert (difference.ratio, difference.pairs) == (1.0, 8)
 
 
-def test_what_is_no_commit_is_told(tmp_path):
-    with pytest.raises(ValueError, match="no-such-commit: neither a file of measurements nor a commit"):
-        commits.measured(("no-such-commit", "HEAD"), "train", "20k", 1)
-
-
 # Where the time goes
 
 
@@ -405,13 +379,13 @@ def test_a_benchmark_by_module_says_all_of_its_time(capsys):
 
 
 def test_spent_time_adds_up():
-    taken = spent.Spent()
+    taken = timings.Spent()
     with taken("a"), taken("b"):
         pass
     assert list(taken.each("data", [1, 2])) == [1, 2]
     taken.add("a", 3.0)
     assert set(taken.seconds) == {"a", "b", "data"}
-    assert spent.lines({"x": 3.0, "longer": 1.0}) == ["x            3.0 s   75.0%", "longer       1.0 s   25.0%"]
+    assert timings.lines({"x": 3.0, "longer": 1.0}) == ["x            3.0 s   75.0%", "longer       1.0 s   25.0%"]
 
 
 # Pictures
@@ -545,12 +519,3 @@ def test_a_mistake_is_one_line_and_status_2():
 
 def test_a_decoder_is_what_is_measured(model_folder):
     assert isinstance(of_folder(model_folder).model(), Decoder)
-
-
-@pytest.mark.slow
-def test_two_commits_are_run_in_turn_and_compared_round_by_round():
-    found = commits.measured(("HEAD", "HEAD"), "prefill", "20k", 2)
-    assert [[r["round"] for r in side] for side in found] == [[0, 1], [0, 1]]
-    assert found[0][0]["commit"] == "HEAD"
-    (difference,) = compare(*found).differences
-    assert difference.pairs == 2

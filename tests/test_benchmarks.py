@@ -19,6 +19,18 @@ def last_line(script: str, *arguments: object):
 
 
 @pytest.mark.slow
+def test_two_commits_are_run_in_turn_and_compared_round_by_round():
+    row = last_line("commits.py", "HEAD", "HEAD", "--benchmark", "prefill", "--size", "20k", "--rounds", 2)
+    assert [d["pairs"] for d in row["differences"]] == [2]
+
+
+def test_what_is_no_commit_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    with pytest.raises(ValueError, match="no-such-commit: no commit of"):
+        importlib.import_module("commits").measure_commits(("no-such-commit", "HEAD"), "train", "20k", 1)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_race_on_a_gpu_runs_on_any_machine_at_toy_size():
     row = last_line("gpu.py", "--toy", "--rounds", 1)
@@ -42,9 +54,9 @@ def test_our_side_of_shakespeare_learns(tmp_path):
 
 @pytest.mark.slow
 def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
-    out = tmp_path / "dial.jsonl"
+    out = tmp_path / "autosize.jsonl"
     arguments = ("--minutes", "0.34", "--shapes", "300k,2,32,300", "--source", code, "--out", out)
-    command = [sys.executable, FOLDER / "dial.py", *map(str, arguments)]
+    command = [sys.executable, FOLDER / "autosize.py", *map(str, arguments)]
     for _ in range(2):
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         (row,) = map(json.loads, out.read_text().splitlines())

@@ -13,7 +13,7 @@ from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.generate import Token, sampler
 from dunes.runs import chat as chats
-from dunes.runs.chat import Chat, Speaker, Voice, answer, run, speaker
+from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, run, speaker
 from dunes.text.templates import Turn, carried, named, prompt
 from test_adapter import pair
 from test_adapter_folders import TOKENS, base_in
@@ -42,10 +42,11 @@ def scripted(monkeypatch, tmp_path):
         script = Script(tokenizer, *answers)
         monkeypatch.setattr(chats, "generate", script)
         told = carried(named(template), tokenizer)
-        voice = Voice(tmp_path, None, told, context, {"template": template})
+        voice = ChatModel(tmp_path, None, told, context, {"template": template})
         notes = []
         model = pair("llama")[1]
-        return Chat(Speaker(model, {"none": voice}), sampler(0.0), 20, note=notes.append, **options), script, notes
+        engine = ChatEngine(model, {"none": voice})
+        return Chat(engine, sampler(0.0), 20, note=notes.append, **options), script, notes
 
     return make
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint import state, stream
+from dunes.checkpoint import card, inspect, state, stream
+from dunes.checkpoint.folder import verified
+from dunes.checkpoint.source import opened
 from dunes.checkpoint.stored import held
-from dunes.data.shards import default_cache
 from dunes.models import FAMILIES, llama
 from dunes.models.initialise import initialise
 from dunes.parts import MLP, RMSNorm
@@ -132,7 +134,6 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
 
     for call in ("replace", "unlink"):
         monkeypatch.setattr(os, call, refuse)
-    monkeypatch.setenv("DUNES_HOME", "/proc/none")
     loaded = checkpoint.load(folder)
     assert loaded.card["note"] == str(stream.SHARD)
     assert torch.equal(loaded.model.embed.token.weight, weights["model.embed_tokens.weight"] + 1)
@@ -197,41 +198,19 @@ def test_damage_is_named_in_one_line(folder, damage):
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_is_hashed_once_after_it_changed(folder, monkeypatch):
-    from dunes.checkpoint import atomic
-
-    hashed, digest = [], atomic.digest
-    monkeypatch.setattr(atomic, "digest", lambda path: hashed.append(path.name) or digest(path))
-    files = sorted(p.name for p in folder.iterdir() if p.name != "dunes.json")
-    for expected in (files, []):
-        checkpoint.load(folder)
-        assert hashed == expected
-        hashed.clear()
+def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_any_size(folder, monkeypatch):
     weights, before = folder / "model.safetensors", os.stat(folder / "model.safetensors")
-    data = weights.read_bytes()
     flip(weights)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
-            checkpoint.load(folder)
-    assert hashed == ["model.safetensors"] * 2
-    weights.write_bytes(data)
+    with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
+        checkpoint.load(folder)
+    assert verified(folder, most=before.st_size), "too large to hash at each load"
+    assert "another SHA-256" in inspect.judged(opened(folder)).reasons[0]
+    limits = []
+    monkeypatch.setattr(card, "check", lambda folder, card, most: limits.append(most))
+    inspect.judged(opened(folder))
+    assert limits == [math.inf]
     (folder / "dunes.json").unlink()
-    hashed.clear()
-    checkpoint.load(folder)
-    assert not hashed
-
-
-def test_a_note_that_cannot_be_read_or_written_costs_only_time(folder, tmp_path, monkeypatch):
-    (tmp_path / "home").write_text("no folder")
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
-    checkpoint.load(folder)
-    checkpoint.load(folder)
-    for name in ("DUNES_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home
-    with pytest.raises(RuntimeError):
-        default_cache()
     checkpoint.load(folder)
 
 

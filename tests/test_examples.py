@@ -471,6 +471,17 @@ def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
     assert len(list(tokenized(rows(*many), Own(source, bpe), bpe))) == 70
 
 
+def test_what_stands_for_special_tokens_is_in_no_text(bpe):
+    """Icons of private use are text like any other, and a special token that a user wrote is not one."""
+    text = "\U000f0000 <|im_end|>{end}\U000f0003"
+    for template in (named("chatml"), Own(named("chatml").jinja(bpe), bpe)):
+        example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
+        assert coloured(example, bpe)[1] == (f"{text}<|im_end|>", True)
+        assert example.ids[example.trained].tolist() == [*bpe.encode(text), bpe.special("<|im_end|>")]
+        with pytest.raises(ValueError, match="half of a surrogate pair at character 2"):
+            made((Turn("user", "a \udc00"), Turn("assistant", "b")), template, bpe)
+
+
 def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
     """As templates do that leave out earlier thoughts, and tokens that take the spaces beside them."""
     source = (
@@ -739,7 +750,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     put(folder, gzip.compress(lines(FORMS["text"]).encode()), "in/texts.jsonl.gz")
     put(folder, json.dumps([FORMS["alpaca"]], indent=1), "tasks.json")
     put(folder, '{"name": "a project"}', "package.json")
-    put(folder, '[{"name": "settings"}]', "settings.json")
+    put(folder, '["names"]', "names.json")
     put(folder, "A book.\n", "book.txt")
     put(folder, "A book.\n", "copy.txt")
     put(folder, b"\0\1", "image.bin")
@@ -755,7 +766,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     }
     plain = {r.place.rpartition("/")[2]: r.talk[0].text for r in found[-1].rows}
     assert plain["book.txt"] == "A book.\n"
-    assert plain.keys() == {"book.txt", "package.json", "settings.json", ".gitignore"}
+    assert plain.keys() == {"book.txt", "package.json", "names.json", ".gitignore"}
     assert said[-2:] == [
         f"{folder}: 4 files of plain text",
         "passed over: 1 duplicates, 1 ignored, 1 binary, 1 links that lead outside; --follow-links reads what lies outside",
@@ -763,6 +774,9 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     assert len(read_dataset(folder, follow_links=True)[0][-1].rows) == 5
     put(folder, "{broken", "z.jsonl")
     with pytest.raises(ValueError, match=r"data/z\.jsonl, line 1: not JSON"):
+        read_dataset(folder)
+    put(folder, '[{"name": "settings"}]', "settings.json")
+    with pytest.raises(ValueError, match=r"data/settings\.json, row 1: expected the keys .* --text-field"):
         read_dataset(folder)
 
 

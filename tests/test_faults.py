@@ -24,10 +24,10 @@ from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
-from dunes.runs.plan import Plan
 from dunes.runs.run import Run, records
 from dunes.runs.saver import Saver
 from dunes.runs.train import prepare, train
+from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 
 STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
@@ -391,7 +391,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
             train(plan, tmp_path / "cut", display()[0])
     assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
-    assert train(Plan(sources=()), tmp_path / "cut", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], again=True) == 0
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
     assert same(straight[0], resumed[0])
     assert straight[1:] == resumed[1:]
@@ -414,15 +414,15 @@ def test_too_little_memory_beside_the_steps_does_not_end_training(code, tmp_path
 HUNGRY = """
 import resource, sys
 from pathlib import Path
-from dunes.runs.plan import Plan
+from dunes.runs.train_config import TrainConfig
 from dunes.runs.progress import Display
 from dunes.runs.train import prepare, train
 import torch
 
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), held + (1 << 29)))
-train(Plan(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_000, steps=9, dtype="float32",
-           threads=1), Path(sys.argv[2]), Display())
+train(TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_000, steps=9,
+           dtype="float32", threads=1), Path(sys.argv[2]), Display())
 """
 
 
@@ -479,12 +479,12 @@ TRAIN = """
 import sys
 from pathlib import Path
 from dunes.runs import loop
-from dunes.runs.plan import Plan
+from dunes.runs.train_config import TrainConfig
 from dunes.runs.progress import Display
 from dunes.runs.train import train
 
 loop.SAVE_SECONDS = 0.1
-plan = Plan(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=4, steps=120,
+plan = TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=4, steps=120,
             dtype="float32", threads=1)
 folder = Path(sys.argv[2])
 sys.exit(train(plan, folder, Display(), again=(folder / "state" / "plan.json").exists()))

@@ -20,16 +20,16 @@ from dunes.data import Batches
 from dunes.data.examples import read, split
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.runs import lesson as lesson_module
+from dunes.runs import finetune_data as lesson_module
 from dunes.runs import loop as loop_module
-from dunes.runs.answers import Answers, Before
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
-from dunes.runs.lesson import Lesson, answered, memory, optimizer
+from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, rows_a_step, steps_of
+from dunes.runs.finetune_data import FinetuneData, answered, memory, optimizer
+from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.memory import Learning, Shape, training
 from dunes.runs.run import Run, records, trainable_state
 from dunes.runs.train import train
-from dunes.runs.tuning import METHODS, Tuning, learning_rate, rows_a_step, steps_of
 from dunes.text import Tokenizer, templates
 from test_runs import stopping_at, weights
 
@@ -70,7 +70,7 @@ def examples(tmp_path_factory):
 
 def asked(base, examples, **changes):
     fixed = {"steps": 6, "batch": 4, "rank": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
-    return Tuning(model=str(base), data=str(examples), **fixed | changes)
+    return FinetuneConfig(model=str(base), data=str(examples), **fixed | changes)
 
 
 def finetuned(plan, folder, **how):
@@ -82,8 +82,8 @@ def finetuned(plan, folder, **how):
 def score_of(folder, plan, train_on="answers"):
     """The score of the folder that was left, computed anew from its files."""
     loaded = checkpoint.load(folder)
-    lesson = Lesson.read(replace(plan, model=plan.model), display()[0])
-    task = Answers(lesson, None, torch.float32)
+    lesson = FinetuneData.read(replace(plan, model=plan.model), display()[0])
+    task = FinetuneTask(lesson, None, torch.float32)
     return task.score(loaded.model, torch.float32)
 
 
@@ -143,8 +143,8 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
         stopping_at(9, patch)
         assert finetune(plan, halves, display()[0]) == 130
     # The base is asked before it is changed, and once: what it said stands in the run.
-    monkeypatch.setattr(Answers, "able", once(Answers.able))
-    assert finetune(Tuning(), halves, display()[0], again=True) == 0
+    monkeypatch.setattr(FinetuneTask, "able", once(FinetuneTask.able))
+    assert finetune(FinetuneConfig(), halves, display()[0], again=True) == 0
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
@@ -189,9 +189,9 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     base = base_in(tmp_path / "base", tokenizer)
     plan = asked(base, examples, steps=1, method=method)
     finetuned(plan, tmp_path / "run")
-    prints = Answers.prints.func
+    prints = FinetuneTask.prints.func
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
-        later.setattr(Answers, "prints", property(lambda task: prints(task) | {"of tomorrow": "1"}))
+        later.setattr(FinetuneTask, "prints", property(lambda task: prints(task) | {"of tomorrow": "1"}))
         assert finetune(plan, tmp_path / "run", display()[0], again=True) == 0
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
@@ -227,13 +227,13 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     plan = asked("base", "rows.json", steps=2)
     finetuned(plan, tmp_path / "run")
     monkeypatch.chdir(tmp_path / "there")
-    assert finetune(Tuning(), tmp_path / "run", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], again=True) == 0
     (tmp_path / "here" / "rows.json").rename("moved.json")
     again = {"again": True, "asked": ["data"], "override": ["data"]}
-    assert finetune(Tuning(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
+    assert finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
     (tmp_path / "there" / "moved.json").write_text(json.dumps(ROWS[1:]))
     with pytest.raises(ValueError, match="cannot go on: examples changed"):
-        finetune(Tuning(data="moved.json"), tmp_path / "run", display()[0], **again)
+        finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -288,7 +288,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
         return score
 
     plan, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
-    monkeypatch.setattr(Answers, "able", lambda self, *a: Before(Score(30.0, 10, 10), None, [], ""))
+    monkeypatch.setattr(FinetuneTask, "able", lambda self, *a: Baseline(Score(30.0, 10, 10), None, [], ""))
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
     out = finetuned(plan, folder)
@@ -452,7 +452,7 @@ def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path,
         assert finetune(plan, tmp_path / "run", display()[0]) == 130
     for path in code.glob("*.py"):
         path.write_text(path.read_text() * 2)
-    assert finetune(Tuning(), tmp_path / "run", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], again=True) == 0
     finetuned(plan, tmp_path / "straight")
     cards = [json.loads((tmp_path / f / "dunes.json").read_text())["measured"] for f in ("run", "straight")]
     assert cards[0]["domain"] == cards[1]["domain"]
@@ -541,7 +541,7 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
     with monkeypatch.context() as patch:
         stopping_at(5, patch)
         assert finetune(plan, tmp_path / "halves", display()[0]) == 130
-    assert finetune(Tuning(), tmp_path / "halves", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], again=True) == 0
     one, two = weights(tmp_path / "straight"), weights(tmp_path / "halves")
     assert all(torch.equal(one[k], two[k]) for k in one)
     (folder / "bad.jsonl").write_text("{")
@@ -594,7 +594,7 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
 
 
 def ready(base, examples, **changes):
-    return Lesson.read(asked(base, examples, **changes), display()[0]).chosen(display()[0])
+    return FinetuneData.read(asked(base, examples, **changes), display()[0]).chosen(display()[0])
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", pytest.param("dora", marks=pytest.mark.slow)])
@@ -633,7 +633,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     assert ready(base, examples, batch=8).plan.at_once in (2, 4)
     monkeypatch.setattr(measure, "free_memory", lambda device: 1)
     show, out = display()
-    assert Lesson.read(asked(base, examples, batch=8), show).chosen(show).plan.at_once == 1
+    assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).plan.at_once == 1
     assert "look: that may not fit" in out.getvalue()
 
 
@@ -647,7 +647,7 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
 
 
 def test_what_is_chosen(base, examples):
-    plan = Tuning(model="m", data="d")
+    plan = FinetuneConfig(model="m", data="d")
     full = replace(plan, method="full")
     assert learning_rate(full, 4096) == 2e-5
     assert learning_rate(full, 192) == pytest.approx(1e-3, rel=0.02)
@@ -691,7 +691,7 @@ def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, t
     note = tmp_path / "run" / "state" / "before.json"
     whole = json.loads(note.read_text())
     note.write_bytes(note.read_bytes()[:30])
-    said = finetuned(Tuning(), tmp_path / "run", again=True)
+    said = finetuned(FinetuneConfig(), tmp_path / "run", again=True)
     assert f"warning: {note}: not JSON" in said
     assert "asking the base first" in said
     assert json.loads(note.read_text()) == whole
@@ -701,7 +701,7 @@ def test_answers_that_do_not_fit_on_the_disk_do_not_cost_the_adapter(base, examp
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("dunes.runs.answers.append_text", full)
+    monkeypatch.setattr("dunes.runs.finetune_task.append_text", full)
     said = finetuned(asked(base, examples, steps=2), tmp_path / "run")
     assert "warning: the answers are not in samples.md: [Errno 28]" in said
     assert "done after 2 steps" in said

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as library
 from safetensors.torch import save_file
 
 from dunes import measure
 from dunes.checkpoint import header
 from dunes.checkpoint.mapped import Mapped
+from dunes.text import json_file
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -189,7 +188,6 @@ BAD: dict[str, bytes] = {
     "header of 99 MB in 100 bytes": pack(b"{".ljust(92), length=99_000_000),
     "header longer than 100 MB": pack(b"{}", length=100_000_001),
     "no brace at the begin": pack(b'["a"]'),
-    "leading space": pack(b" {}"),
     "byte order mark": pack(b"\xef\xbb\xbf{}"),
     "UTF-16": pack("{}".encode("utf-16-le")),
     "bad UTF-8": pack(b'{"\xff\xfe":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
@@ -206,14 +204,12 @@ BAD: dict[str, bytes] = {
     "metadata key twice": pack(b'{"__metadata__":{"a":"b","a":"b"}}'),
     "metadata twice": pack(b'{"__metadata__":{},"__metadata__":{}}'),
     "metadata is a list": pack(b'{"__metadata__":[]}'),
-    "metadata is null": pack(b'{"__metadata__":null}'),
     "metadata of numbers": pack(b'{"__metadata__":{"a":1}}'),
     "deep metadata": pack(b'{"__metadata__":' + DEEP),
     "deep objects": pack(b'{"a":' * 90_000),
     "deep dtype": pack(
         b'{"a":{"shape":[1],"data_offsets":[0,4],"dtype":' + b"[" * 800 + b"]" * 800 + b"}}", bytes(4)
     ),
-    "unknown field": pack({"a": entry(extra=1)}, bytes(4)),
     "missing field": pack({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)),
     "entry is a list": pack({"a": ["F32", [1], [0, 4]]}, bytes(4)),
     "unknown dtype": pack({"a": entry(dtype="F31")}, bytes(4)),
@@ -286,17 +282,11 @@ def test_a_bad_header_is_refused_on_one_line(tmp_path, name):
     assert grown < 64 << 20
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_library_alone_accepts_some_of_them():
-    accepted = []
-    for name, data in BAD.items():
-        try:
-            library(data)
-        except (SafetensorError, ValueError, TypeError, RuntimeError, OverflowError, KeyError, UnicodeError):
-            continue
-        accepted.append(name)
-    print(f"the library reads {len(accepted)} of {len(BAD)}: {', '.join(accepted)}")
-    assert len(accepted) >= 6
+def test_what_the_library_accepts_and_what_changes_nothing_is_read(tmp_path):
+    for text in (b' {"a":%b}', b'{"__metadata__":null,"a":%b}', b'{"a":{"extra":1,%b}'):
+        packed = json.dumps(entry()).encode()
+        (tmp_path / "x").write_bytes(pack(text % (packed[1:] if b"extra" in text else packed), bytes(4)))
+        assert header.tensors(tmp_path / "x")["a"].read().tolist() == [0.0]
 
 
 def test_names_at_the_limits_are_read(tmp_path):
@@ -320,7 +310,7 @@ def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypat
     many = pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)})
     (tmp_path / "x").write_bytes(many)
     print(f"200,000 tensors: {min(refused(tmp_path / 'x')[1] for _ in range(3)):.0f} ms")
-    monkeypatch.setattr(header.json, "loads", lambda *a, **k: pytest.fail("parsed"))
+    monkeypatch.setattr(json_file.json, "loads", lambda *a, **k: pytest.fail("parsed"))
     refused(tmp_path / "x")
     (tmp_path / "x").write_bytes(pack(b'{"a":[' + b"[],0," * 1_000_000 + b"0]}"))
     refused(tmp_path / "x")

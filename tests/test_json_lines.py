@@ -18,10 +18,10 @@ from dunes.checkpoint import atomic
 from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines
-from dunes.runs.plan import Plan
 from dunes.runs.run import cut, records
-from dunes.runs.track import written
+from dunes.runs.tensorboard import written
 from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
 
 METRIC = {"step": 1, "loss": 2.0, "count": 9, "grad_norm": 1.0, "lr_scale": 1.0, "skipped": False, "seconds": 0.5}
 DAMAGED = {
@@ -265,7 +265,7 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
     path.write_text(json.dumps(seed, ensure_ascii=False) + "\n", encoding="utf-8")
     assert self_instruct.seed_tasks(path)[0].instruction == seed["instruction"]
     path.write_bytes(b'{"instruction": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"seeds\.jsonl: not UTF-8 at byte 20"):
+    with pytest.raises(ValueError, match=r"seeds\.jsonl, line 1: not UTF-8 at byte 20"):
         self_instruct.seed_tasks(path)
 
 
@@ -288,4 +288,4 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
     assert checkpoint.latest(tmp_path / "run", pytest.fail).name == "step-000030"
     assert not list((tmp_path / "run" / "state").glob(".step-*"))
     assert torch.isfinite(checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]["norm.weight"]).all()
-    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True) == 0

@@ -10,7 +10,7 @@ from conftest import display, toy
 from dunes.runs.evaluate import Score
 from dunes.runs.picture import centred, loss_picture
 from dunes.runs.run import Run, records
-from dunes.runs.track import written
+from dunes.runs.tensorboard import written
 from dunes.runs.train import train
 
 

@@ -105,7 +105,7 @@ def test_the_demo_counts_lines_as_editors_do(tmp_path):
 def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     made, asked = recipe("self_instruct"), []
 
-    class Answers(BaseHTTPRequestHandler):
+    class FinetuneTask(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append((self.path, self.headers["Authorization"], body))
@@ -121,7 +121,7 @@ def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, caps
 
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     out = tmp_path / "out.json"
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FinetuneTask) as http:
         Thread(target=http.serve_forever, daemon=True).start()
         ask = made.server(f"http://127.0.0.1:{http.server_port}/v1/", "m")
         with pytest.raises(

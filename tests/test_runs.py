@@ -22,18 +22,18 @@ from conftest import display, toy
 from dunes import checkpoint, measure
 from dunes.data import collect
 from dunes.models import FAMILIES
-from dunes.runs import dial
+from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting, rising
-from dunes.runs.plan import Plan, config_for, parse_size, size_fields
 from dunes.runs.progress import Display, duration, quantity
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
 from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig, config_for, parse_size, size_fields
 from dunes.runs.write import complete_line
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
@@ -105,7 +105,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
         assert "stopped after 37 steps" in out.getvalue()
         assert "--resume" in out.getvalue().splitlines()[-1]
         assert checkpoint.load(halves).card["trained"]["steps"] == 37
-    assert train(Plan(sources=()), halves, display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), halves, display()[0], again=True) == 0
     tokens = np.prod([90, 16, 32])
     assert tokens > 2 * 32 * 40 * 12, "more than one epoch"
     one, two = weights(straight), weights(halves)
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatc
     first = json.loads((folder / "dunes.json").read_text())["trained"]["seconds"]
     assert 0.5 < first < 2.0
     before = next(looks) * 0.02
-    assert train(Plan(sources=()), folder, display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), folder, display()[0], again=True) == 0
     assert first + next(looks) * 0.02 - before == pytest.approx(3.0, rel=0.1)
     assert json.loads((folder / "dunes.json").read_text())["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
 
@@ -165,7 +165,7 @@ def refused(plan, folder, again=False):
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     folder = tmp_path / "run"
     assert "no run to go on with" in refused(toy(code), folder, again=True)
-    assert "no sources" in refused(Plan(sources=()), folder)
+    assert "no sources" in refused(TrainConfig(sources=()), folder)
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
     assert "holds a run already" in refused(toy(code), folder)
@@ -173,7 +173,7 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert "size was 60000, now 70000" in changed
     assert "family was 'arcee', now 'gpt2'" in changed
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
-    words = refused(Plan(sources=()), folder, again=True)
+    words = refused(TrainConfig(sources=()), folder, again=True)
     assert "cannot go on: the text to validate on changed; " in words
     assert words.endswith("or say --override corpus")
     (tmp_path / "file").write_text("x")
@@ -191,10 +191,10 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     lines = records(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
-    assert run_module.begun(folder, Plan).steps == 25
+    assert run_module.begun(folder, TrainConfig).steps == 25
     assert lines[-1]["lr_scale"] < 0.1 < lines[12]["lr_scale"], "the rate went up again, and down to the new end"
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
-    assert train(Plan(sources=()), folder, display()[0], again=True, override=["corpus"]) == 0
+    assert train(TrainConfig(sources=()), folder, display()[0], again=True, override=["corpus"]) == 0
 
 
 def test_a_run_has_one_end(code, tmp_path):
@@ -202,12 +202,12 @@ def test_a_run_has_one_end(code, tmp_path):
     with pytest.raises(ValueError, match="--steps and --minutes are two ends of one run"):
         train(toy(code, steps=2, minutes=1.0), folder, show, asked={"steps": 2, "minutes": 1.0})
     train(toy(code, steps=2), folder, show)
-    later = Plan(sources=(), minutes=1.0)
+    later = TrainConfig(sources=(), minutes=1.0)
     with pytest.raises(
         ValueError, match=r"it ends after 2 steps, not by the clock; say --steps N --override steps"
     ):
         train(later, folder, show, again=True, override=["minutes"], asked={"minutes": 1.0})
-    longer = Plan(sources=(), steps=4)
+    longer = TrainConfig(sources=(), steps=4)
     assert train(longer, folder, show, again=True, override=["steps"], asked={"steps": 4}) == 0
 
 
@@ -215,14 +215,14 @@ def test_what_is_left_of_a_run_names_a_remedy_that_works(code, tmp_path):
     folder = tmp_path / "run"
     train(toy(code, steps=2), folder, display()[0])
     (folder / "state" / "plan.json").write_text("{")
-    assert refused(Plan(sources=()), folder, again=True).endswith("choose another --out")
+    assert refused(TrainConfig(sources=()), folder, again=True).endswith("choose another --out")
     (folder / "state" / "plan.json").unlink()
-    assert refused(Plan(sources=()), folder, again=True).endswith("choose another --out")
+    assert refused(TrainConfig(sources=()), folder, again=True).endswith("choose another --out")
 
 
 def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
     bits = itertools.cycle([1.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(train_module.Text, "score", lambda *_: Score(next(bits), 1, 1))
+    monkeypatch.setattr(train_module.TrainTask, "score", lambda *_: Score(next(bits), 1, 1))
     monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
     show, out = display()
     train(toy(code, steps=20), tmp_path / "run", show)
@@ -231,7 +231,7 @@ def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
 
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     show, out = display()
-    plan = Plan(sources=(str(code),), minutes=1, dtype="float32", threads=1)
+    plan = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
     assert train(plan, tmp_path / "run", show, dry=True) == 0
     assert not (tmp_path / "run").exists()
     words = out.getvalue()
@@ -265,17 +265,17 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(
 
 
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
-    plan = Plan(sources=(str(code),), steps=2, vocab=300, dtype="float32", threads=1)
+    plan = TrainConfig(sources=(str(code),), steps=2, vocab=300, dtype="float32", threads=1)
     train(plan, tmp_path / "run", display()[0])
-    kept = run_module.begun(tmp_path / "run", Plan)
+    kept = run_module.begun(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context, kept.matmul))
-    monkeypatch.setattr(dial, "measured", lambda plan: pytest.fail("measured again"))
-    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True) == 0
-    assert run_module.begun(tmp_path / "run", Plan) == kept
-    another = dial.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
-    monkeypatch.setattr(dial, "measured", lambda plan: another)
-    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True, override=["dtype"]) == 0
-    assert run_module.begun(tmp_path / "run", Plan).dtype == "bfloat16", "but on request"
+    monkeypatch.setattr(autosize, "measured", lambda plan: pytest.fail("measured again"))
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True) == 0
+    assert run_module.begun(tmp_path / "run", TrainConfig) == kept
+    another = autosize.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
+    monkeypatch.setattr(autosize, "measured", lambda plan: another)
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True, override=["dtype"]) == 0
+    assert run_module.begun(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
@@ -351,7 +351,7 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
         stopping_at(3, patch)
         assert train(plan, run, show) == 130
     assert ("its last 10% are held out" in out.getvalue()) == (split is None)
-    assert train(Plan(), run, display()[0], again=True, asked={}) == 0
+    assert train(TrainConfig(), run, display()[0], again=True, asked={}) == 0
     card = checkpoint.load(run).card
     assert card["trained"]["split"] == "tails"
     score, files = score_folder(run)
@@ -428,7 +428,7 @@ def test_overfitting_is_said_in_words():
 def test_checks_since_the_best_one_are_counted(bits, since, best):
     scores, model, trainer = iter(bits), torch.nn.Linear(2, 2), SimpleNamespace(number=0, dtype=None)
     task = SimpleNamespace(score=lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores)))
-    run, counts = run_module.Run(Path(), Plan(), task, model, trainer, None), []
+    run, counts = run_module.Run(Path(), TrainConfig(), task, model, trainer, None), []
     for number in range(1, len(bits) + 1):
         trainer.number = number
         run.check(1)
@@ -489,21 +489,21 @@ def test_nonsense_in_a_plan_is_refused_by_name():
         size_fields("3")
     for words in ("0x256", "4x250", "4x0"):
         with pytest.raises(ValueError, match="like 4x256"):
-            Plan(sources=("x",), **size_fields(words))
+            TrainConfig(sources=("x",), **size_fields(words))
     with pytest.raises(ValueError, match="--vocab is 300, and bytes"):
-        Plan(sources=("x",), vocab=300, tokenizer="bytes")
+        TrainConfig(sources=("x",), vocab=300, tokenizer="bytes")
     nonsense = {"lr": float("nan"), "device": "tpu", "vocab": 0, "steps": 0}
     nonsense |= {"minutes": 0, "context": 1, "family": "rnn", "split": "lines"}
     for field, value in nonsense.items():
         with pytest.raises(ValueError, match=f"--{field} is"):
-            Plan(sources=("x",), **{field: value})
+            TrainConfig(sources=("x",), **{field: value})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [300_000, 1_000_000, 4_000_000, 30_000_000])
 def test_a_size_asked_for_is_about_the_size_built(family, size):
     with torch.device("meta"):
-        model = FAMILIES[family].build(config_for(Plan(sources=("x",), family=family, size=size), 2048))
+        model = FAMILIES[family].build(config_for(TrainConfig(sources=("x",), family=family, size=size), 2048))
     assert count(model) == pytest.approx(size, rel=0.2)
 
 
@@ -594,7 +594,7 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
         time.sleep(0.001)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert run_module.begun(folder, Plan).steps == 100_000
+    assert run_module.begun(folder, TrainConfig).steps == 100_000
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
     assert run_module.checkpoint.latest(folder, told.append) is None or not told

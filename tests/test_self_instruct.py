@@ -21,7 +21,6 @@ from dunes.data.self_instruct import (
     parsed,
     prompt,
     prompts,
-    rouge_l,
     seed_tasks,
     unfit,
 )
@@ -41,6 +40,10 @@ SEEDS = [
 def theirs(a, b):
     a, b = (tokenize.tokenize(text, None) for text in (a, b))
     return rouge_scorer._score_lcs(a, b).fmeasure
+
+
+def rouge_l(a, b):
+    return (Earlier([a]).nearest(b) or (0.0, ""))[0]
 
 
 def listed(*items, first=4):
@@ -177,7 +180,10 @@ def test_seed_files(tmp_path):
     own = {"instruction": "a", "input": "", "output": "c"}
     path.write_text(json.dumps({"instruction": "a", "instances": [own, own]}) + "\n" + json.dumps(own))
     assert seed_tasks(path) == [Task("a", "", "c")] * 2
-    for line in ("{", "[]", "3", '{"instruction": "a"}', '{"instruction": "a", "instances": []}',
+    path.write_text(json.dumps(own) + "\n{")
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        seed_tasks(path)
+    for line in ("[]", "3", '{"instruction": "a"}', '{"instruction": "a", "instances": []}',
                  '{"instruction": "a", "input": null, "output": "b"}'):  # fmt: skip
         path.write_text(json.dumps(own) + "\n" + line)
         with pytest.raises(ValueError, match="line 2: expected an object with instruction"):
@@ -191,10 +197,7 @@ def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
     path.write_bytes(f"\ufeff{text}\r\n".encode())
     assert seed_tasks(path) == [Task(*row.values()) for row in rows]
     path.write_bytes(f"{text}\n\n[".encode())
-    with pytest.raises(ValueError, match="line 5: expected an object"):
-        seed_tasks(path)
-    path.write_bytes(b'{"instruction": "caf\xe9"}')
-    with pytest.raises(ValueError, match=r"seeds.jsonl: not UTF-8 at byte 20"):
+    with pytest.raises(ValueError, match="line 5: not JSON"):
         seed_tasks(path)
 
 

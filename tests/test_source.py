@@ -1,4 +1,4 @@
-"""Folders that others made, badly or with intent: refused as a whole, in one line with the likely cause."""
+"""Folders that others made, badly or with intent: refused as a whole, in one line."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint, tree
 from dunes.checkpoint import folder as folders
-from dunes.checkpoint.differences import SHOWN, Difference, _renamed, report
+from dunes.checkpoint.differences import SHOWN, Difference, report
 from dunes.checkpoint.folder import filled
 from dunes.checkpoint.inspect import inspect
 from dunes.checkpoint.mapped import Mapped
@@ -32,6 +32,8 @@ from dunes.text import Tokenizer, json_file
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+
+from native_files import renamed
 
 WORDS = {
     "vocab_size": 97,
@@ -139,36 +141,6 @@ def turned(*parts):
     return lambda t: {k: v.T if any(p in k for p in parts) else v for k, v in t.items()}
 
 
-NATIVE = {
-    "model.layers.": "layers.",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-}
-
-
-def native(tensors):
-    for old, new in NATIVE.items():
-        tensors = rename(old, new)(tensors)
-    return tensors
-
-
-def quantized(tensors):
-    return {
-        k.replace(".weight", ".qweight") if "_proj" in k else k: v.to(torch.int32) if "_proj" in k else v
-        for k, v in tensors.items()
-    }
-
-
 WRONG = {
     "missing": ("llama", drop(f"{LAYER}mlp.up_proj.weight"), [r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"]),
     "unexpected": (
@@ -194,94 +166,41 @@ WRONG = {
     "dtype": (
         "llama",
         put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32, dtype=torch.int8)),
-        [r"up_proj\.weight is int8, not floating point \(quantized elsewhere"],
+        [r"up_proj\.weight is int8, not floating point$"],
     ),
     "float8": (
         "llama",
         put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32).to(torch.float8_e4m3fn)),
-        [r"up_proj\.weight is float8_e4m3fn, not floating point \(quantized elsewhere"],
-    ),
-    "a matrix turned": (
-        "llama",
-        turned("1.mlp.down_proj"),
-        [r"1\.mlp\.down_proj\.weight is \(48, 32\), not \(32, 48\) \(transposed: .*Conv1D"],
+        [r"up_proj\.weight is float8_e4m3fn, not floating point$"],
     ),
     "Conv1D turned": (
         "gpt2",
         turned("c_attn.weight", "c_fc.weight", "c_proj.weight"),
         [
-            r"0\.attn\.c_attn\.weight is \(96, 32\), not \(32, 96\) \(transposed",
-            r"1\.mlp\.c_fc\.weight is \(128, 32\), not \(32, 128\) \(transposed",
-            r"1\.mlp\.c_proj\.weight is \(32, 128\), not \(128, 32\) \(transposed",
+            r"0\.attn\.c_attn\.weight is \(96, 32\), not \(32, 96\)",
+            r"1\.mlp\.c_fc\.weight is \(128, 32\), not \(32, 128\)",
+            r"1\.mlp\.c_proj\.weight is \(32, 128\), not \(128, 32\)",
         ],
     ),
     "a prefix lost": (
         "llama",
         rename("model.", ""),
         [
-            r"model\.embed_tokens\.weight \(97, 32\) is missing \(perhaps it is embed_tokens\.weight: `dunes co",
+            r"model\.embed_tokens\.weight \(97, 32\) is missing",
             r"embed_tokens\.weight \(97, 32\) is not a weight of this model",
         ],
     ),
-    "a prefix more": (
-        "llama",
-        rename("model.", "base.model."),
-        [r"\(perhaps it is base\.model\.embed_tokens\.weight"],
-    ),
-    "one renamed": (
-        "llama",
-        rename(f"{LAYER}self_attn.o_proj", f"{LAYER}self_attn.out_proj"),
-        [r"1\.self_attn\.o_proj\.weight \(32, 32\) is missing \(perhaps it is \S+1\.self_attn\.out_proj"],
-    ),
-    "of its own layer": (
-        "llama",
-        rename("mlp.up_proj", "ffn.u"),
-        [
-            r"0\.mlp\.up_proj\S+ \S+ \S+ is missing \(perhaps it is \S+\.0\.ffn",
-            r"1\.mlp\.up_proj.*it is \S+\.1\.ffn",
-        ],
-    ),
-    "no head": (
-        "llama",
-        drop("lm_head.weight"),
-        [r"lm_head\.weight \(97, 32\) is missing \(.*tie_word_"],
-    ),
-    "native names": (
-        "llama",
-        native,
-        [
-            r"layers\.0\.attention\.w\S+ .*a native name: queries and keys lie in pairs.*params\.json",
-            r"model\.embed_tokens\.weight \(97, 32\) is missing; ",
-        ],
-    ),
-    "an adapter's": (
-        "llama",
-        put("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(4, 32)),
-        [r"lora_A\.weight .*\(an adapter's weight\)"],
-    ),
-    "quantized": (
-        "llama",
-        quantized,
-        [r"\.0\.\S+_proj\.qweight .*\(quantized elsewhere; get the plain weights\)"],
-    ),
-    "the vocabulary": (
-        "llama",
-        put("model.embed_tokens.weight", torch.ones(99, 32)),
-        [r"embed_tokens\.weight is \(99, 32\), not \(97, 32\) \(the vocabulary of the config has 97 words"],
-    ),
+    "no head": ("llama", drop("lm_head.weight"), [r"lm_head\.weight \(97, 32\) is missing$"]),
     "one weight under two names": (
         "gpt2",
         put("ln_f.weight", torch.ones(32)),
-        [
-            r"^\S+ ln_f\.weight .*\(it is transformer\.ln_f\.weight once more\)$|"
-            r"transformer\.ln_f\.weight \(32,\) is not a weight of this model \(it is ln_f\.weight once more\)"
-        ],
+        [r"^\S+ (\S+\.)?ln_f\.weight is the same weight as (\S+\.)?ln_f\.weight, not one of its own$"],
     ),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_said_with_its_likely_cause_before_a_number_is_read(wrong, copy):
+def test_what_is_wrong_is_listed_before_a_number_is_read(wrong, copy):
     kind, change, patterns = WRONG[wrong]
     folder = copy(kind)
     weights(folder, change)
@@ -315,7 +234,7 @@ def test_several_things_are_said_at_once(copy):
         ("missing", "norm"),
         ("unexpected", "model"),
     ]
-    assert refusal(folder).count(";") == 4
+    assert refusal(folder).count(";") == 3
 
 
 def test_many_differences_are_counted_and_each_kind_is_shown(copy):
@@ -335,45 +254,12 @@ def test_many_differences_are_counted_and_each_kind_is_shown(copy):
 
 
 def test_a_report_is_short_whatever_the_number():
-    many = [
-        Difference("missing", f"weight.{i}", "(1,)", "nothing", f"perhaps it is x.{i}: so") for i in range(5000)
-    ]
+    many = [Difference("missing", f"weight.{i}", "(1,)", "nothing") for i in range(5000)]
     many.append(Difference("unexpected", "other", "nothing", "(2,)"))
     said = report(many)
     assert said.count("missing") == SHOWN - 1
     assert "other (2,) is not a weight" in said
     assert said.endswith("and 4993 more, which `dunes inspect` lists")
-
-
-def test_a_name_with_the_same_numbers_is_likelier_than_a_similar_one():
-    assert _renamed("a.1.weight", ["a.2.weight", "odd.1.other"]).startswith("perhaps it is odd.1.other: ")
-    assert _renamed("a.1.weight", ["b.1.weight", "some.prefix.a.1.weight"]).startswith(
-        "perhaps it is some.prefix.a"
-    )
-    assert _renamed("a.1.weight", []) == ""
-
-
-def test_likely_causes_of_very_many_differences_take_little_time(tmp_path):
-    """Names are compared letter by letter: each with each of 5,000 would take an hour."""
-    module = FAMILIES["mixtral"]
-    config = module.Config.from_size(97, 32, 12, 48)
-    config = type(config)(**vars(config) | {"experts": 128})
-    expected = build_on_meta("mixtral", config).state_dict()
-    checkpoint.save(
-        initialise(module.build(module.Config.from_size(265, 32, 1, 16))),
-        tmp_path,
-        Tokenizer.train("bytes", []),
-        16,
-    )
-    words(tmp_path, **module.to_hf(config))
-    source = opened(tmp_path)
-    odd = {f"odd.{k}": v for k, v in held(expected).items()}
-    began = time.process_time()
-    found = type(source)(tmp_path, "Hugging Face", source.words, odd, source.names, ()).compared[1]
-    taken = time.process_time() - began
-    print(f"{len(found)} differences in {taken:.1f} s")
-    assert len(found) == 2 * len(expected) > 9_000
-    assert taken < 20
 
 
 def test_a_tied_model_may_bring_its_head_along_if_it_is_the_embedding(copy, originals):
@@ -383,20 +269,20 @@ def test_a_tied_model_may_bring_its_head_along_if_it_is_the_embedding(copy, orig
     agrees(folder, originals["tied"][2])
     weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone().neg()))
     with pytest.raises(
-        ValueError, match=r"lm_head\.weight .*head is tied, and this is not the emb.*tie_word_embeddings fal"
+        ValueError, match=r"lm_head\.weight is another matrix .*, not the embedding .tie_word_embeddings is true"
     ):
         checkpoint.load(folder)
     words(folder, tie_word_embeddings=False)
     checkpoint.load(folder)
     words(folder, tie_word_embeddings=True)
     weights(folder, put("lm_head.weight", torch.ones(5, 32)))
-    assert "this is not the embedding" in refusal(folder, lambda f: opened(f))
+    assert "is another matrix (5, 32)" in refusal(folder, lambda f: opened(f))
 
 
 def test_an_untied_config_without_a_head_loads_once_it_says_tied(copy, originals):
     folder = copy("tied")
     words(folder, tie_word_embeddings=False)
-    assert "tie_word_embeddings true" in refusal(folder)
+    assert refusal(folder).endswith("lm_head.weight (97, 32) is missing")
     words(folder, tie_word_embeddings=True)
     agrees(folder, originals["tied"][2])
 
@@ -449,11 +335,11 @@ def test_stacked_experts(family, tmp_path):
     assert f"gate_up_proj is ({count}, {rows}, 31), not ({count}, {rows}, 32)" in refusal(tmp_path)
     weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count + 1, rows, 32)))
     said = refusal(tmp_path)
-    assert f"gate_up_proj is ({count + 1}, {rows}, 32), not of {count} experts" in said
+    assert f"gate_up_proj is ({count + 1}, {rows}, 32), not ({count}, {rows}, 32)" in said
     assert "missing" not in said
     for size in (1 << 40, 0):  # without numbers, so that the file is small
         weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.empty(size, 0, 32)))
-        assert f"is ({size}, 0, 32), not of {count} experts" in refusal(tmp_path)
+        assert f"is ({size}, 0, 32), not ({count}, {rows}, 32)" in refusal(tmp_path)
     weights(tmp_path, lambda t: rename("layers.0.mlp.experts.gate_up", "layers.9.mlp.experts.gate_up")(t))
     assert "model.layers.9.mlp.experts.gate_up_proj" in refusal(tmp_path)
 
@@ -985,7 +871,7 @@ PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 160, "vocab_size
 @linux
 def test_no_params_json_costs_memory_or_time(made, tmp_path):
     folder = made("llama")
-    tensors = native(load_file(folder / WEIGHTS))
+    tensors = {renamed(k): v for k, v in load_file(folder / WEIGHTS).items()}
     for file in (CONFIG, WEIGHTS):
         (folder / file).unlink()
     tensors["output.weight"] = tensors["tok_embeddings.weight"].clone()

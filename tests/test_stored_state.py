@@ -12,13 +12,13 @@ from dunes import checkpoint
 from dunes.bench.page import page
 from dunes.checkpoint import atomic
 from dunes.cli import bench as bench_verbs
-from dunes.runs import dial
+from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs.finetune import finetune
-from dunes.runs.plan import Plan
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import alone
 from dunes.runs.train import train
-from dunes.runs.tuning import Tuning
+from dunes.runs.train_config import TrainConfig
 
 
 def refused(call, *arguments, **named):
@@ -49,7 +49,7 @@ def run(run_folder, tmp_path):
 
 
 def resumed(folder, show=None):
-    return train(Plan(sources=()), folder, show or display()[0], again=True)
+    return train(TrainConfig(sources=()), folder, show or display()[0], again=True)
 
 
 WRONG_PLANS = {
@@ -106,10 +106,10 @@ def test_a_plan_that_is_none_is_refused_by_its_file(text, run):
 def test_a_plan_from_python_is_checked_alike():
     for fields in ({"minutes": inf}, {"steps": "3"}, {"seed": 10**23}, {"sources": ["x"]}, {"context": 32.0}):
         with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
-            Plan(**{"sources": ("x",)} | fields)
+            TrainConfig(**{"sources": ("x",)} | fields)
     for fields in ({"alpha": inf}, {"lr": "1e-3"}, {"model": None}, {"packed": 1}, {"where": "**"}):
         with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
-            Tuning(**fields)
+            FinetuneConfig(**fields)
 
 
 def resealed(run, change):
@@ -285,7 +285,7 @@ def test_a_link_to_nothing_is_no_place_for_a_run(code, tmp_path, monkeypatch):
     rows = tmp_path / "rows.json"
     rows.write_text("[]")
     for name, place in out_folders(tmp_path).items():
-        for verb, plan in ((train, toy(code)), (finetune, Tuning(model=str(tmp_path), data=str(rows)))):
+        for verb, plan in ((train, toy(code)), (finetune, FinetuneConfig(model=str(tmp_path), data=str(rows)))):
             for how in ({}, {"dry": True}, {"strict": True}):
                 words = refused(verb, plan, tmp_path / name, display()[0], **how)
                 assert words.startswith(f"{tmp_path / place}: is "), words
@@ -329,13 +329,13 @@ def test_a_card_with_words_for_numbers_still_makes_a_page(run):
 
 
 def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
-    from dunes.runs.answers import Before
     from dunes.runs.evaluate import Score
+    from dunes.runs.finetune_task import Baseline
 
     path = tmp_path / "before.json"
-    whole = Before(Score(1.0, 2, 3), None, ["x"], "")
+    whole = Baseline(Score(1.0, 2, 3), None, ["x"], "")
     whole.write(path)
-    assert Before.read(path) == whole
+    assert Baseline.read(path) == whole
     good = json.loads(path.read_text())
     for wrong in (
         3,
@@ -347,9 +347,9 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
         good | {"domain": "x"},
     ):
         path.write_text(json.dumps(wrong))
-        assert refused(Before.read, path).startswith(f"{path}: ")
+        assert refused(Baseline.read, path).startswith(f"{path}: ")
     path.write_bytes(b"\xff{")
-    assert refused(Before.read, path).startswith(f"{path}: ")
+    assert refused(Baseline.read, path).startswith(f"{path}: ")
 
 
 def dry(plan, folder, **how):
@@ -359,31 +359,31 @@ def dry(plan, folder, **how):
 
 
 def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, run_folder, monkeypatch):
-    machine = dial.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
-    monkeypatch.setattr(dial, "measured", lambda plan: machine)
+    machine = autosize.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
+    monkeypatch.setattr(autosize, "measured", lambda plan: machine)
     code = run_folder.parent / "code"
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
-    plan = Plan(sources=(str(code),), minutes=1, dtype="float32", threads=1)
+    plan = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
     said = dry(plan, run)
     assert f"warning: {run}: holds a run already; go on with --resume, or choose another --out" in said
     assert "newest state is of step 12" in said
     assert "chosen for 1 minute" in said
-    assert "chosen for" not in dry(Plan(), run), "nothing was asked but what is there"
-    again = dry(Plan(), run, again=True)
+    assert "chosen for" not in dry(TrainConfig(), run), "nothing was asked but what is there"
+    again = dry(TrainConfig(), run, again=True)
     assert "holds a run already" not in again
     assert "newest state is of step 12" in again
     assert "goes on from there to its end after 12 steps" in again
     with alone(run):
         assert "another process is training here" in dry(plan, run)
-        assert "another process is training here" in dry(Plan(), run, again=True)
+        assert "another process is training here" in dry(TrainConfig(), run, again=True)
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"} == {
         p: t for p, t in before.items() if p.name != "lock"
     }
-    assert "no sources" in refused(train, Plan(), run.parent / "new", display()[0], dry=True)
-    assert "steps was 12, now 3" in refused(train, Plan(steps=3), run, display()[0], again=True, dry=True)
+    assert "no sources" in refused(train, TrainConfig(), run.parent / "new", display()[0], dry=True)
+    assert "steps was 12, now 3" in refused(train, TrainConfig(steps=3), run, display()[0], again=True, dry=True)
 
 
 def test_a_dry_run_into_a_run_that_never_saved_says_so(run):
     shutil.rmtree(checkpoint.latest(run))
     shutil.rmtree(checkpoint.latest(run), ignore_errors=True)
-    assert "nothing was saved yet" in dry(Plan(), run, again=True)
+    assert "nothing was saved yet" in dry(TrainConfig(), run, again=True)

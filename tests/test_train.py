@@ -248,7 +248,7 @@ LOSSES = {
     "string": (lambda total, n: (total, "32"), "the count that the loss returned is a str"),
     "negative": (lambda total, n: (total, -3), "the loss of step 1 counted -3 targets; expected 0 or more"),
     "detached": (lambda total, n: (total.detach(), n), "the loss has no gradient"),
-    "elsewhere": (lambda total, n: (torch.ones((), requires_grad=True) * 2, n), "no gradient reached a parameter"),
+    "elsewhere": (lambda total, n: (torch.ones((), requires_grad=True) * 2, n), "no parameter received a gradient"),
 }
 
 
@@ -535,7 +535,7 @@ def test_muon_does_what_the_caller_says_and_says_what_it_does():
     }
     assert train.muon_split(model, where="lm_head.*")["muon"] == ["lm_head.weight"]
     with pytest.raises(
-        ValueError, match=r"'head\.\*' selects no trainable matrix; there are: wte.weight, project"
+        ValueError, match=r"'head\.\*' selects no trainable matrix; the matrices are: wte.weight, project"
     ):
         train.muon(model, where="head.*")
 

@@ -25,7 +25,7 @@ from dunes.data import collect
 from dunes.generate import generate_all
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder
-from dunes.runs.dial import flops
+from dunes.runs.autosize import flops
 from dunes.runs.evaluate import evaluate, widths
 from dunes.runs.memory import Build, Shape, inference, nats, training
 from dunes.runs.write import complete_line

@@ -11,12 +11,12 @@ from dunes.bench import plot
 from dunes.checkpoint.card import read as read_card
 from dunes.measure import fingerprint
 from dunes.plural import plural
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.picture import drawable
-from dunes.runs.plan import Plan, Terms
 from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
-from dunes.runs.track import SAMPLES, written
-from dunes.runs.tuning import Tuning
+from dunes.runs.tensorboard import SAMPLES, written
+from dunes.runs.train_config import RunConfig, TrainConfig
 from dunes.text import json_file
 
 PAGE = Template("""<!doctype html>
@@ -73,10 +73,10 @@ def page(run: Path) -> str:
     )
 
 
-def _plan(run: Path) -> Terms | None:
+def _plan(run: Path) -> RunConfig | None:
     """The plan of a run of either kind, if there is one. Raises ValueError if what is there is none."""
     path = run / "state" / "plan.json"
-    return begun(run, Tuning if path.is_file() and "model" in json_file.read(path) else Plan)
+    return begun(run, FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig)
 
 
 def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -134,7 +134,7 @@ def _samples(run: Path) -> str:
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
 
-def _facts(plan: Terms) -> dict[str, Any]:
+def _facts(plan: RunConfig) -> dict[str, Any]:
     known = {k: v for k, v in vars(plan).items() if v not in (None, "", ()) and k != "matmul"}
     return {k: ", ".join(v) if isinstance(v, tuple) else v for k, v in known.items()}
 

@@ -32,13 +32,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Lap:
-    """One timing: seconds of one run, the mean of `runs`; joules of one run where the machine tells."""
+    """One timing: seconds of one run, the mean of `runs`."""
 
     name: str
     round: int
     seconds: float
     runs: int
-    joules: float | None = None
 
 
 def race(
@@ -48,7 +47,6 @@ def race(
     before: Callable[[str], object] = lambda name: None,
     least: float = LEAST,
     clock: Callable[[], float] = perf_counter,
-    energy: Callable[[], float | None] = lambda: None,
 ) -> Iterator[Lap]:
     """Laps of all works in turn, `rounds` of each, A B then B A then A B.
 
@@ -59,27 +57,21 @@ def race(
     runs = {}
     for name, work in works.items():
         before(name)
-        first = [_timed(work, 1, clock, lambda: None)[0] for _ in range(2)][1]
+        first = [_timed(work, 1, clock) for _ in range(2)][1]
         runs[name] = max(1, round(least / max(first, 1e-9)))
     for number in range(rounds):
         for name in works if number % 2 == 0 else reversed(list(works)):
             before(name)
-            seconds, joules = _timed(works[name], runs[name], clock, energy)
-            yield Lap(name, number, seconds, runs[name], joules)
+            yield Lap(name, number, _timed(works[name], runs[name], clock), runs[name])
 
 
-def _timed(
-    work: Work, runs: int, clock: Callable[[], float], energy: Callable[[], float | None]
-) -> tuple[float, float | None]:
-    """Seconds and joules of one run without what is set up for it; None where no counter tells."""
-    total, used = 0.0, list[float]()
+def _timed(work: Work, runs: int, clock: Callable[[], float]) -> float:
+    """Seconds of one run without what is set up for it."""
+    total = 0.0
     for _ in range(runs):
-        state, joules = work.setup(), energy()
+        state = work.setup()
         start = clock()
         work.run(state)
         measure.wait(measure.device())
         total += clock() - start
-        spent = energy()
-        if joules is not None and spent is not None and spent >= joules:
-            used.append(spent - joules)
-    return total / runs, sum(used) / len(used) if used else None
+    return total / runs

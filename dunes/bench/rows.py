@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeGuard
 
-from dunes.runs.extra import extra
-from dunes.runs.json_lines import Line, Warn, append_record, print_warning, read_lines, warn_of_damage
+from dunes.runs.json_lines import Warn, append_record, print_warning, read_lines, warn_of_damage
 
 Row = dict[str, Any]
 
@@ -22,7 +21,7 @@ SETTING = ("benchmark", "subject", "family", "parameters", "dtype", "batch", "co
 TEXTS = ("benchmark", "unit", "subject", "family", "dtype", "device")
 NUMBERS = (
     "seconds", "amount", "parameters", "batch", "context", "threads", "round", "matmul", "read", "flop_share",
-    "byte_share", "joules", "peak_bytes",
+    "byte_share", "peak_bytes",
 )  # fmt: skip
 
 
@@ -33,13 +32,13 @@ def append(path: Path, row: Row) -> None:
 
 
 def read(path: Path, warn: Warn = print_warning) -> list[Row]:
-    """All rows of a .jsonl or .parquet file; `warn` gets a line about those that are no measurements.
+    """All rows of a .jsonl file; `warn` gets a line about those that are no measurements.
 
     Raises ValueError that names the file, if it holds none.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; `dunes bench train --size 3m --out {path}` would make it")
-    lines = _parquet(path) if path.suffix == ".parquet" else read_lines(path)
+    lines = read_lines(path)
     damaged = [line for line in lines if not _is_row(line.record)]
     rows = [line.record for line in lines if _is_row(line.record)]
     if not rows and damaged:
@@ -59,15 +58,6 @@ def _is_row(record: Row | None) -> TypeGuard[Row]:
     numbers = [record[name] for name in NUMBERS if record.get(name) is not None]
     sound = all(type(n) in (int, float) and 0 <= n < 1e300 for n in numbers)
     return sound and all(isinstance(text, str) for text in texts) and record["seconds"] > 0
-
-
-def _parquet(path: Path) -> list[Line]:
-    polars = extra("polars", "plot")
-    try:
-        frame = polars.read_parquet(path)
-    except polars.exceptions.PolarsError as error:
-        raise ValueError(f"{path}: not a parquet file: {error}") from None
-    return [Line(number, str(row).encode(), row) for number, row in enumerate(frame.to_dicts(), 1)]
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -92,7 +82,7 @@ def summary(rows: Sequence[Row]) -> Row:
     found: Row = {name: first.get(name) for name in SETTING}
     found |= {"rounds": len(rows), "seconds": middle, "low": low, "high": high, "unit": first["unit"]}
     found["rate"] = first["amount"] / middle
-    for share in ("flop_share", "byte_share", "joules"):
+    for share in ("flop_share", "byte_share"):
         if known := [float(row[share]) for row in rows if row.get(share) is not None]:
             found[share] = median(known)
     return found | {name: first[name] for name in ("peak_bytes", "machine") if first.get(name) is not None}

@@ -15,9 +15,8 @@ from dunes.bench import rows
 from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
-from dunes.runs.extra import extra
 from dunes.runs.memory import Shape, training
-from dunes.runs.plan import parse_size
+from dunes.runs.train_config import parse_size
 
 FRAGMENTS = 1.5
 """Of what tensors take, as much does a process grow at most: the allocator leaves holes (LOG.md)."""
@@ -141,27 +140,20 @@ def bench(
     """
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}; 1 at least")
-    if out.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"{out}: a file of measurements is named .jsonl or .parquet")
-    if out.suffix == ".parquet":
-        extra("polars", "plot")  # now, not after an hour
-    lines = out.with_suffix(".jsonl")
-    for path in {out, lines}:
-        if os.path.lexists(path):
-            raise ValueError(f"{path}: is there already; choose another --out")
+    if out.suffix != ".jsonl":
+        raise ValueError(f"{out}: a file of measurements is named .jsonl")
+    if os.path.lexists(out):
+        raise ValueError(f"{out}: is there already; choose another --out")
     field = {f"{number}": c for number, c in enumerate(contestants(name, request))}
     works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}
     known = {"commit": rows.commit(), "dunes": __version__, **measure.fingerprint()}
     ceilings, kept = Ceilings(), list[rows.Row]()
     before = lambda n: torch.set_num_threads(field[n].setting.threads)
-    for lap in race(works, rounds, before=before, least=least, energy=measure.joules):
+    for lap in race(works, rounds, before=before, least=least):
         row = _row(name, field[lap.name], works[lap.name], lap, ceilings) | known
-        rows.append(lines, row)
+        rows.append(out, row)
         kept.append(row)
         told(f"{name} round {lap.round + 1} of {rounds}", len(kept) / (rounds * len(works)))
-    if out != lines:
-        extra("polars", "plot").DataFrame(kept, infer_schema_length=None).write_parquet(out)
-        lines.unlink()
     return kept
 
 
@@ -208,7 +200,6 @@ def _row(name: str, c: Contestant, work: Work, lap: Lap, ceilings: Ceilings) -> 
         "read": read,
         "flop_share": work.flops / lap.seconds / matmul if work.flops else None,
         "byte_share": work.bytes / lap.seconds / read if work.bytes else None,
-        "joules": lap.joules,
         "peak_bytes": c.peak,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

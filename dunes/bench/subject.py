@@ -14,8 +14,8 @@ from dunes import checkpoint, measure
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
-from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
+from dunes.runs.train_config import TrainConfig, config_for
 from dunes.text import Tokenizer
 
 VOCAB, CONTEXT = 4096, 256
@@ -86,7 +86,7 @@ def of_folder(folder: Path) -> Subject:
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about so many parameters, with made-up weights."""
-    config = config_for(Plan(sources=(), family=family, size=size, context=context), VOCAB)
+    config = config_for(TrainConfig(sources=(), family=family, size=size, context=context), VOCAB)
     return Subject(
         f"{family} {quantity(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
     )

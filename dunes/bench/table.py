@@ -57,7 +57,6 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
         "rate": lambda f: f"{quantity(f['rate'])} {f['unit']}/s",
         "of matmul": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
         "of reading": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
-        "energy": lambda f: f"{f['joules']:.3g} J" if "joules" in f else "",
         "tensors": lambda f: size(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in found)}

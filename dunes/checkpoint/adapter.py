@@ -258,7 +258,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     these will do. Warns where nothing is known of the base: PEFT writes no digests.
     """
     folder = Path(folder)
-    if not any_base and (record := recorded(verified(folder), folder)) is not None:
+    if not any_base and (record := recorded(verified(folder, most=0), folder)) is not None:
         prove(BaseWeights(model), record, folder)
     return put_adapter(model, folder, name, any_base)
 

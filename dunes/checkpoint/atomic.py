@@ -9,11 +9,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +23,8 @@ from torch import Tensor
 from dunes.staging import staging_folder
 
 MANIFEST = "manifest.json"
+LARGE = 1e9
+"""Bytes; hashing more takes seconds."""
 BLOCK = 1 << 18
 """Numbers of a tensor that are digested at a time."""
 
@@ -46,10 +50,23 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """SHA-256 of a file, in hex; `advance` gets the number of bytes of each part that is done."""
+    hashed = sha256()
     with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+        while part := file.read(1 << 20):
+            hashed.update(part)
+            advance(len(part))
+    return hashed.hexdigest()
+
+
+@contextmanager
+def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal for work on more than LARGE bytes, and what to call with the bytes that are done."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=size <= LARGE or not console.is_terminal) as bar:
+        bar.add_task(task, total=size)
+        yield lambda done: bar.advance(bar.task_ids[0], done)
 
 
 def tensor_digest(tensor: Tensor) -> str:

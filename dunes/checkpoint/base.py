@@ -49,10 +49,12 @@ class BaseWeights:
 
     def _digests(self, dtypes: list[torch.dtype | None]) -> list[str]:
         words: list[list[str]] = [[] for _ in dtypes]
-        for name, tensor in self._tensors:
-            kept = [(d if tensor.is_floating_point() else None) or tensor.dtype for d in dtypes]
-            for listed, dtype, digest in zip(words, kept, atomic.tensor_digests(tensor, kept), strict=True):
-                listed.append(f"{name} {dtype} {tuple(tensor.shape)} {digest}")
+        with atomic.progress("hashing the base", sum(t.nbytes for _, t in self._tensors)) as advance:
+            for name, tensor in self._tensors:
+                kept = [(d if tensor.is_floating_point() else None) or tensor.dtype for d in dtypes]
+                for listed, dtype, digest in zip(words, kept, atomic.tensor_digests(tensor, kept), strict=True):
+                    listed.append(f"{name} {dtype} {tuple(tensor.shape)} {digest}")
+                advance(tensor.nbytes)
         return [sha256("\n".join(listed).encode()).hexdigest() for listed in words]
 
     def rounds_to(self, dtype: torch.dtype) -> bool:

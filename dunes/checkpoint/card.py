@@ -1,13 +1,11 @@
 """The card of a model folder, `dunes.json`, and whether the folder's other files are those that it names."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint import atomic
 from dunes.checkpoint.inside import inside
-from dunes.checkpoint.seen import Seen, note_of
 from dunes.plural import plural
 from dunes.text import json_file
 
@@ -41,31 +39,24 @@ def named(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
     return {name: (fact["size"], fact["sha256"]) for name, fact in files.items()}
 
 
-def check(folder: Path, card: Mapping[str, Any], digests: bool = True) -> None:
+def check(folder: Path, card: Mapping[str, Any], most: float = atomic.LARGE) -> None:
     """Raise ValueError for the first file that is not the card's.
 
-    Each must be a plain file in the folder, of that size, and with `digests` of that SHA-256; of what was
-    hashed before and has not changed since that is known.
+    Each must be a plain file in the folder and of that size; and of that SHA-256, unless all of them together have
+    more than `most` bytes.
     """
     files = named(folder, card)
     paths = {name: inside(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
-        if (found := paths[name].stat().st_size) != size:
-            raise _another(folder, name, f"{plural(found, 'byte')} instead of {size}")
-    if digests and files:
-        _digests(folder, {name: (paths[name], digest) for name, (_, digest) in files.items()})
-
-
-def _digests(folder: Path, files: Mapping[str, tuple[Path, str]]) -> None:
-    seen = Seen(note_of(folder))
-    for name, (path, digest) in files.items():
-        if wrong := seen.wrong(path, digest, partial(_hashed, path, digest)):
-            raise _another(folder, name, wrong)
-    seen.keep()
-
-
-def _hashed(path: Path, digest: str) -> str | None:
-    return None if atomic.digest(path) == digest else "another SHA-256"
+        if (actual := paths[name].stat().st_size) != size:
+            raise _another(folder, name, f"{plural(actual, 'byte')} instead of {size}")
+    total = sum(size for size, _ in files.values())
+    if total > most:
+        return
+    with atomic.progress("hashing", total) as advance:
+        for name, (_, digest) in files.items():
+            if atomic.digest(paths[name], advance) != digest:
+                raise _another(folder, name, "another SHA-256")
 
 
 def _another(folder: Path, name: str, how: str) -> ValueError:

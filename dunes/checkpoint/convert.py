@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from dunes.checkpoint import folder, native, stream
+from dunes.checkpoint import folder, stream
 from dunes.checkpoint.source import CONFIG, Source, opened
 from dunes.checkpoint.stored import cast, counted, moved
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
-from dunes.models.names import Names, fields, to_theirs
+from dunes.models.names import fields, to_theirs
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 
@@ -31,22 +31,21 @@ def convert(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
-    form: str = "hf",
     facts: Mapping[str, Any] | None = None,
     show: Show = lambda what, share: None,
 ) -> Verified:
-    """Write the source's model as a new folder, Hugging Face's form (`hf`) or Mistral's own (`native`).
+    """Write the source's model as a new folder, in Hugging Face's form.
 
     Tensor by tensor, so that no more than one of them has to be in memory; under another name until all
     is written, read again and found equal. `facts` about the source go into the card, `show` is told what
     is going on and which share is done. Raises ValueError before anything is written for a source that is
-    not whole, an `out` that is there, or an unknown form, and after it if the result is another model.
+    not whole or an `out` that is there, and after it if the result is another model.
     """
     new(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = _tokenizer(source)
-    names, said = _form(form, source, dtype, tokenizer)
-    moves, unknown = to_theirs(names, weights)
+    said = _json_files(source, dtype, tokenizer)
+    moves, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
     assert not unknown, "a family has a name for each of its weights"
     theirs = moved(moves, weights)
     size, before = (sum(w.nbytes for w in part.values()) for part in (theirs, source.files))
@@ -55,8 +54,7 @@ def convert(
     verified: list[Verified] = []
 
     def fill(staged: Path) -> None:
-        single = "consolidated.safetensors" if form == "native" else stream.SINGLE
-        stream.write(staged, counted(theirs, partial(tick, "writing")), single)
+        stream.write(staged, counted(theirs, partial(tick, "writing")))
         for name, content in said.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copied(source.folder, staged)
@@ -130,21 +128,15 @@ def _words(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
     return kept | said | {"dtype": kind, "torch_dtype": kind}
 
 
-def _form(
-    form: str, source: Source, dtype: torch.dtype | None, tokenizer: Tokenizer | None
-) -> tuple[Names, dict[str, dict[str, Any]]]:
-    """The table of names and the JSON files of a form. Raises ValueError for an unknown one."""
+def _json_files(
+    source: Source, dtype: torch.dtype | None, tokenizer: Tokenizer | None
+) -> dict[str, dict[str, Any]]:
+    """The JSON files of the result by name."""
     words = _words(source, dtype)
-    if form == "native":
-        params = native.params(words)  # first, since it refuses what has no native form
-        return native.names(words), {native.PARAMS: params}
-    if form != "hf":
-        raise ValueError(f"no form is called {form!r}; there are hf and native")
-    names = FAMILIES[source.family].NAMES
     if tokenizer is None:
-        return names, {CONFIG: words}
+        return {CONFIG: words}
     ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
-    return names, {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context_length)}
+    return {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context_length)}
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:

@@ -310,24 +310,24 @@ def filled(source: Source) -> Decoder:
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a model folder without its weights. Raises ValueError like `load`."""
-    source = checked(Path(folder))
+    source = checked(Path(folder), most=0)
     return source.family, source.config, dict(source.card)
 
 
-def checked(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
+def checked(folder: Path, renamed: Mapping[str, str] | None = None, most: float = atomic.LARGE) -> Source:
     """A folder as `opened` gives it, after a look whether its files are those that its card, if any, names.
 
-    Raises ValueError for the first that is not.
+    Raises ValueError for the first that is not. They are hashed unless they have more than `most` bytes together.
     """
     folder = settled(folder)
-    card = verified(folder)  # first, since it says what was changed where opening would only wonder
+    card = verified(folder, most)  # first, since it says what was changed where opening would only wonder
     return replace(opened(folder, renamed), card=card)
 
 
-def verified(folder: Path) -> dict[str, Any]:
+def verified(folder: Path, most: float = atomic.LARGE) -> dict[str, Any]:
     """The card of a folder, empty without one. Raises ValueError for the first file that is not as it says."""
     card = cards.read(folder)
-    cards.check(folder, card)
+    cards.check(folder, card, most)
     return card
 
 

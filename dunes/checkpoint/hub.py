@@ -1,41 +1,34 @@
-"""A model by its name on the Hugging Face Hub: a folder of the Hub's own cache, at one commit, each file checked.
+"""A model by its name on the Hugging Face Hub: a folder of the Hub's own cache, at one commit.
 
-A branch is first turned into the commit that it stands for, and only then is anything read, so that all files
-belong together and the commit can be written down. Of the files, those that a reader here can use are
-fetched, and the weights in one form only; code is never among them. The Hub tells each file's digest (SHA-256
-of large files, git's SHA-1 of a blob for the others) and the downloader itself compares only sizes, so what
-came is compared with it here. What was told is noted under $DUNES_HOME/hub, and what was found right (see
-`seen`): a model that is opened daily is not hashed daily, and a commit that is here needs no network.
+A branch is resolved to the commit that it points to; huggingface_hub keeps the listing of that commit, downloads
+what is missing, and needs no network for what it has. Here it is decided which files a reader can use: the weights
+in one form only, and never code. The downloader compares sizes alone, so what it brought is hashed, and so is all
+of it where `verify` asks for that: the cache names each file by its digest (SHA-256 of large files, git's SHA-1 of
+a blob for the others).
 
 Sources: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
-snapshots of links to them, refs), https://huggingface.co/docs/hub/api,
-https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+snapshots of links to them, refs), https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
 """
 
-import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha1
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from dunes.checkpoint import atomic
-from dunes.checkpoint.seen import Seen
-from dunes.data.shards import default_cache
 from dunes.plural import plural
 
-SECONDS = 10.0  # that an answer of the Hub may take
+SECONDS = 10.0
+"""That an answer of the Hub may take."""
 PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 NAME = re.compile(f"{PART}/{PART}", re.ASCII)
 REVISION = re.compile(r"\w(?:[\w./+-]{0,254}\w)?", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
-RIGHT = "right"  # under this name is noted how the files looked that were right
+DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 SIGN_IN = "set HF_TOKEN to a token that may read it, or run: hf auth login"
 
 BESIDE = re.compile(
@@ -65,38 +58,13 @@ class Local:
     origin: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Fact:
-    """What is known of a file beforehand: its bytes, and the hex digest under which a cache keeps it."""
-
-    size: int | None
-    digest: str | None
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One commit of a repository in the Hub's cache; `store` holds all commits."""
-
-    name: str
-    commit: str
-    store: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.store / "snapshots" / self.commit
-
-    @property
-    def notes(self) -> Path:
-        return default_cache().parent / "hub" / self.store.name
-
-
-def local(model: str | Path, revision: str | None = None) -> Local:
-    """The folder of a model: one that is there, or a copy of `org/name` or `org/name@revision` from the Hub.
+def local(model: str | Path, revision: str | None = None, verify: bool = False) -> Local:
+    """The folder of a model: one on this machine, or a copy of `org/name` or `org/name@revision` from the Hub.
 
     A folder comes first where a name could be both. A revision is a branch, a tag or a commit, `main` if
-    none is named. Raises ValueError in one line if there is neither folder nor repository, nothing that
-    may be read, no weights, no way to the Hub and no copy in the cache, or a file is not what the Hub
-    told; OSError if the disk has no room.
+    none is named. What is downloaded is hashed, with `verify` all files of the copy. Raises ValueError in one line
+    if there is neither folder nor repository, nothing that may be read, no weights, no way to the Hub and no copy
+    in the cache, or a file is not what the Hub holds; OSError if the disk has no room.
     """
     path = Path(model)
     if path.is_dir():
@@ -105,78 +73,98 @@ def local(model: str | Path, revision: str | None = None) -> Local:
         return Local(path, {})
     if path.exists():
         raise ValueError(f"{path}: a file, not a model folder; name the folder that it is in")
-    copy = _fetched(*_asked(str(model), revision))
-    return Local(copy.folder, {"repository": copy.name, "revision": copy.commit})
+    return _copy(*_parse(str(model), revision), verify)
 
 
-def _asked(model: str, revision: str | None) -> tuple[str, str]:
+def _parse(model: str, revision: str | None) -> tuple[str, str]:
     """The repository and the revision in a model's name, by the Hub's rules."""
-    name, at, given = model.partition("@")
+    name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
         raise ValueError(
             f"{model}: no such folder; name a model folder, or one on the Hugging Face Hub: org/name[@revision]"
         )
-    if at and revision and given != revision:
+    if separator and revision and suffix != revision:
         raise ValueError(f"{model}: revision {revision!r} is asked for, too; name one")
-    wanted = given if at else revision or "main"
+    wanted = suffix if separator else revision or "main"
     if not REVISION.fullmatch(wanted) or ".." in wanted:
         raise ValueError(f"{name}: {wanted!r} cannot be a revision; name a branch, a tag or a commit")
     return name, wanted
 
 
-def _fetched(name: str, revision: str) -> Copy:
-    """The copy of a revision, whole and checked."""
-    hub = _hub()
-    store = Path(hub.constants.HF_HUB_CACHE).expanduser() / f"models--{name.replace('/', '--')}"
-    if COMMIT.fullmatch(revision):  # it never changes, so there is nothing to ask
-        copy = Copy(name, revision, store)
-        if (files := _told(copy)) and not _missing(copy, files):
-            return _checked(copy, files)
-    info = _answer(hub, name, revision)
-    if isinstance(info, str):
-        return _kept(name, revision, store, info)
-    return _updated(hub, Copy(name, _commit(info, name), store), _wanted(_facts(info), name), revision)
+def _copy(name: str, revision: str, verify: bool) -> Local:
+    """The copy of a revision, whole."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # both are read when the package is imported
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub import constants, snapshot_download
+
+    store = Path(constants.HF_HUB_CACHE).expanduser() / f"models--{name.replace('/', '--')}"
+    commit, listing = _resolve(name, revision, store)
+    folder, files = store / "snapshots" / commit, select_files(listing, name)
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        atomic.room_for(store, sum(files[file] for file in missing))
+        try:
+            snapshot_download(name, revision=commit, allow_patterns=missing)
+        except Exception as error:  # httpx, JSON, ...: what a foreign library raises is not ours to list
+            raise _failure(error, name, revision) from None
+        _verify(folder, missing, discard=True)
+    if verify:
+        _verify(folder, files)
+    _write_ref(store / "refs" / revision, commit)
+    return Local(folder, {"repository": name, "revision": commit})
 
 
-def _answer(hub: Any, name: str, revision: str) -> Any:
-    """What the Hub tells of a revision, or why it could not be asked. Raises ValueError if it refuses."""
+def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
+    """The commit that a revision points to, and its files with the bytes that each will still take on the disk.
+
+    A commit with a cached listing asks nobody. `HfApi.resolve_revision` would ask without a timeout.
+    """
+    from huggingface_hub import HfApi
+
+    if COMMIT.fullmatch(revision) and (listing := _cached_listing(name, revision, store)):
+        return revision, listing
     try:
-        return hub.HfApi().model_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
-    except Exception as error:  # httpx, JSON, ...: what a foreign library raises is not ours to list
-        if told := _refusal(error, name, revision, hub):
-            raise ValueError(told) from None
-        return _first_line(error)
-
-
-def _hub() -> Any:
-    """The downloader, told before it is imported to ask for the model only and to say nothing of what calls it."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    try:
-        for part in ("constants", "errors", "utils"):
-            import_module(f"huggingface_hub.{part}")
-        return import_module("huggingface_hub")
-    except ImportError as error:
-        raise ValueError(
-            f"a model of the Hub needs huggingface_hub ({_first_line(error)}); "
-            "install it with: pip install huggingface-hub"
-        ) from None
-
-
-def _commit(info: Any, name: str) -> str:
-    """The commit that the Hub named. It becomes part of a path, so it is not taken on trust."""
-    if not COMMIT.fullmatch(str(info.sha)):
+        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
+    except Exception as error:
+        if _refusal(error, name, revision) is not None:
+            raise _failure(error, name, revision) from None
+        commit = revision if COMMIT.fullmatch(revision) else _read_ref(store / "refs" / revision)
+        if not COMMIT.fullmatch(commit) or not (listing := _cached_listing(name, commit, store)):
+            raise _failure(error, name, revision) from None
+        return commit, listing
+    if not COMMIT.fullmatch(str(info.sha)):  # it becomes part of a path
         raise ValueError(f"{name}: the Hub names no commit but {str(info.sha)!r:.60}; check HF_ENDPOINT")
-    return str(info.sha)
-
-
-def _facts(info: Any) -> dict[str, Fact]:
-    """What the Hub tells of each file."""
-    return {
-        s.rfilename: Fact(s.size, s.lfs.sha256 if s.lfs is not None else s.blob_id) for s in info.siblings or ()
+    blobs = ((s.rfilename, s.lfs.sha256 if s.lfs else s.blob_id, s.size or 0) for s in info.siblings or ())
+    return str(info.sha), {
+        path: 0 if (store / "blobs" / str(blob)).exists() else size for path, blob, size in blobs
     }
 
 
-def _wanted(files: Mapping[str, Fact], name: str) -> dict[str, Fact]:
+def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
+    """The files of a commit and their sizes, without a network; empty where nothing is cached."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        return {entry.path: entry.size for entry in get_cached_repo_tree(name, revision=commit)}
+    except CachedRepoTreeNotFoundError:  # by a tool that keeps no listings
+        return {path.name: 0 for path in (store / "snapshots" / commit).glob("*")}
+
+
+def _read_ref(ref: Path) -> str:
+    return ref.read_text().strip() if ref.is_file() else ""
+
+
+def _write_ref(ref: Path, commit: str) -> None:
+    """Note in the Hub's cache which commit a branch is at, for the day without a network."""
+    if ref.name != commit and _read_ref(ref) != commit:
+        with suppress(OSError):  # a cache that is only read serves as well
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_file(ref, commit.encode())
+
+
+def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
     """Those that a reader uses, with the weights in one form. Raises ValueError without weights."""
     for weights, index in FORMS:
         if any(map(weights.fullmatch, files)):
@@ -187,153 +175,46 @@ def _wanted(files: Mapping[str, Fact], name: str) -> dict[str, Fact]:
     )
 
 
-def _updated(hub: Any, copy: Copy, files: dict[str, Fact], revision: str) -> Copy:
-    """The copy after what it lacks has been downloaded."""
-    if _told(copy) != files:  # noted before they come: a download that is cut short is then known to be one
-        _note(copy, copy.commit, {name: asdict(fact) for name, fact in files.items()})
-    if missing := _missing(copy, files):
-        atomic.room_for(copy.store, sum(_ahead(copy, files[name]) for name in missing))
-        try:
-            with _bars(hub):
-                hub.snapshot_download(copy.name, revision=copy.commit, allow_patterns=sorted(files))
-        except Exception as error:
-            told = _refusal(error, copy.name, revision, hub)
-            raise ValueError(told or f"{copy.name}: not downloaded: {_first_line(error)}; try again") from None
-        if missing := _missing(copy, files):
-            raise ValueError(f"{copy.name}: {missing[0]} was not downloaded; try again")
-    _checked(copy, files)
-    _point(copy, revision)
-    return copy
+def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
+    """Raise ValueError that names the first of the files whose digest is not its name in the cache.
+
+    With `discard` the file is removed, or else it would not be downloaded again.
+    """
+    links = [folder / file for file in files if (folder / file).is_symlink()]
+    with atomic.progress("hashing", sum(path.stat().st_size for path in links)) as advance:
+        for path in links:
+            blob = Path(os.readlink(path)).name  # which may itself be a link
+            if DIGEST.fullmatch(blob) and _digest(path, len(blob), advance) != blob:
+                if discard:
+                    path.resolve().unlink()
+                remedy = "it was removed; try again" if discard else f"delete {path.resolve()} and try again"
+                raise ValueError(f"{path}: not the file that the Hub holds, whose digest is {blob}; {remedy}")
 
 
-def _ahead(copy: Copy, fact: Fact) -> int:
-    """Bytes that a file will still take on the disk."""
-    blob = copy.store / "blobs" / (fact.digest or "none")
-    if blob.exists():
-        return 0
-    begun = blob.with_name(f"{blob.name}.incomplete")
-    return max(0, (fact.size or 0) - (begun.stat().st_size if begun.exists() else 0))
-
-
-@contextmanager
-def _bars(hub: Any) -> Iterator[None]:
-    """The downloader's progress on a terminal, silence elsewhere, unless the user has said which."""
-    if sys.stderr.isatty() or hub.constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
-        yield
-        return
-    hub.utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        hub.utils.enable_progress_bars()
-
-
-def _point(copy: Copy, revision: str) -> None:
-    """Note in the Hub's cache which commit a branch is at, for the day without a network."""
-    ref = copy.store / "refs" / revision
-    if not COMMIT.fullmatch(revision):
-        with suppress(OSError):  # a cache that is only read serves as well
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            if not ref.is_file() or ref.read_text() != copy.commit:
-                atomic.write_file(ref, copy.commit.encode())
-
-
-def _kept(name: str, revision: str, store: Path, reason: str) -> Copy:
-    """The copy in the cache, when the Hub cannot be asked. Raises ValueError if it is not there, or not whole."""
-    ref = store / "refs" / revision
-    commit = revision if COMMIT.fullmatch(revision) else ref.read_text().strip() if ref.is_file() else ""
-    copy = Copy(name, commit, store)
-    if not COMMIT.fullmatch(commit) or not copy.folder.is_dir():
-        raise ValueError(
-            f"{name}: no such folder, {revision!r} is not in {store.parent}, and the Hub cannot be reached "
-            f"({reason}); try again with a network, or name a folder"
-        )
-    files = _told(copy) or _wanted({f.name: Fact(None, _blob(f)) for f in copy.folder.iterdir()}, name)
-    if missing := _missing(copy, files | dict.fromkeys(_indexed(copy, files), Fact(None, None))):
-        raise ValueError(
-            f"{copy.folder}: {missing[0]} is missing and the Hub cannot be reached ({reason}); "
-            "try again with a network"
-        )
-    return _checked(copy, files)
-
-
-def _blob(path: Path) -> str | None:
-    """The digest that a link of the cache leads to: the name of the blob, which may itself be a link."""
-    name = Path(os.readlink(path)).name if path.is_symlink() else ""
-    return name if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name) else None
-
-
-def _indexed(copy: Copy, files: Iterable[str]) -> set[str]:
-    """The files that an index of weights names."""
-    found: set[str] = set()
-    for name in files:
-        if name.endswith(".index.json"):
-            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # who reads it will say so
-                found |= set(json.loads((copy.folder / name).read_bytes())["weight_map"].values())
-    return found
-
-
-def _missing(copy: Copy, files: Iterable[str]) -> list[str]:
-    return [name for name in files if not (copy.folder / name).is_file()]
-
-
-def _checked(copy: Copy, files: Mapping[str, Fact]) -> Copy:
-    """The copy, after each file was found to be right, now or earlier. Raises ValueError that names the file."""
-    seen = Seen(copy.notes / f"{RIGHT}.json")
-    for path, fact in ((copy.folder / name, fact) for name, fact in files.items()):
-        if wrong := seen.wrong(path, fact.digest, partial(_wrong, path, fact)):
-            raise ValueError(
-                f"{path}: not the file that the Hub holds ({wrong}); delete {path.resolve()} and try again"
-            )
-    seen.keep()
-    return copy
-
-
-def _wrong(path: Path, fact: Fact) -> str | None:
-    """How a file differs from what is expected of it, in words."""
-    size = path.stat().st_size
-    if fact.size is not None and size != fact.size:
-        return f"{plural(size, 'byte')} instead of {fact.size}"
-    if fact.digest is None:
-        return None
-    if len(fact.digest) == 64:
-        return None if atomic.digest(path) == fact.digest else f"its SHA-256 is not {fact.digest}"
-    return None if _git_digest(path) == fact.digest else f"its git hash is not {fact.digest}"
-
-
-def _git_digest(path: Path) -> str:
-    """The name that git gives to these bytes, in hex."""
+def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
+    """SHA-256 of a file, or the shorter name that git gives to its bytes, in hex."""
+    if length == 64:
+        return atomic.digest(path, advance)
     data = path.read_bytes()
     return sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
-def _told(copy: Copy) -> dict[str, Fact]:
-    """What the Hub told of the wanted files of this commit; empty if it was never asked."""
-    try:
-        return {name: Fact(f["size"], f["digest"]) for name, f in _noted(copy, copy.commit).items()}
-    except (KeyError, TypeError):
-        return {}
+def _failure(error: Exception, name: str, revision: str) -> ValueError:
+    """What the Hub answered, or that it did not, in one line that says what to do."""
+    from huggingface_hub import constants
+
+    return ValueError(
+        _refusal(error, name, revision)
+        or f"{name}: no such folder, {revision!r} is not (whole) in {constants.HF_HUB_CACHE}, and the Hub cannot "
+        f"be reached ({_first_line(error)}); try again with a network, or name a folder"
+    )
 
 
-def _noted(copy: Copy, name: str) -> dict[str, Any]:
-    """What is noted under a name; empty if that cannot be read."""
-    try:
-        found = json.loads((copy.notes / f"{name}.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _refusal(error: Exception, name: str, revision: str) -> str | None:
+    """What the Hub answered; None if it did not answer, or not now."""
+    from huggingface_hub import constants, errors
 
-
-def _note(copy: Copy, name: str, content: Mapping[str, Any]) -> None:
-    """Note it. Where that cannot be, nothing is lost but the time to hash again."""
-    with suppress(OSError):
-        copy.notes.mkdir(parents=True, exist_ok=True)
-        atomic.write_file(copy.notes / f"{name}.json", json.dumps(content, indent=1).encode())
-
-
-def _refusal(error: Exception, name: str, revision: str, hub: Any) -> str | None:
-    """What the Hub answered, in one line that says what to do; None if it did not answer, or not now."""
-    errors, page = hub.errors, f"{hub.constants.ENDPOINT}/{name}"
+    page = f"{constants.ENDPOINT}/{name}"
     for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", 0)
         if isinstance(cause, errors.GatedRepoError):

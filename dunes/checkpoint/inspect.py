@@ -1,5 +1,6 @@
 """What a model folder holds and whether it would load, from headers alone."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,14 +33,14 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def judged(source: Source, deep: bool = False) -> Verdict:
-    """What stands against loading a folder; with `deep` the digests in its card count, too."""
+def judged(source: Source) -> Verdict:
+    """What stands against loading a folder; the digests in its card count, whatever its size."""
     _ = source.expected  # refuses what cannot be built
     tokenizer, reasons = None, []
     if differences := source.compared[1]:
         reasons.append(_counted(differences))
     try:
-        card.check(source.folder, card.read(source.folder), deep)
+        card.check(source.folder, card.read(source.folder), math.inf)
     except ValueError as error:
         reasons.append(str(error))
     try:

@@ -5,13 +5,14 @@ https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dunes.checkpoint.stored import Stored, Weights
-from dunes.models.names import Layout, Names, identity, name
+from dunes.models.names import Names, name
 
 PARAMS = "params.json"
 NEEDED = ("dim", "n_layers", "n_heads")
@@ -174,65 +175,22 @@ def _context(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
     return context_length
 
 
-def params(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The params.json for a config.json. Raises ValueError where it has no word for something."""
-    family, scaling = said["model_type"], said.get("rope_scaling")
-    if family not in ("llama", "mistral", "mixtral"):
-        raise ValueError(f"native files are for llama, mistral and mixtral, not for {family}")
-    if scaling and scaling.get("rope_type") not in ("default", "llama3"):
-        raise ValueError(f"params.json has no word for rotary scaling {scaling['rope_type']!r}")
-    if said.get("attention_bias") or said.get("mlp_bias"):
-        raise ValueError("params.json has no word for biases; export to hf")
-    p = {
-        "dim": said["hidden_size"],
-        "n_layers": said["num_hidden_layers"],
-        "n_heads": said["num_attention_heads"],
-        "n_kv_heads": said["num_key_value_heads"],
-        "head_dim": said["head_dim"],
-        "hidden_dim": said["intermediate_size"],
-        "norm_eps": said["rms_norm_eps"],
-        "vocab_size": said["vocab_size"],
-        "rope_theta": said["rope_theta"],
-        "max_seq_len": said["max_position_embeddings"],
-    }
-    if family == "llama":
-        # A multiple that gives this very width: its own.
-        wide = int(8 * said["hidden_size"] / 3)
-        p |= {"multiple_of": said["intermediate_size"], "ffn_dim_multiplier": said["intermediate_size"] / wide}
-    else:
-        p["sliding_window"] = said.get("sliding_window")
-    if family == "mixtral":
-        p["moe"] = {"num_experts": said["num_local_experts"], "num_experts_per_tok": said["num_experts_per_tok"]}
-    if scaling and scaling["rope_type"] == "llama3":
-        if (scaling["low_freq_factor"], scaling["original_max_position_embeddings"]) != (1.0, 8192):
-            raise ValueError(
-                "params.json has no word for this llama3 scaling: low factor 1 and 8,192 positions only"
-            )
-        p |= {"use_scaled_rope": True, "rope_scaling_factor": scaling["factor"]}
-        p |= {"rope_high_freq_factor": scaling["high_freq_factor"]}
-    if said.get("tie_word_embeddings"):
-        p["tied_embeddings"] = True
-    return {k: v for k, v in p.items() if v is not None}
-
-
 def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
     """Their names for our weights.
 
-    `permuted`: the rows of queries and keys change from adjacent pairs to halves and back. Without it
+    `permuted`: the rows of queries and keys change from adjacent pairs to halves. Without it
     they stay as they are, for a model whose rotary positions turn adjacent pairs.
     """
 
-    def turn(heads: int) -> dict[str, Layout]:
-        if not permuted:
-            return {}
-        return {"load": lambda w: to_halves(w, heads), "save": lambda w: to_pairs(w, heads)}
+    def turn(heads: int) -> Layout:
+        return partial(to_halves, heads=heads) if permuted else identity
 
     attention, ours = "layers.{i}.attention", "blocks.{i}.attn"
     return [
         name("tok_embeddings.weight", "embed.token.weight"),
         name("layers.{i}.attention_norm.weight", "blocks.{i}.attn_norm.weight"),
-        name(f"{attention}.wq.weight", f"{ours}.q.weight", **turn(said["num_attention_heads"])),
-        name(f"{attention}.wk.weight", f"{ours}.k.weight", **turn(said["num_key_value_heads"])),
+        name(f"{attention}.wq.weight", f"{ours}.q.weight", load=turn(said["num_attention_heads"])),
+        name(f"{attention}.wk.weight", f"{ours}.k.weight", load=turn(said["num_key_value_heads"])),
         name(f"{attention}.wv.weight", f"{ours}.v.weight"),
         name(f"{attention}.wo.weight", f"{ours}.out.weight"),
         name("layers.{i}.ffn_norm.weight", "blocks.{i}.mlp_norm.weight"),
@@ -268,8 +226,8 @@ def _experts(count: int) -> Names:
         name(
             f"layers.{{i}}.block_sparse_moe.{w}",
             *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
-            load=(lambda x: _turned_each(x, count)) if w == "w2" else identity,
-            save=(lambda x: _turned_each(x, count)) if w == "w2" else identity,
+            load=partial(_turned_each, count=count) if w == "w2" else identity,
+            save=partial(_turned_each, count=count) if w == "w2" else identity,
         )
         for w, ours in parts.items()
     ]
@@ -288,11 +246,6 @@ def _turned_each(weight: Tensor, count: int) -> Tensor:
 def to_halves(weight: Tensor, heads: int) -> Tensor:
     """Rows (heads x D, ...) of a query or key projection: dimensions 2i, 2i+1 of a head become i, i + D/2."""
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
-
-
-def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `to_halves`."""
-    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:

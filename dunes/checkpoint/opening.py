@@ -1,5 +1,6 @@
 """A model to be used: from a folder of its own, or from an adapter's folder and that of its base."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     if not adapts(folder):
         return whole.described(folder)
     family, config, _ = whole.described(base_of(settled(folder)))
-    return family, config, verified(settled(folder))
+    return family, config, verified(settled(folder), most=0)
 
 
 def adapts(folder: Path) -> bool:
@@ -165,7 +166,7 @@ def prepare(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> 
     A base that is the same number by number must also be the same after that; one that was rounded since may
     differ then. Raises ValueError like `load_adapter`.
     """
-    cards = {folder: verified(folder) for folder in map(settled, folders)}
+    cards = {folder: verified(folder, most=0) for folder in map(settled, folders)}
     found = {} if any_base else {folder: recorded(card, folder) for folder, card in cards.items()}
     records = {folder: record for folder, record in found.items() if record is not None}
     changed = [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
@@ -212,7 +213,7 @@ def about(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     folder = settled(folder)
     lines = list(_lines(folder))
     try:
-        source = checked(base_of(folder))
+        source = checked(base_of(folder), most=math.inf)
         agree(source, load_tokenizer(_tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         lines.append(f"its numbers {_compared(folder, values)}")

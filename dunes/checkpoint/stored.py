@@ -8,8 +8,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dunes.models.names import Conversion
-
 
 @dataclass(frozen=True)
 class Stored:
@@ -42,27 +40,12 @@ def held(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str, Sto
 
 
 def moved(moves: Iterable[Conversion], weights: Weights) -> dict[str, Stored]:
-    """The tensors that these moves make, made when they are read.
-
-    Raises ValueError where two of them would be the same one.
-    """
-    made: dict[str, Stored] = {}
-    for move in moves:
-        sources = [weights[s] for s in move.sources]
-        if move.target in made:
-            raise ValueError(
-                f"{sources[0].origin} and {made[move.target].origin} are the same weight, {move.target}"
-            )
-        made[move.target] = _made(move, sources)
-    return made
+    """The tensors that these moves make, made when they are read."""
+    return {move.target: _made(move, [weights[s] for s in move.sources]) for move in moves}
 
 
 def _made(move: Conversion, sources: list[Stored]) -> Stored:
-    shapes = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]
-    try:
-        shape = tuple(move.make(shapes).shape)
-    except (RuntimeError, IndexError):  # a matrix was expected where none is; the comparison of shapes will say so
-        shape = sources[0].shape
+    shape = tuple(move.make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
     origin = ", ".join(s.origin for s in sources)
 
     def read() -> Tensor:

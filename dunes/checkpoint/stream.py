@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dunes.checkpoint import atomic
+from dunes.checkpoint import atomic, header
 from dunes.checkpoint.stored import Stored, Weights
 
 SINGLE = "model.safetensors"
@@ -19,18 +19,7 @@ INDEX = "model.safetensors.index.json"
 SHARD = 5_000_000_000
 """Bytes in a file, as Hugging Face's tools part a model."""
 
-CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 
 
 def write(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHARD) -> None:
@@ -67,16 +56,16 @@ def _parted(weights: Weights, shard: int) -> Iterator[dict[str, Stored]]:
 def _write_file(path: Path, weights: Weights) -> None:
     # The widest numbers first: then every tensor begins at a multiple of its item's size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in order:
         begin, end = end, end + weights[key].nbytes
-        header[key] = {
+        entries[key] = {
             "dtype": CODES[weights[key].dtype],
             "shape": list(weights[key].shape),
             "data_offsets": [begin, end],
         }
-    words = json.dumps(header, separators=(",", ":")).encode()
+    words = json.dumps(entries, separators=(",", ":")).encode()
     words += b" " * (-len(words) % 8)
     with atomic.naming(path), path.open("wb") as file:
         file.write(len(words).to_bytes(8, "little") + words)

@@ -75,7 +75,7 @@ def _named(name: str, about: str) -> Callable[..., int]:
         dtype: What matrix products are computed in, like float32 or bfloat16.
         threads: How many threads compute.
         rounds: How often each is timed.
-        out: The file of all measurements, .jsonl or .parquet.
+        out: The file of all measurements, .jsonl.
         by_module: Say instead where the time of one run goes, by module and by operation.
         picture: A file to draw that into, .svg or .png.
     """
@@ -130,38 +130,25 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
 
 
 def compare(
-    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
-    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
+    a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
+    b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
     *,
     confidence: float = 0.99,
-    benchmark: str = "train",
-    size: str = "1m",
-    rounds: int = 10,
     as_json: Json = False,
 ) -> int:
-    """Which differences are real, between two files of measurements or between two commits.
-
-    Commits of a git repository of dunes are checked out beside each other and run in turn, A B B A.
+    """Which differences between two files of measurements are real.
 
     Example: dunes bench compare before.jsonl after.jsonl
 
     Args:
-        a: A file that `dunes bench` wrote, or a commit.
+        a: A file that `dunes bench` wrote.
         b: Another one: after a change, or from another machine.
         confidence: How sure to be before a difference is called real.
-        benchmark: What to run, for commits.
-        size: On a model of so many parameters, for commits.
-        rounds: How often each commit runs.
     """
     from dunes.bench import rows, table
-    from dunes.bench.commits import measured
     from dunes.bench.compare import compare as compared
 
-    if any(Path(side).is_file() or Path(side).suffix in (".jsonl", ".parquet") for side in (a, b)):
-        before, after = rows.read(Path(a)), rows.read(Path(b))
-    else:
-        before, after = measured((a, b), benchmark, size, rounds)
-    found = compared(before, after, confidence)
+    found = compared(rows.read(a), rows.read(b), confidence)
     _print(lambda: table.comparison(found, confidence), found.record(), as_json)
     return 0
 

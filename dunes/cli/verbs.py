@@ -84,9 +84,9 @@ def train(
         profile: Say at the end where the time went: text, data, first step, steps, checks, saves.
         tensorboard: Show metrics and samples in TensorBoard, too: tensorboard --logdir RUN.
     """
-    from dunes.runs.plan import Plan, size_fields
     from dunes.runs.progress import Display
     from dunes.runs.train import train as run
+    from dunes.runs.train_config import TrainConfig, size_fields
 
     if out is None and not dry_run:
         raise ValueError("--out is missing; name a folder for the run")
@@ -108,7 +108,7 @@ def train(
     }
     asked |= size_fields(size) if size else {}
     given = {name: value for name, value in asked.items() if value is not None}
-    plan = Plan(**{"sources": ()} | given)
+    plan = TrainConfig(**{"sources": ()} | given)
     folder = out or Path("runs/none")
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard}
@@ -205,8 +205,8 @@ def finetune(
     """
     asked = {k: v for k, v in locals().items() if v is not None and v != ()}
     from dunes.runs.finetune import finetune as run
+    from dunes.runs.finetune_config import FinetuneConfig
     from dunes.runs.progress import Display
-    from dunes.runs.tuning import Tuning
 
     if out is None and not dry_run:
         raise ValueError("--out is missing; name a folder for the run")
@@ -227,7 +227,7 @@ def finetune(
     given |= ({"packed": False} if unpacked else {}) | ({"follow_links": True} if follow_links else {})
     how: dict[str, Any] = {"override": override, "strict": strict, "dry": dry_run}
     how |= {"profile": profile, "tensorboard": tensorboard, "examples": show}
-    plan, folder = Tuning(**given), out or Path("runs/none")
+    plan, folder = FinetuneConfig(**given), out or Path("runs/none")
     return run(plan, folder, Display(quiet=quiet and not dry_run), resume, asked=given, **how)
 
 
@@ -429,11 +429,13 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
 def inspect(model: Model, values: bool = False) -> int:
     """What a folder of weights holds, what it takes, and whether it would load; nothing is loaded.
 
+    Its files are hashed and compared with the digests in its card, or on the Hub.
+
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Args:
         model: A model folder in any form, or a name on the Hub.
-        values: Read all numbers, too, name tensors with odd ones, and compare with the card's digests.
+        values: Read all numbers, too, and name tensors with odd ones.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
@@ -441,13 +443,13 @@ def inspect(model: Model, values: bool = False) -> int:
     from dunes.checkpoint.opening import about, adapts
     from dunes.checkpoint.source import opened
 
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.local(model, verify=True).folder
     if adapts(folder):
         lines, reason = about(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = opened(settled(folder))
-    verdict = look.judged(source, deep=values)
+    verdict = look.judged(source)
     for line in look.inspect(source, verdict):
         print(line)
     odd = list(look.values(source.files)) if values else []
@@ -475,30 +477,35 @@ def convert(
         dtype: Round the weights.
         names: JSON object that maps foreign names to Hugging Face's, with {i} for a number.
     """
-    _convert(source, out, dtype, "hf", names)
+    _convert(source, out, dtype, names)
 
 
 def export(
     model: Model,
     out: Out,
     *,
-    to: Annotated[Literal["hf", "native"], _open("hf|native", "hf")] = "hf",
+    to: Annotated[str, _open("FORMAT", "hf")] = "hf",
     dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as stored")] = None,
 ) -> None:
-    """Take a model out, verified: as a plain Hugging Face folder, or as Mistral's own files.
+    """Take a model out, verified, as a plain Hugging Face folder.
 
     Example: dunes export runs/project ~/models/project --to hf
 
     Args:
         model: A model folder, or a name on the Hub.
         out: The new folder.
-        to: The form.
+        to: The format: hf (Hugging Face's).
         dtype: Round the weights.
     """
-    _convert(model, out, dtype, to)
+    if to != "hf":
+        raise ValueError(
+            f"--to {to[:80]!a}: the one format is hf; Mistral's and Meta's own files are read, not written"
+        )
+    _convert(model, out, dtype)
 
 
-def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | None = None) -> None:
+def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
+    import math
     from time import monotonic
 
     import torch
@@ -508,8 +515,8 @@ def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | 
     from dunes.checkpoint.folder import checked
     from dunes.runs.progress import Display, duration
 
-    found = checkpoint.local(model)
-    source = checked(found.folder, None if names is None else table(names))
+    found = checkpoint.local(model, verify=True)
+    source = checked(found.folder, None if names is None else table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
 
@@ -517,7 +524,7 @@ def _convert(model: str, out: Path, dtype: str | None, form: str, names: Path | 
             left = (monotonic() - start) * (1 / share - 1)
             display.state(f"{what}, {duration(left)} left", share)
 
-        verified = convert(source, out, dtype=kind, form=form, facts=found.origin, show=show)
+        verified = convert(source, out, dtype=kind, facts=found.origin, show=show)
     print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {out} "..."')
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from dunes.data.document import Document, plain_document
 from dunes.data.examples import Record, Records, read
-from dunes.data.files import OUTSIDE, SourceFile, Walk
+from dunes.data.files import SourceFile, Walk, passed_over
 from dunes.data.record_document import holds_records
 from dunes.data.records import JSON
+from dunes.plural import plural
 from dunes.text.templates import Turn
 
 
@@ -24,7 +25,7 @@ def read_dataset(
     files: list[Records] = []
     documents: dict[str, Document] = {}
     for file in walk.files():
-        if _is_data(file, text_field):
+        if _is_data(file):
             files.append(read(file.path, text_field))
         elif isinstance(document := plain_document(file), str):
             walk.skip(document, file.name)
@@ -36,19 +37,14 @@ def read_dataset(
     if documents:
         rows = [Record((Turn("text", "".join(d.text())),), str(d.path), "text") for d in documents.values()]
         files.append(Records(Path(source), "text", "plain files", rows))
-        lines.append(f"{source}: {_files(len(rows))} of plain text")
-    if skipped := ", ".join(f"{len(names)} {reason}" for reason, names in walk.skipped.items()):
-        hint = "; --follow-links reads what lies outside" if OUTSIDE in walk.skipped else ""
-        lines.append(f"passed over: {skipped}{hint}")
+        lines.append(f"{source}: {plural(len(rows), 'file')} of plain text")
+    if walk.skipped:
+        lines.append(passed_over(walk.skipped))
     if not files:
         raise ValueError(f"{source}: nothing to learn from ({lines[0] if lines else 'no files'})")
     return files, lines
 
 
-def _is_data(file: SourceFile, fields: Sequence[str]) -> bool:
+def _is_data(file: SourceFile) -> bool:
     """Whether to read a file as records; a .json file that the user names is refused where it holds none."""
-    return holds_records(file, fields) or (file.named and file.path.name.lower().endswith(JSON))
-
-
-def _files(count: int) -> str:
-    return f"{count} file{'' if count == 1 else 's'}"
+    return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))

@@ -367,7 +367,9 @@ def tokenized(
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
     template.check(tokenizer)
-    written = template.write([row.talk for row in rows])
+    # A text may be large, and is written as it is: only whether the template has plain texts is asked.
+    talks = [row.talk if row.talk[-1].role != "text" else (Turn("text", ""),) for row in rows]
+    written = template.write(talks)
     for row in rows:
         yield _tried(row.place, lambda row=row: _example(next(written), tokenizer, train_on, row))  # type: ignore[misc]
 

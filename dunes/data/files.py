@@ -8,7 +8,7 @@ import io
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -95,6 +95,13 @@ class Walk:
             yield from self._below(path, root, found)
         else:
             yield SourceFile(path, name, False)
+
+
+def passed_over(skipped: Mapping[str, Sequence[str]]) -> str:
+    """How many files were passed over for which reason, and how to read those that links lead to."""
+    counts = sorted(((len(names), reason) for reason, names in skipped.items()), key=lambda c: -c[0])
+    hint = "; --follow-links reads what lies outside" if OUTSIDE in skipped else ""
+    return f"passed over: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
 
 
 def _source_path(source: str | Path) -> Path:

@@ -49,11 +49,11 @@ class RecordDocument(Document):
         return ((text,) for text in self.text())
 
 
-def holds_records(file: SourceFile, fields: Sequence[str] = ()) -> bool:
+def holds_records(file: SourceFile) -> bool:
     """Whether a file is one of records: by its name, or if its name leaves it open by its first row.
 
-    A .json file in a folder is one if it is a list of records that can be read; of a file that the user named
-    himself it is enough that it begins as one of records does.
+    A .json file in a folder is one if it is a list of objects; of a file that the user named himself it is enough
+    that it begins as one of records does.
     """
     name = file.path.name.lower()
     if name.endswith((*LINES, TABLE)):
@@ -61,10 +61,10 @@ def holds_records(file: SourceFile, fields: Sequence[str] = ()) -> bool:
     if not (file.named or name.endswith(JSON)):
         return False
     try:
-        first = first_row(file.path)
+        is_object = isinstance(first_row(file.path), dict)
         if file.named:
-            return isinstance(first, dict) or name.endswith(JSON)
-        return form(file.path) == "a JSON list" and bool(text_of(first, fields)[1](first))
+            return is_object or name.endswith(JSON)
+        return is_object and form(file.path) == "a JSON list"
     except (ValueError, OSError):
         return False
 

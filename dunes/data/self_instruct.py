@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from dunes.data.records import rows
 from dunes.plural import plural
-from dunes.text.lines import decode_text, split_lines
 
 SHOWN, LAST, PROMPTS = 3, 20, 5
 """How many tasks a prompt shows, up to which number it asks for more, and how many prompts a round asks."""
@@ -102,27 +102,25 @@ Ask = Callable[[list[str]], Sequence[tuple[str, bool]]]
 
 
 def seed_tasks(path: Path | str) -> list[Task]:
-    """The tasks in a file with one JSON object a line: Alpaca's keys, or Self-Instruct's with `instances`.
+    """The tasks in a file of records: Alpaca's keys, or Self-Instruct's with `instances`.
 
-    Raises ValueError that names the line, or the byte that is not UTF-8.
+    Raises ValueError that names the line and what was expected.
     """
-    found = []
-    for number, line in enumerate(split_lines(decode_text(Path(path).read_bytes(), str(path))), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            instance = row["instances"][0] if "instances" in row else row
-            texts = (row["instruction"], instance["input"], instance["output"])
-            if not all(isinstance(t, str) for t in texts):
-                raise TypeError("a text")
-            found.append(Task(*texts))
-        except (ValueError, LookupError, TypeError):
-            raise ValueError(
-                f"{path}, line {number}: expected an object with instruction, input and output, "
-                f"or with instruction and instances, found {line[:60]!r}"
-            ) from None
-    return found
+    return [_seed_task(place, row) for place, row in rows(Path(path))]
+
+
+def _seed_task(place: str, row: Any) -> Task:
+    try:
+        instance = row["instances"][0] if "instances" in row else row
+        texts = (row["instruction"], instance["input"], instance["output"])
+        if not all(isinstance(t, str) for t in texts):
+            raise TypeError("a text")
+        return Task(*texts)
+    except (LookupError, TypeError):
+        raise ValueError(
+            f"{place}: expected an object with instruction, input and output, "
+            f"or with instruction and instances, found {json.dumps(row)[:60]}"
+        ) from None
 
 
 def generate(
@@ -214,19 +212,16 @@ def unfit(instruction: str) -> str:
     return "" if instruction[0].isascii() else "not ASCII"
 
 
-def rouge_l(a: str, b: str) -> float:
-    """ROUGE-L's F measure of two texts: https://aclanthology.org/W04-1013, as the package rouge_score has it."""
-    left, right = words(a), words(b)
-    return _measure(_common(_masks(left), right), len(left), len(right))
-
-
 def words(text: str) -> list[str]:
     """ROUGE's tokens: runs of ASCII letters and digits, in small letters."""
     return re.findall("[a-z0-9]+", text.lower())
 
 
 def _measure(common: int, a: int, b: int) -> float:
-    """Of the length of the longest common subsequence. The order of operations is rouge_score's, for its bits."""
+    """ROUGE-L's F measure from the length of the longest common subsequence: https://aclanthology.org/W04-1013.
+
+    The order of operations is that of the package rouge_score, for its bits.
+    """
     if not common:
         return 0.0
     precision, recall = common / b, common / a

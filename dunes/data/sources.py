@@ -5,13 +5,12 @@ their reasons. Validation is whole files, chosen by a hash of their path, so tha
 on every machine and after every edit elsewhere; and of files of records it is some of the records, by their hash.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dunes.data.document import Document, plain_document
-from dunes.data.files import OUTSIDE, SourceFile, Walk
+from dunes.data.files import SourceFile, Walk, passed_over
 from dunes.data.record_document import RecordDocument, holds_records, record_documents, taken
 from dunes.plural import plural
 
@@ -33,17 +32,11 @@ class Corpus:
     notes: list[str] = field(default_factory=list)
     split: str = "files"
 
-    @property
-    def counts(self) -> Counter[str]:
-        return Counter({reason: len(names) for reason, names in self.skipped.items()})
-
     def report(self) -> str:
         """One line: how much was found and what was passed over."""
         size = sum(d.size for d in self.train + self.valid) / 1e6
-        skipped = ", ".join(f"{n} {reason}" for reason, n in self.counts.most_common())
         kept = f"{plural(len(self.train), 'file')} to learn, {len(self.valid)} to validate, {size:.1f} MB"
-        hint = "; --follow-links reads what lies outside" if OUTSIDE in self.skipped else ""
-        return f"{kept}; passed over: {skipped or 'nothing'}{hint}"
+        return f"{kept}; {passed_over(self.skipped)}"
 
 
 def collect(
@@ -87,7 +80,7 @@ def _documents(
     file: SourceFile, share: float, fields: Sequence[str], notes: list[str]
 ) -> Sequence[Document] | str:
     """The documents in a file, or why there are none. Raises ValueError for bad records that the user named."""
-    if not holds_records(file, fields):
+    if not holds_records(file):
         found = plain_document(file)
         return found if isinstance(found, str) else [found]
     try:

@@ -1,7 +1,7 @@
 """What this machine is and can do, and what a piece of work takes of it."""
 
 from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
-from dunes.measure.fingerprint import fingerprint, joules
+from dunes.measure.fingerprint import fingerprint
 from dunes.measure.machine import (
     DEVICES,
     device,
@@ -33,7 +33,6 @@ __all__ = [
     "fingerprint",
     "forget_peak",
     "free_memory",
-    "joules",
     "keep_memory",
     "matmul_rate",
     "out_of_memory",

@@ -1,4 +1,4 @@
-"""Which machine a figure comes from, and the energy it used where it tells."""
+"""Which machine a figure comes from."""
 
 import hashlib
 import os
@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-
-POWERCAP = Path("/sys/class/powercap")
 
 
 def fingerprint() -> dict[str, str | int]:
@@ -38,16 +36,3 @@ def _memory() -> int:
     with suppress(OSError, ValueError, AttributeError):
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30) * 2**30
     return 0
-
-
-def joules(root: Path = POWERCAP) -> float | None:
-    """Energy that the processor packages have used since some moment; None where that is not told.
-
-    Linux counts it for Intel and AMD (https://docs.kernel.org/power/powercap/powercap.html), mostly for
-    the superuser alone. The counters begin anew every few minutes to hours.
-    """
-    counters = [p for p in root.glob("intel-rapl:*/energy_uj") if p.parent.name.count(":") == 1]
-    try:
-        return sum(int(p.read_text()) for p in counters) / 1e6 if counters else None
-    except (OSError, ValueError):
-        return None

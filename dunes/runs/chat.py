@@ -32,7 +32,7 @@ ROOM = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Voice:
+class ChatModel:
     """What one adapter, or with None the base alone, is to be spoken to with; `place` is its folder."""
 
     place: Path
@@ -72,13 +72,13 @@ class Voice:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class ChatEngine:
     """A model with its voices by name, the first of which is the one to begin with."""
 
     model: Decoder
-    voices: Mapping[str, Voice]
+    voices: Mapping[str, ChatModel]
 
-    def voice(self, name: str | None = None) -> Voice:
+    def voice(self, name: str | None = None) -> ChatModel:
         """Raises ValueError for an unknown name."""
         if name is not None and name not in self.voices:
             raise ValueError(f"no adapter is called {name!r}; there are {', '.join(self.voices)}")
@@ -134,7 +134,7 @@ class Speaker:
 
 def speaker(
     model: str, adapters: Sequence[Path] = (), device: torch.device | str = "cpu", any_base: bool = False
-) -> Speaker:
+) -> ChatEngine:
     """The model, from a folder or the Hub, and these adapters beside its weights, which are there once.
 
     The first adapter begins. Raises ValueError, before anything is loaded, for a folder that is no adapter's and
@@ -154,7 +154,7 @@ def speaker(
     for i, path in enumerate(adapters):
         new[labels[i]] = _voice(path, f"a{i}", put_on(loaded, path, f"a{i}", any_base))
     loaded.model.to(device)
-    return Speaker(loaded.model, new | voices)
+    return ChatEngine(loaded.model, new | voices)
 
 
 def _label(folder: Path) -> str:
@@ -172,7 +172,7 @@ def _alike(folders: Sequence[Path]) -> None:
             )
 
 
-def _first(folder: Path, loaded: Loaded) -> dict[str, Voice]:
+def _first(folder: Path, loaded: Loaded) -> dict[str, ChatModel]:
     """The voices of a folder: of a model its own, of an adapter that and the base's."""
     if not adapts(folder):
         return {NONE: _voice(folder, None, loaded)}
@@ -184,9 +184,9 @@ def _first(folder: Path, loaded: Loaded) -> dict[str, Voice]:
     return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
 
 
-def _voice(place: Path, adapter: str | None, loaded: Loaded) -> Voice:
+def _voice(place: Path, adapter: str | None, loaded: Loaded) -> ChatModel:
     assert loaded.tokenizer is not None, "where an adapter brings none it is the base's"
-    return Voice(place, adapter, loaded.tokenizer, loaded.context_length, loaded.card)
+    return ChatModel(place, adapter, loaded.tokenizer, loaded.context_length, loaded.card)
 
 
 COMMANDS = {
@@ -201,7 +201,7 @@ COMMANDS = {
 class Chat:
     """One conversation. `note` is told what is not said by the model."""
 
-    speaker: Speaker
+    speaker: ChatEngine
     sample: Sampler
     tokens: int
     system: str = ""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from dunes.checkpoint.atomic import write_file
 from dunes.data import Corpus, Document, Ids, Shard, cached, collect, default_cache
 from dunes.plural import plural
-from dunes.runs.plan import Plan
 from dunes.runs.progress import Display
+from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 
 SAMPLE = 2_000_000
@@ -33,7 +33,7 @@ class Tokens:
     prints: dict[str, str]
 
 
-def gather(plan: Plan) -> Corpus:
+def gather(plan: TrainConfig) -> Corpus:
     """The plan's documents. Raises ValueError if there is nothing to learn from, or nothing to validate on."""
     corpus = collect(plan.sources, follow_links=plan.follow_links, text_field=plan.text_field)
     if plan.split == "files" and not corpus.valid:
@@ -48,7 +48,7 @@ def gather(plan: Plan) -> Corpus:
     return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
 
 
-def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> Tokens:
+def tokenize(plan: TrainConfig, corpus: Corpus, kept: Path | None, show: Display) -> Tokens:
     """Train the tokenizer, or take the one kept in that folder, and turn the documents into tokens.
 
     Raises ValueError if there is not one window to learn from, or nothing to predict in what is held out.
@@ -67,7 +67,7 @@ def tokenize(plan: Plan, corpus: Corpus, kept: Path | None, show: Display) -> To
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
 
 
-def _tokenizer(plan: Plan, documents: Sequence[Document], show: Display) -> Tokenizer:
+def _tokenizer(plan: TrainConfig, documents: Sequence[Document], show: Display) -> Tokenizer:
     """Trained on the documents; or the one that was before, from the cache beside the tokens."""
     asked = f"{plan.tokenizer} {plan.vocab} {SAMPLE} " + "".join(d.digest for d in documents)
     key = _digest(asked.encode())
@@ -94,7 +94,7 @@ def _prints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     return {name: _digest(text.encode()) for name, text in texts.items()}
 
 
-def _sample(documents: Sequence[Document], plan: Plan) -> Iterator[str]:
+def _sample(documents: Sequence[Document], plan: TrainConfig) -> Iterator[str]:
     """About SAMPLE bytes of text, from documents all over the corpus; all of it for characters."""
     total = sum(d.size for d in documents)
     every = 1 if plan.tokenizer == "chars" else max(1, total // SAMPLE)

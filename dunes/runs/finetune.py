@@ -13,34 +13,34 @@ from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.answers import Answers, Before
-from dunes.runs.lesson import Lesson, altered, answered, kept, optimizer
-from dunes.runs.loop import How, Make, go
+from dunes.runs.finetune_config import METHODS, FinetuneConfig, idle_options
+from dunes.runs.finetune_data import FinetuneData, altered, answered, kept, optimizer
+from dunes.runs.finetune_task import Baseline, FinetuneTask
+from dunes.runs.loop import Make, RunOptions, go
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, scheduled
 from dunes.runs.score import held_out
-from dunes.runs.spent import Spent
-from dunes.runs.tuning import METHODS, Tuning, idle_options
+from dunes.runs.timings import Timings
 from dunes.train import Trainer
 
 BEFORE = Path("state") / "before.json"
 
 
 def finetune(
-    plan: Tuning, folder: Path, show: Display, again: bool = False, *, examples: int = 0, **how: Any
+    plan: FinetuneConfig, folder: Path, show: Display, again: bool = False, *, examples: int = 0, **how: Any
 ) -> int:
     """Finetune into the folder, or go on with the run there; `how` are fields of `loop.How`.
 
     So many `examples` are shown first, in colours that tell what is trained on. Returns and raises what
     `loop.go` does.
     """
-    going = How(again=again, **how)
+    going = RunOptions(again=again, **how)
     if idle := idle_options(plan, going.asked or ()):
         raise ValueError(f"--{idle[0]} is of adapters, and --method {plan.method} has none; leave it out")
 
-    def prepared(plan: Tuning, spent: Spent) -> Make | None:
+    def prepared(plan: FinetuneConfig, spent: Timings) -> Make | None:
         with spent("reading the examples"):
-            lesson = Lesson.read(plan, show)
+            lesson = FinetuneData.read(plan, show)
         for example in lesson.train[:examples]:
             show.coloured(f"--- {example.place}", coloured(example, lesson.tokenizer))
         with spent("choosing"):
@@ -50,14 +50,14 @@ def finetune(
     return go(plan, folder, show, going, prepared)
 
 
-def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> Run:
+def prepare(lesson: FinetuneData, known: Ids | None, folder: Path, show: Display) -> Run:
     """A run at its first step; `known` is text of the base's own domain."""
     plan, device = lesson.plan, measure.device()
     assert plan.dtype, "chosen before"
     dtype = getattr(torch, plan.dtype)
     model = lesson.base.model.to(device)
     stored = next(model.parameters()).dtype
-    task = Answers(lesson, known, stored)
+    task = FinetuneTask(lesson, known, stored)
     before = _asked(task, model, folder / BEFORE, show)
     model, notes, base = _changed(model, plan)
     task = replace(task, before=before, notes=notes, base=base, settings=architecture(base_model(model)))
@@ -68,7 +68,7 @@ def prepare(lesson: Lesson, known: Ids | None, folder: Path, show: Display) -> R
     return Run(folder, plan, task, model, trainer, schedule)
 
 
-def _changed(model: Decoder, plan: Tuning) -> tuple[Decoder, list[dict[str, Any]], dict[str, Any]]:
+def _changed(model: Decoder, plan: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]], dict[str, Any]]:
     """The model as it trains, the notes of what was changed, and the identity of its base."""
     if METHODS[plan.method].adapter is None:
         model, notes = altered(model, plan)
@@ -81,7 +81,7 @@ def _changed(model: Decoder, plan: Tuning) -> tuple[Decoder, list[dict[str, Any]
     return model, notes, base
 
 
-def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
+def _asked(task: FinetuneTask, model: Decoder, path: Path, show: Display) -> Baseline:
     """What the base can do, or what it could when the states beside this file were saved."""
     dtype = getattr(torch, task.plan.dtype or "float32")
     before = _earlier(path, show)
@@ -97,18 +97,18 @@ def _asked(task: Answers, model: Decoder, path: Path, show: Display) -> Before:
     return before
 
 
-def _earlier(path: Path, show: Display) -> Before | None:
+def _earlier(path: Path, show: Display) -> Baseline | None:
     """What the file says, if there are states beside it and it is whole."""
     if not (path.is_file() and any(path.parent.glob("step-*"))):
         return None
     try:
-        return Before.read(path)
+        return Baseline.read(path)
     except ValueError as error:
         show.line(f"warning: {error}")
         return None
 
 
-def domain(lesson: Lesson, show: Display) -> Ids | None:
+def domain(lesson: FinetuneData, show: Display) -> Ids | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
     tokenizer = lesson.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"

@@ -23,7 +23,8 @@ from dunes import checkpoint, measure
 from dunes.generate import Sampler, generate_all, sampler
 from dunes.plural import plural
 from dunes.runs.evaluate import BATCH
-from dunes.text.marks import settings, token
+from dunes.text import json_file
+from dunes.text.marks import token
 
 TOKENS = 256
 """How many tokens an answer may have if its task does not say: what the `hf` backend takes."""
@@ -59,7 +60,7 @@ class Harness(TemplateLM):
         self.inner.no_padding()
         self._end, self.ends = tokenizer.end, tokenizer.stops
         # The `hf` backend scores after the beginning of a text even where the tokenizer does not put it there.
-        first = token(settings(tokenizer.place), "bos_token")
+        first = token(json_file.read_if_present(tokenizer.place), "bos_token")
         self._first = self._end if first is None else tokenizer.special(first)
 
     @property

@@ -13,16 +13,15 @@ from typing import Any
 
 from dunes import checkpoint, measure
 from dunes.plural import plural
-from dunes.runs.dial import flops
+from dunes.runs.autosize import flops
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import append_text
 from dunes.runs.picture import loss_picture, smoothed
-from dunes.runs.plan import T
 from dunes.runs.progress import Display, duration, quantity
 from dunes.runs.run import (
     FALL,
     METRICS,
-    Occupied,
+    FolderInUse,
     Run,
     admitted,
     alone,
@@ -34,8 +33,9 @@ from dunes.runs.run import (
     resume,
 )
 from dunes.runs.saver import Saver
-from dunes.runs.spent import Spent, lines
-from dunes.runs.track import Mirror
+from dunes.runs.tensorboard import TensorBoard
+from dunes.runs.timings import Timings, lines
+from dunes.runs.train_config import T
 from dunes.train import Clock, Diverged, Step
 
 CHECK_TOKENS = 16_384
@@ -55,7 +55,7 @@ Make = Callable[[], Run]
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class RunOptions:
     """How a run is gone about.
 
     With `again` the run in the folder goes on, and keeps its own plan but for the fields in `override`;
@@ -73,7 +73,7 @@ class How:
     tensorboard: bool = False
 
 
-def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spent], Make | None]) -> int:
+def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[[T, Timings], Make | None]) -> int:
     """Run the plan into the folder, or go on with the run there.
 
     `prepare` reads what is to be learned, says what it finds and gives back what makes the run, or None if that
@@ -82,7 +82,7 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
     anything is written, for what cannot be done.
     """
     start = monotonic()
-    mirror = Mirror(folder if how.tensorboard else None, Aside(show))
+    mirror = TensorBoard(folder if how.tensorboard else None, NonFatal(show))
     plan = plan.placed()
     with _occupied(show, how.dry):
         plan = admitted(plan, folder, how.again, how.asked, how.override)
@@ -100,7 +100,7 @@ def go(plan: T, folder: Path, show: Display, how: How, prepare: Callable[[T, Spe
     measure.use_device(plan.device)
     measure.keep_memory()
     measure.quick_small_numbers()
-    spent = Spent()
+    spent = Timings()
     with show:
         make = prepare(plan, spent)
         if make is None:
@@ -128,21 +128,21 @@ def _occupied(show: Display, dry: bool) -> Iterator[None]:
     """A dry run only says that there is a run already."""
     try:
         yield
-    except Occupied as error:
+    except FolderInUse as error:
         if not dry:
             raise
         show.line(f"warning: {error}")
 
 
 @dataclass
-class Wish:
+class StopRequest:
     """The signal that asked the run to stop, 0 while none did; and whether one asked for a save."""
 
     signal: int = 0
     save: bool = False
 
 
-def _run(run: Run, saver: Saver, show: Display, mirror: Mirror) -> int:
+def _run(run: Run, saver: Saver, show: Display, mirror: TensorBoard) -> int:
     with _signals() as wish:
         try:
             loop(run, wish, saver, show, mirror)
@@ -164,12 +164,12 @@ def _run(run: Run, saver: Saver, show: Display, mirror: Mirror) -> int:
 
 
 @contextmanager
-def _signals() -> Iterator[Wish]:
+def _signals() -> Iterator[StopRequest]:
     """The first Ctrl-C or SIGTERM asks the run to stop at the next step; the second ends the process at once.
 
     SIGUSR1 asks for a save.
     """
-    wish = Wish()
+    wish = StopRequest()
 
     def stop(number: int, frame: FrameType | None) -> None:
         if wish.signal:
@@ -188,7 +188,7 @@ def _signals() -> Iterator[Wish]:
             signal.signal(number, handler)
 
 
-def loop(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> None:
+def loop(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: TensorBoard) -> None:
     """Step, and between steps measure, check, sample and save, until the schedule or the wish says stop.
 
     Raises Diverged if training does not recover, ValueError if the tokens were changed meanwhile, and
@@ -240,7 +240,7 @@ def _split(run: Run, step: Step) -> None:
 
 
 @dataclass
-class Aside:
+class NonFatal:
     """`with aside("sampled"):` what is done beside training and must not end it.
 
     A full disk or too little memory is told once for each kind of work.
@@ -313,7 +313,7 @@ def _sample(run: Run, show: Display, weights_step: int) -> str:
     return text
 
 
-def _finish(run: Run, wish: Wish, saver: Saver, show: Display, mirror: Mirror) -> int:
+def _finish(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: TensorBoard) -> int:
     """Save the state and what was learned, draw the picture, and say what there is and what to do next."""
     step, aside = run.trainer.number, mirror.aside
     status = 128 + wish.signal if wish.signal else 0

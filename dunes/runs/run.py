@@ -28,9 +28,9 @@ from dunes.runs.json_lines import (
     read_records,
     warn_of_damage,
 )
-from dunes.runs.plan import MEASURED, T, Terms
-from dunes.runs.spent import Spent
 from dunes.runs.stored_state import check_optimizer, check_tensors, read_state, wrong_state
+from dunes.runs.timings import Timings
+from dunes.runs.train_config import MEASURED, RunConfig, T
 from dunes.text import Tokenizer, json_file
 from dunes.train import Schedule, Trainer
 
@@ -95,7 +95,7 @@ class Run:
     """
 
     folder: Path
-    plan: Terms
+    plan: RunConfig
     task: Task
     model: Decoder
     trainer: Trainer
@@ -108,7 +108,7 @@ class Run:
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     last: Score | None = None
     checks_since_best: int = 0
-    spent: Spent = field(default_factory=Spent)
+    spent: Timings = field(default_factory=Timings)
     data: float = 0.0
     warm: bool = False
 
@@ -166,12 +166,12 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
             tensor.copy_(weights[name])
 
 
-def scheduled(plan: Terms) -> Schedule:
+def scheduled(plan: RunConfig) -> Schedule:
     """The schedule of a run: of its steps, or open until a clock ends it."""
     return Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
 
 
-class Occupied(ValueError):
+class FolderInUse(ValueError):
     """There is a run in the folder already, or a process at work on it."""
 
 
@@ -183,12 +183,12 @@ def alone(folder: Path) -> Iterator[None]:
         with FileLock(folder / "state" / "lock", timeout=0):
             yield
     except Timeout:
-        raise Occupied(
+        raise FolderInUse(
             f"{folder}: another process is training here; wait for it or choose another --out"
         ) from None
 
 
-def begin(plan: Terms, folder: Path, tokenizer: Tokenizer) -> None:
+def begin(plan: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
     """Write down what the run is to do. The plan comes last: with it there is a run."""
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
     write_file(folder / "state" / "plan.json", json.dumps(asdict(plan), indent=1).encode())
@@ -239,7 +239,7 @@ def admitted(
         _free(folder)
         return plan
     if not again:
-        raise Occupied(f"{folder}: holds a run already; go on with --resume, or choose another --out")
+        raise FolderInUse(f"{folder}: holds a run already; go on with --resume, or choose another --out")
     differences = plan.differences(earlier, plan.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")

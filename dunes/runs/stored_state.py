@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from dunes import checkpoint
 from dunes.runs.evaluate import Score
-from dunes.runs.plan import Terms
+from dunes.runs.train_config import RunConfig
 from dunes.train import Record
 
 
-def read_state(folder: Path, kind: type[Terms]) -> dict[str, Any]:
+def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
     """The state in a folder `step-000123`, its plan (of that kind), scores and records as such.
 
     Raises ValueError that names the folder and the first entry which is not what a run writes.

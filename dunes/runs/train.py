@@ -15,28 +15,28 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.plural import plural
+from dunes.runs.autosize import chosen, needs
 from dunes.runs.corpus import Tokens, gather, tokenize
-from dunes.runs.dial import chosen, needs
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.loop import How, Make, go
+from dunes.runs.loop import Make, RunOptions, go
 from dunes.runs.memory import nats
-from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import Display, quantity
 from dunes.runs.run import Run, facts, scheduled
-from dunes.runs.spent import Spent
+from dunes.runs.timings import Timings
+from dunes.runs.train_config import TrainConfig, config_for
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
 
 
-def train(plan: Plan, folder: Path, show: Display, again: bool = False, **how: Any) -> int:
+def train(plan: TrainConfig, folder: Path, show: Display, again: bool = False, **how: Any) -> int:
     """Run the plan into the folder, or go on with the run there (`again`); `how` are fields of `loop.How`.
 
     Returns and raises what `loop.go` does.
     """
-    going = How(again=again, **how)
+    going = RunOptions(again=again, **how)
 
-    def prepared(plan: Plan, spent: Spent) -> Make | None:
+    def prepared(plan: TrainConfig, spent: Timings) -> Make | None:
         with spent("reading the text"):
             corpus = gather(plan)
         for line in (corpus.report(), *corpus.notes):
@@ -55,7 +55,7 @@ def train(plan: Plan, folder: Path, show: Display, again: bool = False, **how: A
     return go(plan, folder, show, going, prepared)
 
 
-def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
+def prepare(plan: TrainConfig, folder: Path, tokens: Tokens) -> Run:
     """A run at its first step, for a plan that leaves nothing open."""
     assert plan.dtype, "chosen before"
     assert plan.threads, "chosen before"
@@ -66,14 +66,14 @@ def prepare(plan: Plan, folder: Path, tokens: Tokens) -> Run:
     schedule = scheduled(plan)
     optimizer = muon(model) if plan.lr is None else muon(model, plan.lr, plan.lr / 2)
     trainer = Trainer(model, optimizer, nats, lr_scale=schedule.lr_scale, dtype=dtype, seed=plan.seed)
-    return Run(folder, plan, Text(plan, tokens), model, trainer, schedule)
+    return Run(folder, plan, TrainTask(plan, tokens), model, trainer, schedule)
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainTask:
     """To learn to go on with a text."""
 
-    plan: Plan
+    plan: TrainConfig
     text: Tokens
 
     @property

@@ -12,17 +12,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dunes.text import json_file
-from dunes.text.marks import settings
 
-JINJA = "chat_template.jinja"
+JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 LIMIT_TEMPLATE, LIMIT_OUTPUT = 1 << 18, 1 << 20
 """The largest template, and the most that it may write, in characters."""
 
 SECONDS = 5
 """How long a template may take, by the clock."""
+
+Asked: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool]
+"""Messages, and whether the text is to end where an answer begins."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Under which names a message brings what its writer thought; templates read the first two."""
@@ -43,13 +45,12 @@ def template(folder: Path | str) -> str | None:
 
     None if it has none. Raises ValueError that names the file for what is not a template, or too large.
     """
-    path = Path(folder) / JINJA
-    if path.is_file():
-        if path.stat().st_size > 4 * LIMIT_TEMPLATE:
-            raise ValueError(f"{path}: {path.stat().st_size} bytes; a chat template has at most {LIMIT_TEMPLATE}")
-        return template_of({JINJA: path.read_bytes()}, path.parent)
-    path = Path(folder) / "tokenizer_config.json"
-    return _said(settings(path), path)
+    path = next((p for name in (JINJA, CONFIG) if (p := Path(folder) / name).is_file()), None)
+    if path is None:
+        return None
+    if (size := path.stat().st_size) > json_file.CONFIG:
+        raise ValueError(f"{path}: {size} bytes; at most {json_file.CONFIG} are read")
+    return template_of({path.name: path.read_bytes()}, path.parent)
 
 
 def template_of(files: Mapping[str, bytes], folder: Path) -> str | None:
@@ -59,13 +60,10 @@ def template_of(files: Mapping[str, bytes], folder: Path) -> str | None:
             return _sized(content.decode("utf-8"), str(folder / JINJA))
         except UnicodeDecodeError as error:
             raise ValueError(f"{folder / JINJA}: not UTF-8: {error}") from None
-    path = folder / "tokenizer_config.json"
-    return _said(json_file.parsed(files[path.name], path), path) if path.name in files else None
-
-
-def _said(words: Mapping[str, Any], path: Path) -> str | None:
-    found = words.get("chat_template")
-    return None if found is None else _sized(_default(found, path), str(path))
+    if CONFIG not in files:
+        return None
+    found = json_file.parsed(files[CONFIG], folder / CONFIG).get("chat_template")
+    return None if found is None else _sized(_default(found, folder / CONFIG), str(folder / CONFIG))
 
 
 def _default(found: Any, path: Path) -> str:
@@ -91,15 +89,14 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The text that the template makes of the messages, as transformers' `apply_chat_template` makes it.
 
-    `variables` are more names for the template, such as `bos_token`. Encode the text with `special=True`.
-    Raises ValueError if the template refuses the messages, fails, or passes a limit.
+    `variables` are more names for the template, such as `bos_token` or `tools`. Encode the text with
+    `special=True`. Raises ValueError if the template refuses the messages, fails, or passes a limit.
     """
-    (found,) = _rendered(template, [_words(messages, add_generation_prompt, tools, variables)])
+    (found,) = render_many(template, [(messages, add_generation_prompt)], variables)
     if isinstance(found, ValueError):
         raise found
     return found
@@ -107,7 +104,7 @@ def render(
 
 def render_many(
     template: str,
-    asked: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    asked: Sequence[Asked],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str | ValueError]:
     """`render` of many conversations, each with its `add_generation_prompt`, in one process.
@@ -115,7 +112,11 @@ def render_many(
     What the template refuses is a ValueError in its place. The limits are those of one conversation:
     when all of them together pass these, halves are tried.
     """
-    words = [_words(m, add_generation_prompt=opened, variables=variables) for m, opened in asked]
+    words = [
+        {"tools": None, "documents": None, **(variables or {}), "messages": [_told(m) for m in messages]}
+        | {"add_generation_prompt": opened}
+        for messages, opened in asked
+    ]
     if not words:
         return []
     try:
@@ -125,17 +126,6 @@ def render_many(
             return [error]
     half = len(asked) // 2
     return render_many(template, asked[:half], variables) + render_many(template, asked[half:], variables)
-
-
-def _words(
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The names that a template gets."""
-    words = {**(variables or {}), "messages": [_told(m) for m in messages], "tools": tools, "documents": None}
-    return words | {"add_generation_prompt": add_generation_prompt}
 
 
 def _rendered(template: str, words: Sequence[dict[str, Any]]) -> list[str | ValueError]:

@@ -26,6 +26,11 @@ def read(path: Path, largest: int = LARGEST) -> dict[str, Any]:
     return parsed(path.read_bytes(), path)
 
 
+def read_if_present(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of settings; empty if there is no file. Raises ValueError like `read`."""
+    return read(path, CONFIG) if path.is_file() else {}
+
+
 def parsed(text: bytes, path: Path) -> dict[str, Any]:
     """The object in the text of a JSON file that messages call `path`. Raises ValueError like `read`."""
     if (parts := sum(map(text.count, (b",", b"[", b"{")))) > PARTS:

@@ -26,7 +26,7 @@ def marks(folder: Path, number: Callable[[str], int | None]) -> Marks:
     Raises ValueError that names the file and the key for what is neither a token nor ids.
     """
     path = folder / "tokenizer_config.json"
-    words = settings(path)
+    words = json_file.read_if_present(path)
     first, last = (_id(path, words, key, number) for key in ("bos_token", "eos_token"))
     ids = [last] if last is not None else []
     for name in ("config.json", "generation_config.json"):
@@ -34,11 +34,6 @@ def marks(folder: Path, number: Callable[[str], int | None]) -> Marks:
     adds = words.get("add_bos_token")
     begin = (first,) if adds is True and first is not None else () if adds is False else None
     return Marks(begin, ids[0] if ids else None, frozenset(ids))
-
-
-def settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of settings; empty if there is no file. Raises ValueError that names it."""
-    return json_file.read(path, json_file.CONFIG) if path.is_file() else {}
 
 
 def token(words: dict[str, Any], key: str) -> str | None:
@@ -61,7 +56,7 @@ def _id(path: Path, words: dict[str, Any], key: str, number: Callable[[str], int
 
 
 def _ids(path: Path) -> list[int]:
-    found = settings(path).get("eos_token_id")
+    found = json_file.read_if_present(path).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ValueError(f"{path}: eos_token_id is {ascii(found)[:80]}; expected an id or a list of ids")

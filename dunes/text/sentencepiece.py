@@ -5,10 +5,7 @@ The file is one protobuf message, of which the few fields that decide ids are re
 https://protobuf.dev/programming-guides/encoding/). Byte pairs: sentencepiece joins the two neighbours
 whose joined piece has the highest score, the leftmost first. A piece is only ever reached by the join
 that comes last when it is encoded alone, so one merge a piece, ordered by score, gives the same ids.
-
-One thing is not equal: where a model maps characters (nmt_nfkc; no LLaMA or Mistral does), the library
-maps a letter and its combining marks at once, and ids of text with several marks on a letter, of jamo,
-or of nothing but control characters can differ.
+Unigram models, and models that normalize characters, are refused: no LLaMA or Mistral is one.
 """
 
 import math
@@ -17,7 +14,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -48,12 +44,10 @@ class Model:
     """What decides the ids of a text."""
 
     pieces: tuple[Piece, ...]
-    kind: int
     byte_fallback: bool
     first: str
     prefix: bool
     squeeze: bool
-    charsmap: bytes
 
     def of(self, *kinds: int) -> list[str]:
         """The texts of all pieces of these kinds."""
@@ -68,7 +62,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     passes a limit, or has a setting whose ids could not be made equal.
     """
     model = read(data)
-    inner = tokenizers.Tokenizer(_bpe(model) if model.kind == BPE else _unigram(model))
+    inner = tokenizers.Tokenizer(_bpe(model))
     inner.normalizer = _normalizer(model)
     inner.pre_tokenizer = _pre_tokenizer(model)
     inner.decoder = _decoder(model)
@@ -102,15 +96,17 @@ def read(data: bytes) -> Model:
     trainer, normalizer = dict(_fields(found[2])), dict(_fields(found[3]))
     model = Model(
         tuple(pieces),
-        _int(trainer.get(3, UNIGRAM)),
         bool(trainer.get(35, 0)),
         _text(trainer.get(46, b"<s>")),
         bool(normalizer.get(3, 1)),
         bool(normalizer.get(4, 1)),
-        _bytes(normalizer.get(2, b"")),
     )
     _check(model)
+    algorithm = _int(trainer.get(3, UNIGRAM))
     unusual = {
+        "model_type=unigram": algorithm == UNIGRAM,
+        f"model_type={algorithm}": algorithm != BPE,
+        "a normalization of characters (nmt_nfkc or the like)": normalizer.get(2),
         "escape_whitespaces=false": not normalizer.get(5, 1),
         "treat_whitespace_as_suffix=true": trainer.get(24, 0),
         "a denormalizer": dict(_fields(found[5])).get(2),
@@ -192,38 +188,15 @@ def _check(model: Model) -> None:
         wrong = "a score is not finite"
     elif sum(len(t) ** 2 for t in texts) > LIMIT_WORK:
         wrong = "the pieces are too long in all"
-    elif model.kind not in (BPE, UNIGRAM):
-        wrong = f"model_type {model.kind}; byte pairs ({BPE}) and unigram ({UNIGRAM}) are supported"
     elif not kinds <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in kinds:
         wrong = f"kinds of pieces {sorted(kinds)}; normal ones are needed, {UNUSED} (unused) is not supported"
     elif model.byte_fallback and model.of(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
         wrong = "byte_fallback without its 256 byte pieces in order"
     if wrong:
         raise ValueError(f"not a sentencepiece model that can be read: {wrong}")
-    _check_charsmap(model.charsmap)
 
 
-def _check_charsmap(data: bytes) -> None:
-    """The library follows this double array without looking where it leads; refuse what leads outside."""
-    if not data:
-        return
-    size = int.from_bytes(data[:4], "little")
-    if len(data) < 4 or size % 1024 or not 0 < size <= len(data) - 4 or data[-1:] != b"\0":
-        raise ValueError(f"not a sentencepiece model: a character map of {size} in {len(data)} bytes")
-    units = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64)
-    inner = units >> 31 == 0
-    offset = (units >> 10) << ((units & (1 << 9)) >> 6)
-    reach = np.arange(len(units)) ^ offset
-    leaf = reach[inner & (units >> 8 & 1 == 1)]
-    if (reach[inner] >= len(units)).any() or (units[leaf] & 0x7FFFFFFF >= len(data) - 4 - size).any():
-        raise ValueError("not a sentencepiece model: its character map leads outside of itself")
-    try:
-        data[4 + size :].decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not a sentencepiece model: its character map is not UTF-8: {error}") from None
-
-
-# --- the models
+# --- the parts of the tokenizer
 
 
 def _bpe(model: Model) -> models.BPE:
@@ -248,19 +221,8 @@ def _bpe(model: Model) -> models.BPE:
     )
 
 
-def _unigram(model: Model) -> models.Unigram:
-    top = max(0.0, *(p.score for p in model.pieces if p.kind == NORMAL))
-    scores = [len(p.text) * top - 0.1 if p.kind == USER else p.score for p in model.pieces]
-    vocab = [(p.text, s) for p, s in zip(model.pieces, scores, strict=True)]
-    unknown = next(i for i, p in enumerate(model.pieces) if p.kind == UNKNOWN)
-    return models.Unigram(vocab, unknown, model.byte_fallback)
-
-
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
-    if model.charsmap:
-        # The library maps what a reader sees as one character at once, and loses the second half of this one.
-        steps += [normalizers.Replace(Regex(r"\r(?=\n)"), "\n"), normalizers.Precompiled(model.charsmap)]
     if model.squeeze:
         # The first space stays where one is to stand in front: `first` below looks at the text's beginning.
         lead = " " if model.prefix else ""
@@ -281,12 +243,10 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
             pre_tokenizers.Metaspace(_MARK, "first", split=False),
             pre_tokenizers.Metaspace(SPACE, "never", split=False),
         ]
-    if model.kind == BPE and model.of(USER):
+    if model.of(USER):
         users = sorted(model.of(USER), key=len, reverse=True)
         steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, users))), "isolated"))
         steps += apart(_not_by_merges(model))
-    elif model.kind == UNIGRAM:
-        steps.append(pre_tokenizers.Split(Regex("|".join(_cuts(model))), "merged_with_previous"))
     return pre_tokenizers.Sequence(steps)
 
 
@@ -295,24 +255,6 @@ def _not_by_merges(model: Model) -> dict[str, list[str]]:
     scores = {p.text: p.score for p in model.pieces if p.kind == NORMAL}
     found = {p.text: joined(list(p.text), scores.get)[0] for p in model.pieces if p.kind != USER}
     return {text: parts for text, parts in found.items() if len(parts) > 1}
-
-
-def _cuts(model: Model) -> Iterator[str]:
-    """Where to cut what is spelled like a control symbol: between characters that no piece has side by side.
-
-    One of the two must be known, since neighbours that are not become one id.
-    """
-    plain = model.of(NORMAL, USER)
-    within = {text[i : i + 2] for text in plain for i in range(len(text) - 1)}
-    known = {text for text in plain if len(text) == 1}
-    for text in model.of(UNKNOWN, CONTROL, BYTE):
-        pairs = ((i, text[i - 1 : i + 1]) for i in range(1, len(text)))
-        at = next((i for i, p in pairs if p not in within and (model.byte_fallback or known & {*p})), None)
-        if at is None:
-            raise ValueError(
-                f"a sentencepiece model whose {text!r} cannot be told from plain text is not supported"
-            )
-        yield rf"(?<={re.escape(text[: at - 1])}){re.escape(text[at - 1])}(?={re.escape(text[at:])})"
 
 
 def _decoder(model: Model) -> decoders.Decoder:

@@ -1,8 +1,10 @@
-"""How a conversation is written for a model: named templates, and the model's own.
+"""How a conversation is written for a model: named templates, and the model's own, all of them in Jinja.
 
 A template turns a conversation into pieces. Each piece is tokenized alone and the ids are put in a row, so
 that a prompt has the same ids in training and afterwards, whatever the answer begins with. Special tokens
 are pieces of their own, put in by their ids: what a user wrote is never searched for them.
+
+A named template is rendered in this process, since it is ours; a model's own in a process with limits.
 
 Sources: Alpaca's two prompts are quoted from https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py,
 llama2 follows https://github.com/meta-llama/llama/blob/main/llama/generation.py, llama3
@@ -12,13 +14,17 @@ https://github.com/mistralai/mistral-common, chatml https://github.com/openai/op
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
+
+from jinja2 import TemplateError
 
 from dunes.text import chat, json_file
+from dunes.text.render import compiled
 from dunes.text.tokenizer import Tokenizer
 
 PAIRED = (
@@ -33,12 +39,11 @@ ALONE = (
 )
 """Alpaca's prompts, with and without an input."""
 
-ROLES = ("system", "user", "assistant")
 TOGETHER, LETTERS = 2048, 1 << 19
 """How many texts one process renders, and of how many characters: its limits of time are those of one text."""
 
-PRIVATE = 0xF0000
-"""From here on, characters of private use stand for special tokens' spellings that somebody wrote."""
+SURROGATE, SURROGATES = 0xDC00, 1024
+"""Two halves of surrogate pairs from here on are in no text: they stand for a special token that a user wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class Turn:
 
 
 Talk = tuple[Turn, ...]
+ANSWERS = ("assistant", "text")
+"""The roles of what a model is to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,130 +79,65 @@ BEGIN, END = Piece("{begin}", special=True), Piece("{end}", special=True)
 """What the tokenizer puts before a text, and the token that ends one, whatever these are."""
 
 
-class Template(Protocol):
-    """What writes conversations."""
+class Template(ABC):
+    """What writes conversations: a Jinja template, its special tokens, and the one of them that ends an answer.
 
-    @property
-    def name(self) -> str: ...
+    An answer begins where the text before it, with the generation prompt, ends, and goes to the token that
+    ends it. Of each special token `specials` says whether it takes the spaces to its left and right.
+    """
 
-    def stop(self, tokenizer: Tokenizer) -> int:
-        """The token that ends an answer."""
-        ...
+    name: str
+    source: str
+    specials: Mapping[str, tuple[bool, bool]]
+    end: str
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError if this tokenizer cannot write what the template asks for."""
-        ...
+        self.stop(tokenizer)
+
+    def stop(self, tokenizer: Tokenizer) -> int:
+        """The token that ends an answer."""
+        return tokenizer.end if self.end == END.text else tokenizer.special(self.end)
+
+    def jinja(self, tokenizer: Tokenizer) -> str:
+        """The template for chat_template.jinja, with this tokenizer's tokens spelled out."""
+        return self.source
 
     def write(self, talks: Sequence[Talk], opened: bool = False) -> Iterator[list[Piece]]:
         """The pieces of each conversation; if `opened`, up to where the model's answer begins.
 
         Raises ValueError at the conversation that the template has no form for.
         """
-        ...
+        for group in _groups(talks):
+            yield from self._written(group, opened)
 
+    @abstractmethod
+    def _render(self, asked: Sequence[chat.Asked]) -> Sequence[str | ValueError]:
+        """The text of each conversation, or what is wrong with it."""
 
-@dataclass(frozen=True)
-class Named:
-    """A template of ours: `pieces` writes a conversation, `jinja` says the same to other tools.
-
-    `needs` are its special tokens and `never` spellings that have to be plain text; the last of `needs`
-    ends an answer, or the tokenizer's own end where there is none.
-    """
-
-    name: str
-    pieces: Callable[[Talk], Iterator[Piece]]
-    source: str
-    opening: tuple[Piece, ...] = ()
-    needs: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
-
-    def stop(self, tokenizer: Tokenizer) -> int:
-        return tokenizer.special(self.needs[-1]) if self.needs else tokenizer.end
-
-    def check(self, tokenizer: Tokenizer) -> None:
-        missing = [t for t in self.needs if tokenizer.inner.token_to_id(t) is None]
-        if missing:
-            raise ValueError(f"template {self.name}: the tokenizer has no {', '.join(missing)}; {_OTHERS}")
-        held = [t for t in self.never if t in _special(tokenizer)]
-        if held:
-            raise ValueError(
-                f"template {self.name} writes {', '.join(held)} as words, and the tokenizer has them as tokens; "
-                "use the model's own chat template"
-            )
-        self.stop(tokenizer)
-
-    def write(self, talks: Sequence[Talk], opened: bool = False) -> Iterator[list[Piece]]:
-        for talk in talks:
-            yield [*self.pieces(talk), *(self.opening if opened else ())]
-
-    def jinja(self, tokenizer: Tokenizer) -> str:
-        """The template for chat_template.jinja, with this tokenizer's tokens spelled out."""
-        begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.begin)
-        end = str(tokenizer.inner.id_to_token(tokenizer.end))
-        return self.source.replace("BEGIN", _quoted(begin)).replace("END", _quoted(end))
-
-
-_OTHERS = "choose another template, or a tokenizer that has them"
-
-
-class Own:
-    """The chat template that came with a model, found out about by rendering.
-
-    An answer begins where the text before it, with the generation prompt, ends, and goes to the token that
-    ends it. Raises ValueError if the template fails on two words, or ends no answer with a special token.
-    """
-
-    name = "the model's own"
-
-    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        self.source, self.tokenizer = source, tokenizer
-        self._spelled = _special(tokenizer)
-        self.end = self._found_end()
+    def _message(self, turn: Turn) -> dict[str, str]:
+        return {"role": turn.role, "content": self._guarded(turn.whole)}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        longest = sorted(self._spelled, key=len, reverse=True)
+        longest = sorted(self.specials, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
     @cached_property
     def _order(self) -> list[str]:
-        return list(self._spelled)
-
-    @cached_property
-    def _private(self) -> re.Pattern[str]:
-        return re.compile(f"[{chr(PRIVATE)}-{chr(PRIVATE + len(self._order))}]")
-
-    def _found_end(self) -> str:
-        """The special token after the answer of a conversation of two words."""
-        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = chat.render(self.source, probe, variables=self.tokenizer.named)
-        found = self._pattern.search(text, text.rfind("answer"))
-        if found is None:
-            raise ValueError("the model's own chat template ends an answer with no special token; name a template")
-        return found[0]
-
-    def stop(self, tokenizer: Tokenizer) -> int:
-        return tokenizer.special(self.end)
-
-    def check(self, tokenizer: Tokenizer) -> None:
-        if tokenizer is not self.tokenizer:
-            tokenizer.special(self.end)
-
-    def write(self, talks: Sequence[Talk], opened: bool = False) -> Iterator[list[Piece]]:
-        for group in _groups(talks):
-            yield from self._written(group, opened)
+        return list(self.specials)
 
     def _written(self, talks: Sequence[Talk], opened: bool) -> Iterator[list[Piece]]:
-        asked = []
+        asked: list[chat.Asked] = []
         for talk in talks:
-            told = [{"role": t.role, "content": self._guarded(t.whole)} for t in talk]
-            places = [i for i, t in enumerate(talk) if t.role == "assistant"]
-            asked += [(told, opened), *((told[:i], True) for i in places)]
-        texts = iter(chat.render_many(self.source, asked, self.tokenizer.named))
+            messages = [self._message(turn) for turn in talk]
+            answers = [i for i, turn in enumerate(talk) if turn.role in ANSWERS]
+            asked += [(messages, opened), *((messages[:i], True) for i in answers)]
+        texts = iter(self._render(asked))
         for talk in talks:
-            answers = [t for t in talk if t.role == "assistant"]
-            full, *before = islice(texts, 1 + len(answers))
-            yield self._pieces(_given(full), [len(_prefix(b, full)) for b in before], answers)
+            turns = [turn for turn in talk if turn.role in ANSWERS]
+            full, *before = islice(texts, 1 + len(turns))
+            yield self._pieces(_given(full), [len(_prefix(b, full)) for b in before], turns)
 
     def _pieces(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Piece]:
         """The text in pieces, cut where answers begin and end."""
@@ -213,9 +155,9 @@ class Own:
 
     def _cut(self, text: str, trained: bool, ended: bool) -> Iterator[Piece]:
         """A part of the text, cut at special tokens; `ended` says that it stands after the end of an answer."""
-        at, after = 0, ended and self._spelled[self.end][1]
+        at, after = 0, ended and self.specials[self.end][1]
         for found in self._pattern.finditer(text):
-            strips = self._spelled[found[0]]
+            strips = self.specials[found[0]]
             yield from self._plain(text[at : found.start()], trained, after, strips[0])
             yield Piece(found[0], trained, special=True)
             at, after = found.end(), strips[1]
@@ -224,15 +166,115 @@ class Own:
     def _plain(self, text: str, trained: bool, left: bool, right: bool) -> Iterator[Piece]:
         text = text.lstrip() if left else text
         text = text.rstrip() if right else text
-        text = self._private.sub(lambda found: self._order[ord(found[0]) - PRIVATE], text)
+        text = re.sub("[\udc00-\udfff]{2}", lambda found: self._order[_number(found[0])], text)
         if text:
             yield Piece(text, trained)
 
     def _guarded(self, text: str) -> str:
-        """The text with a private character for each spelling of a special token in it."""
-        if found := self._private.search(text):
-            raise ValueError(f"the text holds the character U+{ord(found[0]):X}, of private use; remove it")
-        return self._pattern.sub(lambda found: chr(PRIVATE + self._order.index(found[0])), text)
+        """The text with two halves of surrogate pairs for each spelling of a special token in it."""
+        if found := re.search("[\ud800-\udfff]", text):
+            raise ValueError(f"half of a surrogate pair at character {found.start()}; remove it")
+        return self._pattern.sub(lambda found: _halves(self._order.index(found[0])), text)
+
+
+def _halves(number: int) -> str:
+    return "".join(chr(SURROGATE + n) for n in divmod(number, SURROGATES))
+
+
+def _number(halves: str) -> int:
+    first, second = (ord(c) - SURROGATE for c in halves)
+    return first * SURROGATES + second
+
+
+class Named(Template):
+    """A template of ours. `needs` are its special tokens and `never` spellings that have to be plain text.
+
+    The last of `needs` ends an answer, or the tokenizer's own end where there is none; BEGIN and END in the
+    source stand for what the tokenizer has there. With `inputs` a task's input is a key of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        needs: tuple[str, ...] = (),
+        never: tuple[str, ...] = (),
+        inputs: bool = False,
+    ) -> None:
+        self.name, self.source, self.needs, self.never, self.inputs = name, source, needs, never, inputs
+        self.specials = dict.fromkeys((BEGIN.text, END.text, *needs), (False, False))
+        self.end = needs[-1] if needs else END.text
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        missing = [t for t in self.needs if tokenizer.inner.token_to_id(t) is None]
+        if missing:
+            raise ValueError(f"template {self.name}: the tokenizer has no {', '.join(missing)}; {_OTHERS}")
+        held = [t for t in self.never if t in _special(tokenizer)]
+        if held:
+            raise ValueError(
+                f"template {self.name} writes {', '.join(held)} as words, and the tokenizer has them as tokens; "
+                "use the model's own chat template"
+            )
+        super().check(tokenizer)
+
+    def jinja(self, tokenizer: Tokenizer) -> str:
+        begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.begin)
+        return self._spelled(begin, str(tokenizer.inner.id_to_token(tokenizer.end)))
+
+    def _render(self, asked: Sequence[chat.Asked]) -> Sequence[str | ValueError]:
+        template = compiled(self._spelled(BEGIN.text, END.text))
+        return [_text_or_error(template, messages, opened) for messages, opened in asked]
+
+    def _message(self, turn: Turn) -> dict[str, str]:
+        if not self.inputs:
+            return super()._message(turn)
+        return {"role": turn.role, "content": self._guarded(turn.text), "input": self._guarded(turn.input)}
+
+    def _spelled(self, begin: str, end: str) -> str:
+        return self.source.replace("BEGIN", _quoted(begin)).replace("END", _quoted(end))
+
+
+_OTHERS = "choose another template, or a tokenizer that has them"
+
+
+class Own(Template):
+    """The chat template that came with a model, found out about by rendering.
+
+    Raises ValueError if the template fails on two words, or ends no answer with a special token.
+    """
+
+    name = "the model's own"
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        self.source, self.tokenizer = source, tokenizer
+        self.specials = _special(tokenizer)
+        self.end = self._found_end()
+
+    def _found_end(self) -> str:
+        """The special token after the answer of a conversation of two words."""
+        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        text = chat.render(self.source, probe, variables=self.tokenizer.named)
+        found = self._pattern.search(text, text.rfind("answer"))
+        if found is None:
+            raise ValueError("the model's own chat template ends an answer with no special token; name a template")
+        return found[0]
+
+    def stop(self, tokenizer: Tokenizer) -> int:
+        return tokenizer.special(self.end)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        if tokenizer is not self.tokenizer:
+            tokenizer.special(self.end)
+
+    def _render(self, asked: Sequence[chat.Asked]) -> Sequence[str | ValueError]:
+        return chat.render_many(self.source, asked, self.tokenizer.named)
+
+
+def _text_or_error(template: Any, messages: Sequence[Mapping[str, Any]], opened: bool) -> str | ValueError:
+    try:
+        return str(template.render(messages=messages, add_generation_prompt=opened))
+    except TemplateError as error:
+        return ValueError(str(error))
 
 
 def _groups(talks: Sequence[Talk]) -> Iterator[Sequence[Talk]]:
@@ -310,8 +352,7 @@ def carried(template: Template, tokenizer: Tokenizer) -> Tokenizer:
     """
     template.check(tokenizer)
     other = tokenizer.stopping(template.stop(tokenizer))
-    source = template.source if isinstance(template, Own) else named(template.name).jinja(tokenizer)
-    other.beside[chat.JINJA] = source.encode()
+    other.beside[chat.JINJA] = template.jinja(tokenizer).encode()
     name = other.place.name
     if name in other.beside:  # which may have a template of its own, or the one that was there before
         words = json_file.parsed(other.beside[name], other.place)
@@ -336,190 +377,91 @@ def of(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
 # The named templates
 
 
-def _answer(turn: Turn, text: str, end: Piece = END) -> Iterator[Piece]:
-    if text:
-        yield Piece(text, turn.trained)
-    yield Piece(end.text, turn.trained, special=True)
-
-
-def _pair(talk: Talk, name: str) -> tuple[Turn, Turn | None]:
-    """The one instruction and its answer, if there is one."""
-    roles = [t.role for t in talk]
-    if roles not in (["user"], ["user", "assistant"]):
-        raise ValueError(f"template {name} has one instruction and one answer, found {_listed(roles)}")
-    return talk[0], talk[1] if len(talk) > 1 else None
-
-
-def _listed(roles: Sequence[str]) -> str:
-    return ", ".join(roles[:8]) + (", ..." if len(roles) > 8 else "") if roles else "nothing"
-
-
-def _alpaca(tail: str, name: str) -> Callable[[Talk], Iterator[Piece]]:
-    def pieces(talk: Talk) -> Iterator[Piece]:
-        task, answer = _pair(talk, name)
-        yield BEGIN
-        form = PAIRED if task.input else ALONE
-        yield Piece(form.format(instruction=task.text, input=task.input) + tail)
-        if answer is not None:
-            yield from _answer(answer, answer.text)
-
-    return pieces
-
-
-def _plain(talk: Talk) -> Iterator[Piece]:
-    task, answer = (None, talk[0]) if [t.role for t in talk] == ["text"] else _pair(talk, "plain")
-    yield BEGIN
-    if task is not None and task.whole:
-        yield Piece(task.whole)
-    if answer is not None:
-        yield from _answer(answer, answer.text)
-
-
-def _spoken(talk: Talk, name: str) -> None:
-    if any(turn.role not in ROLES for turn in talk):
-        raise ValueError(f"template {name}: expected messages, found plain text; its template is plain")
-
-
-def _chatml(talk: Talk) -> Iterator[Piece]:
-    _spoken(talk, "chatml")
-    yield BEGIN
-    for turn in talk:
-        yield from _headed(turn, "<|im_start|>", f"{turn.role}\n")
-        if turn.role == "assistant":
-            yield from _answer(turn, turn.text, Piece("<|im_end|>", special=True))
-            yield Piece("\n")
-        else:
-            yield from (Piece("<|im_end|>", special=True), Piece("\n"))
-
-
-def _headed(turn: Turn, token: str, head: str) -> Iterator[Piece]:
-    """The beginning of a turn, with its text if that is no answer: in one piece, tokenized as one."""
-    yield Piece(token, special=True)
-    yield Piece(head + ("" if turn.role == "assistant" else turn.whole))
-
-
-def _llama3(talk: Talk) -> Iterator[Piece]:
-    end = Piece("<|eot_id|>", special=True)
-    _spoken(talk, "llama3")
-    yield BEGIN
-    for turn in talk:
-        yield Piece("<|start_header_id|>", special=True)
-        yield Piece(turn.role)
-        yield Piece("<|end_header_id|>", special=True)
-        if turn.role == "assistant":
-            yield Piece("\n\n")
-            yield from _answer(turn, turn.text.strip(), end)
-        else:
-            yield from (Piece("\n\n" + turn.whole.strip()), end)
-
-
-def _in_turns(talk: Talk, name: str) -> tuple[str, Talk]:
-    """What the system says, and the rest, which must alternate from the user on."""
-    system = talk[0].text if talk and talk[0].role == "system" else ""
-    rest = talk[1:] if talk and talk[0].role == "system" else talk
-    roles = [t.role for t in rest]
-    if not roles or roles != [ROLES[1 + i % 2] for i in range(len(roles))]:
-        raise ValueError(
-            f"template {name}: expected perhaps a system, then user and assistant in turns, "
-            f"found {_listed([t.role for t in talk])}"
-        )
-    return system, rest
-
-
-def _mistral(talk: Talk) -> Iterator[Piece]:
-    system, rest = _in_turns(talk, "mistral")
-    yield BEGIN
-    for i, turn in enumerate(rest):
-        if turn.role == "assistant":
-            yield from _answer(turn, " " + turn.text)
-        else:
-            before = f"{system}\n\n" if system and not i else ""
-            yield Piece(f"[INST] {before}{turn.whole} [/INST]")
-
-
-def _llama2(talk: Talk) -> Iterator[Piece]:
-    system, rest = _in_turns(talk, "llama2")
-    for i, turn in enumerate(rest):
-        if turn.role == "assistant":
-            yield from _answer(turn, f" {turn.text.strip()} ")
-        else:
-            before = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system and not i else ""
-            yield from (BEGIN, Piece(f"[INST] {(before + turn.whole).strip()} [/INST]"))
-
-
 def _quoted(text: str) -> str:
     """The text as a string of jinja, which reads the same escapes as Python."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
-def _alpaca_source(tail: str) -> str:
-    first, second = (form.split("{instruction}") for form in (PAIRED, ALONE))
-    middle, last = first[1].split("{input}")
+def _pair(name: str, *roles: str) -> str:
+    """Refuses what is not one instruction with or without its answer, or one of these."""
     return (
-        "{{ BEGIN }}{% for m in messages %}{% if m['role'] == 'user' and loop.first %}"
-        "{% if m['input'] is defined and m['input'] %}"
-        f"{{{{ {_quoted(first[0])} + m['content'] + {_quoted(middle)} + m['input'] + {_quoted(last + tail)} }}}}"
-        f"{{% else %}}{{{{ {_quoted(second[0])} + m['content'] + {_quoted(second[1] + tail)} }}}}{{% endif %}}"
-        "{% elif m['role'] == 'assistant' and loop.index == 2 %}{{ m['content'] + END }}"
-        "{% else %}{{ raise_exception('one instruction and one answer') }}{% endif %}{% endfor %}"
+        "{% set roles = messages | map(attribute='role') | join(', ') %}"
+        f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"
+        f"{{{{ raise_exception('template {name} has one instruction and one answer, found ' + roles[:80]) }}}}"
+        "{% endif %}{{ BEGIN }}{% for m in messages %}"
     )
 
 
-_TURNS = (
-    "{% if messages and messages[0]['role'] == 'system' %}"
-    "{% set ns = namespace(system=messages[0]['content']) %}{% set rest = messages[1:] %}"
-    "{% else %}{% set ns = namespace(system='') %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}"
-    "{% if m['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
-    "{{ raise_exception('user and assistant alternate') }}{% endif %}"
+def _alpaca(name: str, tail: str) -> str:
+    first, second = (form.split("{instruction}") for form in (PAIRED, ALONE))
+    middle, last = first[1].split("{input}")
+    return (
+        _pair(name) + "{% if m['role'] == 'assistant' %}{{ m['content'] + END }}"
+        "{% elif m['input'] is defined and m['input'] %}"
+        f"{{{{ {_quoted(first[0])} + m['content'] + {_quoted(middle)} + m['input'] + {_quoted(last + tail)} }}}}"
+        f"{{% else %}}{{{{ {_quoted(second[0])} + m['content'] + {_quoted(second[1] + tail)} }}}}"
+        "{% endif %}{% endfor %}"
+    )
+
+
+def _spoken(name: str) -> str:
+    """Begins, and goes through the messages."""
+    return (
+        "{{ BEGIN }}{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
+        f"{{{{ raise_exception('template {name}: expected messages, found plain text; its template is plain') }}}}"
+        "{% endif %}"
+    )
+
+
+def _turns(name: str) -> str:
+    """Takes the system off the messages, and goes through the others."""
+    return (
+        "{% if messages and messages[0]['role'] == 'system' %}"
+        "{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"
+        "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+        "{% if messages and not rest %}{% set rest = messages %}{% endif %}"
+        "{% for m in rest %}{% if m['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
+        f"{{{{ raise_exception('template {name}: expected perhaps a system, then user and assistant in turns, "
+        "found ' + (messages | map(attribute='role') | join(', '))[:80]) }}{% endif %}"
+    )
+
+
+_PLAIN = (
+    _pair("plain", "text", "") + "{{ m['content'] }}{% if m['role'] != 'user' %}{{ END }}{% endif %}{% endfor %}"
 )
 
-_HEADED = (
-    "{{ BEGIN }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+_CHATML = _spoken("chatml") + (
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-_LLAMA3 = (
-    "{{ BEGIN }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + "
-    "m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+_LLAMA3 = _spoken("llama3") + (
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 
 _MISTRAL = (
-    "{{ BEGIN }}" + _TURNS + "{% if m['role'] == 'user' %}{{ '[INST] ' + "
-    "(ns.system + '\\n\\n' if ns.system and loop.first else '') + m['content'] + ' [/INST]' }}"
+    "{{ BEGIN }}" + _turns("mistral") + "{% if m['role'] == 'user' %}{{ '[INST] ' + "
+    "(system + '\\n\\n' if system and loop.first else '') + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + END }}{% endif %}{% endfor %}"
 )
 
 _LLAMA2 = (
-    _TURNS + "{% if m['role'] == 'user' %}{% set before = '<<SYS>>\\n' + ns.system + '\\n<</SYS>>\\n\\n' "
-    "if ns.system and loop.first else '' %}{{ BEGIN + '[INST] ' + (before + m['content']) | trim + ' [/INST]' }}"
+    _turns("llama2") + "{% if m['role'] == 'user' %}{% set before = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' "
+    "if system and loop.first else '' %}{{ BEGIN + '[INST] ' + (before + m['content']) | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] | trim + ' ' + END }}{% endif %}{% endfor %}"
 )
 
-
-def _starts(*pieces: tuple[str, bool]) -> tuple[Piece, ...]:
-    return tuple(Piece(text, special=special) for text, special in pieces)
-
-
-_CHATML_OPENS = _starts(("<|im_start|>", True), ("assistant\n", False))
-_LLAMA3_OPENS = _starts(
-    ("<|start_header_id|>", True), ("assistant", False), ("<|end_header_id|>", True), ("\n\n", False)
-)
-_LLAMA3_NEEDS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-_PLAIN = (
-    "{{ BEGIN }}{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ END }}{% endif %}"
-    "{% endfor %}"
-)
-
+_WORDS = ("[INST]", "[/INST]")
 _ALL = (
-    Named("plain", _plain, _PLAIN),
-    Named("alpaca", _alpaca("", "alpaca"), _alpaca_source("")),
-    Named("alpaca-newline", _alpaca("\n", "alpaca-newline"), _alpaca_source("\n")),
-    Named("mistral", _mistral, _MISTRAL, never=("[INST]", "[/INST]")),
-    Named("llama2", _llama2, _LLAMA2, never=("[INST]", "[/INST]")),
-    Named("llama3", _llama3, _LLAMA3, _LLAMA3_OPENS, _LLAMA3_NEEDS),
-    Named("chatml", _chatml, _HEADED, _CHATML_OPENS, ("<|im_start|>", "<|im_end|>")),
+    Named("plain", _PLAIN),
+    Named("alpaca", _alpaca("alpaca", ""), inputs=True),
+    Named("alpaca-newline", _alpaca("alpaca-newline", "\n"), inputs=True),
+    Named("mistral", _MISTRAL, never=_WORDS),
+    Named("llama2", _LLAMA2, never=_WORDS),
+    Named("llama3", _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    Named("chatml", _CHATML, ("<|im_start|>", "<|im_end|>")),
 )
 TEMPLATES = {each.name: each for each in _ALL}
 """The named templates."""

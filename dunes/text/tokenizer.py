@@ -19,7 +19,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.plural import plural
 from dunes.text import bounded, json_file, llama3, sentencepiece, tekken
-from dunes.text.marks import Marks, marks, settings
+from dunes.text.marks import Marks, marks
 from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
@@ -120,7 +120,7 @@ class Tokenizer:
         loaded.place = folder / loaded.place.name
         loaded.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
         if path.name != "tokenizer.json" and loaded.place.name in loaded.beside:
-            loaded.beside[loaded.place.name] = _for_json(settings(loaded.place))
+            loaded.beside[loaded.place.name] = _for_json(json_file.read_if_present(loaded.place))
         return loaded
 
     def stopping(self, stop: int) -> "Tokenizer":

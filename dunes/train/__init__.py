@@ -1,7 +1,8 @@
 """The step loop and what it needs. It knows no model and no tokenizer: any nn.Module, any loss."""
 
+from dunes.ops.cross_entropy import IGNORE
 from dunes.train.frozen import cast_frozen
-from dunes.train.loss import IGNORE, cross_entropy, mean_squared, next_token
+from dunes.train.loss import cross_entropy, mean_squared, next_token
 from dunes.train.optim import adamw, muon, muon_split, rmsprop, sgd
 from dunes.train.schedule import Clock, Record, Schedule
 from dunes.train.trainer import Diverged, Step, Trainer

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE = -100
-"""The target of a token that is not trained on."""
+from dunes.ops.cross_entropy import IGNORE
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 

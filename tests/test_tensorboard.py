@@ -10,10 +10,10 @@ import pytest
 from conftest import display, toy
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
-from dunes.runs.plan import Plan
 from dunes.runs.run import records
-from dunes.runs.track import written
+from dunes.runs.tensorboard import written
 from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TAGS = {
@@ -58,24 +58,24 @@ def noted(folder):
 
 def stopping_at(step, monkeypatch, error):
     """Something that ends the run in this step, after it was noted."""
-    real = loop_module.Mirror.step
+    real = loop_module.TensorBoard.step
 
     def mirrored(self, done, bits):
         real(self, done, bits)
         if done.number == step:
             raise error
 
-    monkeypatch.setattr(loop_module.Mirror, "step", mirrored)
+    monkeypatch.setattr(loop_module.TensorBoard, "step", mirrored)
 
 
 def test_events_say_what_the_metrics_say(code, tmp_path, monkeypatch):
-    real, live = loop_module.Mirror.step, []
+    real, live = loop_module.TensorBoard.step, []
 
     def step(self, done, bits):
         real(self, done, bits)
         live.append(shown(self.run)[0] == noted(self.run)[0])
 
-    monkeypatch.setattr(loop_module.Mirror, "step", step)
+    monkeypatch.setattr(loop_module.TensorBoard, "step", step)
     assert train(toy(code, steps=55), tmp_path / "run", display()[0], tensorboard=True) == 0
     assert all(live), "after each step"
     points, texts = shown(tmp_path / "run")
@@ -106,9 +106,9 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     assert shown(folder) == noted(folder)
     watching = opened(folder)
     if second is not None:
-        killed(second[0], Plan(sources=()), again=True, tensorboard=second[1])
+        killed(second[0], TrainConfig(sources=()), again=True, tensorboard=second[1])
         assert (shown(folder) == noted(folder)) is second[1]
-    assert train(Plan(sources=()), folder, display()[0], again=True, tensorboard=True) == 0
+    assert train(TrainConfig(sources=()), folder, display()[0], again=True, tensorboard=True) == 0
     assert all(0 < step <= 20 for step in back)
     points, texts = shown(folder)
     assert (points, texts) == noted(folder)
@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_mirroring_and_not_the_run(code, tmp_path, monkeypa
     assert out.getvalue().count("could not be mirrored: [Errno 28] No space left on device; training goes on") == 1
     assert 30 < sum(map(len, shown(tmp_path / "run")[0].values())) <= 40, "nothing after what is missing"
     assert len(noted(tmp_path / "run")[0]["loss"]) == 12
-    assert train(Plan(sources=()), tmp_path / "run", display()[0], again=True, tensorboard=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True, tensorboard=True) == 0
     assert shown(tmp_path / "run") == noted(tmp_path / "run"), "made whole by the next session"
     (tmp_path / "other" / "tensorboard").parent.mkdir()
     (tmp_path / "other" / "tensorboard").write_text("in the way")

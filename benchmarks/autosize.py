@@ -1,6 +1,6 @@
 """The sweep behind `--minutes`: which size, batch and context learn a corpus best in so much time.
 
-    python benchmarks/dial.py --minutes 3 --shapes 2m,16,256,4096 4m,16,256,4096 --out dial.jsonl
+    python benchmarks/autosize.py --minutes 3 --shapes 2m,16,256,4096 4m,16,256,4096 --out autosize.jsonl
 
 Each shape is first timed alone with all threads; that says how many steps the minutes buy. Then as
 many shapes as there are cores train that many steps, one thread each, since what is learned depends
@@ -24,21 +24,21 @@ from dunes import measure, tree
 from dunes.plural import plural
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.json_lines import append_record, read_records
-from dunes.runs.plan import Plan, parse_size
 from dunes.runs.progress import Display
 from dunes.runs.run import Run
 from dunes.runs.train import prepare
+from dunes.runs.train_config import TrainConfig, parse_size
 
 OVERHEAD = 20.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
 
 
-def tokens_of(plan: Plan) -> Tokens:
+def tokens_of(plan: TrainConfig) -> Tokens:
     with Display() as show:
         return tokenize(plan, gather(plan), None, show)
 
 
-def seconds_a_step(plan: Plan, tokens: Tokens, steps: int = 8) -> tuple[float, int]:
+def seconds_a_step(plan: TrainConfig, tokens: Tokens, steps: int = 8) -> tuple[float, int]:
     """The median time of a training step, and the number of parameters."""
     run = prepare(plan, Path("."), tokens)
     return median(s.seconds for s in islice(stepped(run), 2, steps)), tree.count(run.model)
@@ -48,7 +48,7 @@ def stepped(run: Run) -> Any:
     return run.trainer.run(run.task.batches(0))
 
 
-def learned(plan: Plan) -> dict[str, Any]:
+def learned(plan: TrainConfig) -> dict[str, Any]:
     """What a run of plan.steps knows of the held-out text."""
     measure.keep_memory()
     run = prepare(plan, Path("."), tokens_of(plan))
@@ -69,7 +69,7 @@ def main(
     minutes: tuple[float, ...] = (3.0,),
     shapes: tuple[str, ...] = ("2m,16,256,4096", "4m,16,256,4096", "8m,16,256,4096"),
     source: str = "stdlib",
-    out: Path = Path("dial.jsonl"),
+    out: Path = Path("autosize.jsonl"),
     job: str | None = None,
 ) -> None:
     """Sweep.
@@ -83,11 +83,11 @@ def main(
     """
     if job is not None:
         wanted = json.loads(job)
-        print(json.dumps(learned(Plan.of(wanted["plan"]))))
+        print(json.dumps(learned(TrainConfig.of(wanted["plan"]))))
         return
     measure.keep_memory()
     cores = measure.threads()
-    base = Plan(
+    base = TrainConfig(
         sources=(source,), dtype=str(measure.dtype(measure.device())).removeprefix("torch."), threads=cores
     )
     held = {base.vocab: tokens_of(base)}

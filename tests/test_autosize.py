@@ -1,4 +1,4 @@
-"""What the dial chooses, and what its estimates rest on."""
+"""What autosize chooses, and what its estimates rest on."""
 
 import subprocess
 import sys
@@ -12,9 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from dunes import measure
 from dunes.models import arcee, llama
 from dunes.ops import attention
-from dunes.runs import dial
-from dunes.runs.dial import Machine, chosen, expected_bits, fitted, flops, memory, needs, orthogonalising, outline
-from dunes.runs.plan import Plan
+from dunes.runs import autosize
+from dunes.runs.autosize import (
+    Machine,
+    chosen,
+    expected_bits,
+    fitted,
+    flops,
+    memory,
+    needs,
+    orthogonalising,
+    outline,
+)
+from dunes.runs.train_config import TrainConfig
 from dunes.tree import count
 
 MACHINE = Machine(threads=2, dtype="bfloat16", matmul=1.2e12, read=27e9)
@@ -22,7 +32,7 @@ STDLIB = 11_800_000
 
 
 def size_for(machine=MACHINE, text=STDLIB, **changes):
-    plan = Plan(**{"sources": (), "batch": 16, "context": 256, "dtype": machine.dtype} | changes)
+    plan = TrainConfig(**{"sources": (), "batch": 16, "context": 256, "dtype": machine.dtype} | changes)
     return fitted(plan, text, machine)[0].size
 
 
@@ -39,25 +49,25 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
     assert size_for(size=12_345_678) == 12_345_678
     few, many = size_for(steps=100), size_for(steps=3_000)
     assert few < many
-    assert many == pytest.approx(3_000 * 16 * 256 / dial.TOKENS_A_PARAMETER, rel=0.2)
+    assert many == pytest.approx(3_000 * 16 * 256 / autosize.TOKENS_A_PARAMETER, rel=0.2)
 
 
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
-    whole = Plan(sources=(), size=1, batch=1, context=2, dtype="float32", threads=1)
-    monkeypatch.setattr(dial, "measured", lambda plan: pytest.fail("measured"))
+    whole = TrainConfig(sources=(), size=1, batch=1, context=2, dtype="float32", threads=1)
+    monkeypatch.setattr(autosize, "measured", lambda plan: pytest.fail("measured"))
     assert chosen(whole, STDLIB) == (whole, [])
 
 
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
-    monkeypatch.setattr(dial, "measured", lambda plan: MACHINE)
-    plan, lines = chosen(Plan(sources=(), context=64), STDLIB)
+    monkeypatch.setattr(autosize, "measured", lambda plan: MACHINE)
+    plan, lines = chosen(TrainConfig(sources=(), context=64), STDLIB)
     assert all((plan.size, plan.batch, plan.context == 64))
     assert (plan.dtype, plan.threads, plan.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
     assert "a larger model would see too few" in lines[2]
     assert chosen(plan, STDLIB) == (plan, []), "and stays so"
-    given = chosen(Plan(sources=(), size=10**6), STDLIB)[1]
+    given = chosen(TrainConfig(sources=(), size=10**6), STDLIB)[1]
     assert "a larger model" not in given[2], "nobody chose"
 
 
@@ -93,7 +103,7 @@ def test_orthogonalising_is_what_muon_computes():
 
 
 def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
-    plan = Plan(sources=(), size=4_000_000, batch=16, context=256, dtype="bfloat16")
+    plan = TrainConfig(sources=(), size=4_000_000, batch=16, context=256, dtype="bfloat16")
     sum_of = lambda **changes: sum(memory(replace(plan, **changes)).values())
     assert sum_of(batch=32) > sum_of()
     assert sum_of(context=512) > sum_of()
@@ -111,12 +121,12 @@ def test_the_estimate_is_what_a_run_takes(code, tmp_path):
         from pathlib import Path
         from dunes import measure
         from dunes.runs import train
-        from dunes.runs.dial import memory
-        from dunes.runs.plan import Plan
+        from dunes.runs.autosize import memory
+        from dunes.runs.train_config import TrainConfig
         from dunes.runs.progress import Display
         train.SAVE_SECONDS = 1.0
         shape = {"size": 3_000_000, "vocab": 300, "batch": 16, "context": 256}
-        plan = Plan(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
+        plan = TrainConfig(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
         said = sum(memory(plan).values())
         assert train.train(plan, Path(sys.argv[2]), Display()) == 0
         print(said / measure.peak_memory(torch.device("cpu")))

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Spent:
+class Timings:
     """`with spent("saves"):` adds the seconds inside to what saves took. Costs a microsecond a use."""
 
     seconds: Counter[str] = field(default_factory=Counter)

@@ -23,7 +23,7 @@ FOLDER = "tensorboard"
 SAMPLES = "samples.md"
 
 
-class Mirror:
+class TensorBoard:
     """`with Mirror(run, aside) as mirror:` then `mirror.step(...)` and `mirror.sample(...)` between steps.
 
     It begins by writing anew all that the run noted so far, so that nothing is missing or stands there

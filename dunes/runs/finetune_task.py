@@ -21,18 +21,18 @@ from dunes.generate import generate, limit_vocab, sampler
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
+from dunes.runs.finetune_config import (
+    ADAPTER,
+    METHODS,
+    FinetuneConfig,
+)
+from dunes.runs.finetune_data import FinetuneData, memory
 from dunes.runs.json_lines import append_text
-from dunes.runs.lesson import Lesson, memory
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
 from dunes.runs.progress import quantity
 from dunes.runs.run import Run, facts
 from dunes.runs.stored_state import is_score
-from dunes.runs.tuning import (
-    ADAPTER,
-    METHODS,
-    Tuning,
-)
 from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Talk
 
@@ -53,7 +53,7 @@ SCORED = 16
 
 
 @dataclass(frozen=True)
-class Before:
+class Baseline:
     """What the base could do: its score on the held-out answers and on its own domain, and what it answered.
 
     `text` is the fingerprint of what the domain was measured on.
@@ -65,7 +65,7 @@ class Before:
     text: str
 
     @classmethod
-    def read(cls, path: Path) -> "Before":
+    def read(cls, path: Path) -> "Baseline":
         """Raises ValueError for a file that is none."""
         found = json_file.read(path)
         said = found.get("said")
@@ -82,22 +82,22 @@ class Before:
 
 
 @dataclass(frozen=True)
-class Answers:
+class FinetuneTask:
     """To learn to answer as examples do. `domain` is text of the base's own kind, `stored` the base's dtype.
 
     `base` is the identity of the base's weights, `settings` the digest of all else of it.
     """
 
-    lesson: Lesson
+    lesson: FinetuneData
     domain: Ids | None
     stored: torch.dtype
-    before: Before | None = None
+    before: Baseline | None = None
     notes: Sequence[Mapping[str, Any]] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
     settings: str = ""
 
     @property
-    def plan(self) -> Tuning:
+    def plan(self) -> FinetuneConfig:
         return self.lesson.plan
 
     @property
@@ -135,10 +135,10 @@ class Answers:
     def sample(self, model: Decoder) -> str:
         return "\n".join(f"{_question(r.talk)}\n>>> {self._said(model, r.talk)}" for r in self.lesson.held[:1])
 
-    def able(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Before:
+    def able(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """What the model can do by now; of its score on the answers, if that is not known yet."""
         said = [self._said(model, record.talk) for record in self.lesson.held[:SHOWN]]
-        return Before(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
+        return Baseline(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
 
     @property
     def text(self) -> str:
@@ -213,7 +213,7 @@ class Answers:
         """Where the base is to be found again: a folder, or a name on the Hub."""
         return self.lesson.folder if Path(self.plan.model).is_dir() else self.plan.model
 
-    def _facts(self, run: Run, score: Score, after: Before | None) -> dict[str, Any]:
+    def _facts(self, run: Run, score: Score, after: Baseline | None) -> dict[str, Any]:
         assert self.before is not None, "asked at the beginning"
         about = facts(run, score, "finetuned")
         if after is not None:
@@ -224,7 +224,7 @@ class Answers:
             about["template"] = speech
         return about | {"changes": [*self.notes]}
 
-    def _lines(self, after: Before) -> list[str]:
+    def _lines(self, after: Baseline) -> list[str]:
         """What a person wants to know: what was learned, what was forgotten, and how it answers."""
         assert self.before is not None, "asked at the beginning"
         lines = [
@@ -245,7 +245,7 @@ class Answers:
             return [f"model {run}", f"try: dunes chat {run}"]
         return [f"adapter {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
 
-    def _page(self, after: Before) -> str:
+    def _page(self, after: Baseline) -> str:
         """The answers side by side, as a table in Markdown."""
         assert self.before is not None, "asked at the beginning"
         rows = [

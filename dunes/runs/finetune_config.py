@@ -15,7 +15,7 @@ from dunes.augment.quantize import decide as decide_quantized
 from dunes.augment.quantize import shape as shape_quantized
 from dunes.data.examples import Records
 from dunes.parts import Decoder
-from dunes.runs.plan import Terms
+from dunes.runs.train_config import RunConfig
 from dunes.text import Tokenizer, templates
 
 ADAPTER = lora.NAME
@@ -61,7 +61,7 @@ METHODS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning(Terms):
+class FinetuneConfig(RunConfig):
     """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`.
 
     `where` are globs: the places of the adapter or, for `full`, what is trained. `batch` rows make a step,
@@ -92,14 +92,17 @@ class Tuning(Terms):
     domain: tuple[str, ...] = ()
 
     LEAST: ClassVar[dict[str, float]] = {
-        **Terms.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "at_once": 1, "held_out": 0, "truncated": 0,
+        **RunConfig.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "at_once": 1, "held_out": 0, "truncated": 0,
     }  # fmt: skip
-    CHOSEN = (*Terms.CHOSEN, "minutes", "at_once")
+    CHOSEN = (*RunConfig.CHOSEN, "minutes", "at_once")
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
-        **Terms.KNOWN, "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
+        **RunConfig.KNOWN, "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
     }  # fmt: skip
     PATHS = ("model", "data", "valid", "domain")
-    MAY_CHANGE = (*Terms.MAY_CHANGE, *PATHS)  # where they lie: what is in the base and the examples is compared
+    MAY_CHANGE = (
+        *RunConfig.MAY_CHANGE,
+        *PATHS,
+    )  # where they lie: what is in the base and the examples is compared
     VERB = "finetune"
 
     @property
@@ -127,7 +130,7 @@ class Tuning(Terms):
         return found
 
 
-def idle_options(plan: Tuning, asked: Collection[str]) -> list[str]:
+def idle_options(plan: FinetuneConfig, asked: Collection[str]) -> list[str]:
     """What was asked of an adapter where the method has none."""
     return (
         [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
@@ -143,7 +146,9 @@ def leading(files: Sequence[Records]) -> Records:
     return order[0]
 
 
-def speaks(plan: Tuning, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]) -> templates.Template:
+def speaks(
+    plan: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
+) -> templates.Template:
     """The template: the one asked for, the model's own, or the usual one for such records."""
     if plan.template:
         return templates.named(plan.template)
@@ -154,7 +159,7 @@ def speaks(plan: Tuning, records: Records, tokenizer: Tokenizer, card: Mapping[s
     return templates.named(SPEECH.get(records.kind, "chatml" if known else "mistral"))
 
 
-def changed(model: nn.Module, plan: Tuning, fill: bool = True) -> list[dict[str, Any]]:
+def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
     """Change the model as the method says, freeze what is not to learn, and return the notes.
 
     Without `fill` no number is read or drawn, for a model that has none.
@@ -176,7 +181,7 @@ def changed(model: nn.Module, plan: Tuning, fill: bool = True) -> list[dict[str,
     return [*notes, note]
 
 
-def _request(plan: Tuning) -> dict[str, Any]:
+def _request(plan: FinetuneConfig) -> dict[str, Any]:
     asked: dict[str, Any] = {"where": plan.where} if plan.where else {}
     asked |= {"rank": plan.rank, "alpha": plan.alpha, "ranks": plan.pairs, "dropout": plan.dropout}
     return asked | {"adapter": ADAPTER, "seed": plan.seed}
@@ -198,7 +203,7 @@ def only(model: nn.Module, where: Sequence[str]) -> None:
         raise ValueError(f"--where {' '.join(where)} selects nothing to train here; there are {some[:300]}")
 
 
-def learning_rate(plan: Tuning, width: int) -> float:
+def learning_rate(plan: FinetuneConfig, width: int) -> float:
     """The rate that was asked for, or the usual one for a model of this width.
 
     Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
@@ -216,13 +221,13 @@ def learning_rate(plan: Tuning, width: int) -> float:
     return max(lora / _gain(plan), plan.LEAST["lr"])
 
 
-def _gain(plan: Tuning) -> float:
+def _gain(plan: FinetuneConfig) -> float:
     """The adapter's scale over that of LoRA with an alpha of 32: a change of B is multiplied by as much."""
     adapter = METHODS[plan.method].adapter or {}
     return plan.alpha / 32 * (plan.rank**0.5 if adapter.get("rslora") else 1.0)
 
 
-def wide_enough(plan: Tuning, longest: int, model: Decoder, known: int) -> int:
+def wide_enough(plan: FinetuneConfig, longest: int, model: Decoder, known: int) -> int:
     """The context asked for, or one that the longest example fits into.
 
     Where the model learned a vector for each position it can look no further than it `known`; angles go on.
@@ -233,12 +238,12 @@ def wide_enough(plan: Tuning, longest: int, model: Decoder, known: int) -> int:
     return plan.context or min(most, WIDEST, max(NARROWEST, 1 << (max(1, longest - 2)).bit_length()))
 
 
-def rows_a_step(plan: Tuning, context: int, epoch: int) -> int:
+def rows_a_step(plan: FinetuneConfig, context: int, epoch: int) -> int:
     """The rows asked for, or so many that a step has TOKENS and an epoch STEPS."""
     return plan.batch or max(1, min(TOKENS // context, epoch // STEPS))
 
 
-def steps_of(plan: Tuning, epoch: int, batch: int) -> int | None:
+def steps_of(plan: FinetuneConfig, epoch: int, batch: int) -> int | None:
     """How many steps, if not the clock ends the run."""
     if plan.by_time:
         return None

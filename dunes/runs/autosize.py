@@ -1,6 +1,6 @@
-"""The one dial: from the minutes, the corpus and this machine to a model size, a batch and a context.
+"""Autosize: from the minutes, the corpus and this machine to a model size, a batch size and a sequence length.
 
-The rules come from the sweep in LOG.md ("The dial"), which `benchmarks/dial.py` repeats: how fast a
+The rules come from the sweep in LOG.md ("The dial"), which `benchmarks/autosize.py` repeats: how fast a
 shape trains follows from its arithmetic and its memory traffic, what it will know from its
 parameters and the tokens it sees (the form is Chinchilla's, https://arxiv.org/abs/2203.15556; tokens
 seen again count less and less, https://arxiv.org/abs/2305.16264).
@@ -19,8 +19,8 @@ from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
 from dunes.plural import plural
 from dunes.runs.memory import Shape, largest, process, training
-from dunes.runs.plan import Plan, config_for
 from dunes.runs.progress import quantity
+from dunes.runs.train_config import TrainConfig, config_for
 from dunes.text.tokenizer import SPECIAL
 
 BYTES_A_TOKEN = 3.9
@@ -61,7 +61,7 @@ class Machine:
     read: float
 
 
-def measured(plan: Plan) -> Machine:
+def measured(plan: TrainConfig) -> Machine:
     """This machine, in a few seconds, with the plan's threads and dtype if it has them."""
     device = measure.device()
     threads = plan.threads or measure.threads()
@@ -70,7 +70,7 @@ def measured(plan: Plan) -> Machine:
     return Machine(threads, dtype, measure.matmul_rate(getattr(torch, dtype), device), measure.read_rate(device))
 
 
-def chosen(plan: Plan, size: int) -> tuple[Plan, list[str]]:
+def chosen(plan: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
     """The plan with nothing left open, for `size` bytes of text to learn from; and why, in a few lines.
 
     A plan that has everything is returned as it is, and nothing is measured.
@@ -91,7 +91,7 @@ def chosen(plan: Plan, size: int) -> tuple[Plan, list[str]]:
 
 
 @dataclass(frozen=True)
-class Guess:
+class Estimate:
     """What is expected of a shape: parameters, tokens a second, tokens in all, how often the text is met."""
 
     parameters: int
@@ -101,7 +101,7 @@ class Guess:
     bits: float
 
 
-def fitted(plan: Plan, size: int, machine: Machine) -> tuple[Plan, Guess]:
+def fitted(plan: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
     """The plan with the size that is expected to know most, or with its own.
 
     A run that ends by steps has no time that a smaller model could use better: it gets a size that
@@ -118,28 +118,28 @@ def fitted(plan: Plan, size: int, machine: Machine) -> tuple[Plan, Guess]:
     return replace(plan, size=chosen_size), best
 
 
-def guessed(plan: Plan, size: int, machine: Machine) -> Guess:
+def guessed(plan: TrainConfig, size: int, machine: Machine) -> Estimate:
     model = outline(plan)
     rate = 1 / second_a_token(model, plan, machine)
     steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context)
     tokens = steps * plan.batch * plan.context
     unique = unique_tokens(plan, size)
     parameters = tree.count(model)
-    return Guess(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
+    return Estimate(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
 
 
-def unique_tokens(plan: Plan, size: int) -> float:
+def unique_tokens(plan: TrainConfig, size: int) -> float:
     """About how many tokens a text of so many bytes has."""
     return max(1.0, size / (BYTES_A_TOKEN if plan.tokenizer == "bpe" else 1.0))
 
 
-def outline(plan: Plan) -> Decoder:
+def outline(plan: TrainConfig) -> Decoder:
     """The model of a plan without its weights."""
     with torch.device("meta"):
         return build(plan)
 
 
-def build(plan: Plan) -> Decoder:
+def build(plan: TrainConfig) -> Decoder:
     """The model of a plan, before anything is known of the text."""
     vocab = {"bpe": plan.vocab, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
     model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocab))
@@ -154,7 +154,7 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
     return bits
 
 
-def second_a_token(model: Decoder, plan: Plan, machine: Machine) -> float:
+def second_a_token(model: Decoder, plan: TrainConfig, machine: Machine) -> float:
     """Seconds of training on a token, optimizer included, by the sweep's fit."""
     tokens = plan.batch * plan.context
     work = flops(model, plan.context) + orthogonalising(model) / tokens
@@ -198,19 +198,19 @@ def traffic(model: nn.Module, context: int) -> float:
     return 2.0 * (linear + scores + vocab)
 
 
-def needs(plan: Plan) -> str:
+def needs(plan: TrainConfig) -> str:
     """The memory that a run takes, its largest parts, and what makes it less, in words."""
     return f"{largest(memory(plan))}; a smaller --batch, --context or --size needs less"
 
 
-def memory(plan: Plan) -> dict[str, float]:
+def memory(plan: TrainConfig) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
     assert plan.dtype, "chosen before"
     log = training(partial(build, plan), Shape(plan.batch, plan.context, getattr(torch, plan.dtype)))
     return process(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
-def explained(plan: Plan, machine: Machine, guess: Guess, why: str) -> list[str]:
+def explained(plan: TrainConfig, machine: Machine, guess: Estimate, why: str) -> list[str]:
     """What was chosen and, where there was a choice of size, why."""
     ends = plural(plan.steps, "step") if plan.steps else plural(plan.seconds / 60, "minute")
     return [

@@ -21,7 +21,7 @@ SMALLEST = 10_000
 WIDTH_STEP = 32
 """What widths are multiples of: the smallest head."""
 
-T = TypeVar("T", bound="Terms")
+T = TypeVar("T", bound="RunConfig")
 
 
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -36,7 +36,7 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class RunConfig:
     """What any run is asked: how long, how much at a time, with what. Stored in the run; a resumed run keeps it.
 
     It ends after `steps` if given, else after `minutes`. What is None or 0 is chosen when the run begins.
@@ -112,7 +112,7 @@ class Terms:
         """The fields that are not at their defaults."""
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
-    def differences(self, earlier: "Terms", asked: Collection[str] | None = None) -> dict[str, str]:
+    def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
         """What earlier terms say differently, in words by field; of the fields `asked` for, if given."""
         found = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
@@ -146,8 +146,8 @@ def option(field: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Terms):
-    """What training from scratch is asked (what is left open: `runs/dial.py`).
+class TrainConfig(RunConfig):
+    """What training from scratch is asked (what is left open: `runs/autosize.py`).
 
     `size` counts parameters; `depth` layers of `width` say the shape instead, and the size follows.
     Of files of records the fields `text_field` are learned, or what is text in them. `split` is how text is held
@@ -166,18 +166,18 @@ class Plan(Terms):
     split: str | None = None
 
     KNOWN: ClassVar[dict[str, Collection[str]]] = {
-        **Terms.KNOWN,
+        **RunConfig.KNOWN,
         "family": FAMILIES,
         "tokenizer": KINDS,
         "split": ("files", "tails"),
     }
-    MAY_CHANGE = ("sources", "corpus", *Terms.MAY_CHANGE)
+    MAY_CHANGE = ("sources", "corpus", *RunConfig.MAY_CHANGE)
     PATHS = ("sources",)
     VERB = "train"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vocab != Plan.vocab and self.tokenizer != "bpe":
+        if self.vocab != TrainConfig.vocab and self.tokenizer != "bpe":
             raise ValueError(
                 f"--vocab is {self.vocab}, and {self.tokenizer} are as many as there are; leave it out"
             )
@@ -220,7 +220,7 @@ def size_fields(text: str) -> dict[str, int]:
     return {"size": parse_size(text)}
 
 
-def config_for(plan: Plan, vocab: int) -> Any:
+def config_for(plan: TrainConfig, vocab: int) -> Any:
     """The family's config of the plan's shape, or whose parameters, embeddings included, come nearest to its size.
 
     Widths are 32 or multiples of 64, and of those that come near, the one whose depth is

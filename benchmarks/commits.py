@@ -1,26 +1,32 @@
-"""The same benchmark on two revisions of the source tree, run in turn."""
+"""Which differences between two commits of this repository are real: one `dunes bench` on both, run in turn.
 
+python benchmarks/commits.py HEAD~1 HEAD --benchmark train --size 3m
+"""
+
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import tyro
 
 from dunes import measure
-from dunes.bench import rows
+from dunes.bench import rows, table
+from dunes.bench.compare import CONFIDENCE, compare
 
-SOURCE = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[1]
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from dunes.cli.main import main; main()"
 
 
-def measured(commits: Sequence[str], benchmark: str, size: str, rounds: int) -> list[list[rows.Row]]:
+def measure_commits(commits: Sequence[str], benchmark: str, size: str, rounds: int) -> list[list[rows.Row]]:
     """The rows of each commit: `rounds` processes of each, in turn, back and forth.
 
-    Raises ValueError if one is not a commit of dunes' own repository, or cannot run the benchmark.
+    Raises ValueError if one is no commit of this repository, or cannot run the benchmark.
     """
-    if rounds < 1:
-        raise ValueError(f"--rounds is {rounds}; 1 at least")
     found: list[list[rows.Row]] = [[] for _ in commits]
     # Chosen once: a process that measures them anew might choose otherwise.
     what = (benchmark, size, "--threads", str(measure.threads()))
@@ -44,7 +50,7 @@ def _git(commit: str, *arguments: str) -> None:
     done = subprocess.run(["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True)
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["git failed"])[-1]
-        raise ValueError(f"{commit}: neither a file of measurements nor a commit of {SOURCE}: {told}")
+        raise ValueError(f"{commit}: no commit of {SOURCE}: {told}")
 
 
 def _lap(tree: Path, commit: str, what: Sequence[str], out: Path) -> rows.Row:
@@ -60,3 +66,20 @@ def _lap(tree: Path, commit: str, what: Sequence[str], out: Path) -> rows.Row:
         raise ValueError(f"{commit}: dunes bench {benchmark} did not run there: {told}")
     (row,) = rows.read(out)
     return row | {"commit": commit}
+
+
+def main(
+    a: Annotated[str, tyro.conf.Positional],
+    b: Annotated[str, tyro.conf.Positional],
+    benchmark: str = "train",
+    size: str = "1m",
+    rounds: int = 10,
+) -> None:
+    """Run a benchmark on two commits, checked out beside each other, and compare them round by round."""
+    comparison = compare(*measure_commits((a, b), benchmark, size, rounds))
+    table.comparison(comparison, CONFIDENCE)
+    print(json.dumps({"benchmark": benchmark, **comparison.record()}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -22,13 +22,10 @@ from dunes.data.preflight import refuse, report
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
-from dunes.runs.progress import Display
-from dunes.runs.run import trainable_state
-from dunes.runs.tuning import (
+from dunes.runs.finetune_config import (
     BY_THEMSELVES,
     METHODS,
-    Tuning,
+    FinetuneConfig,
     changed,
     leading,
     learning_rate,
@@ -37,19 +34,22 @@ from dunes.runs.tuning import (
     steps_of,
     wide_enough,
 )
+from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
+from dunes.runs.progress import Display
+from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat, templates
 from dunes.text.templates import Template
 from dunes.train import adamw, cast_frozen
 
 
 @dataclass(frozen=True)
-class Lesson:
+class FinetuneData:
     """The base, and the examples as ids; `held` are the conversations of those for validation.
 
     `tokenizer` and `template` are what the finetuned model will speak with; `rows` are in an epoch.
     """
 
-    plan: Tuning
+    plan: FinetuneConfig
     base: checkpoint.Loaded
     folder: Path
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class Lesson:
     held: Sequence[Record]
 
     @classmethod
-    def read(cls, plan: Tuning, show: Display) -> "Lesson":
+    def read(cls, plan: FinetuneConfig, show: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
         if adapts(folder := checkpoint.local(plan.model).folder):
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
@@ -88,7 +88,7 @@ class Lesson:
         learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
         return cls(replace(plan, context=context), base, folder, tokenizer, template, learn, valid, held)
 
-    def chosen(self, show: Display) -> "Lesson":
+    def chosen(self, show: Display) -> "FinetuneData":
         """The same with nothing left open in the plan, after the report on the examples.
 
         Raises ValueError for examples from which a model would not learn what they show.
@@ -137,7 +137,7 @@ class Lesson:
 
 
 def _written(
-    plan: Tuning, template: Template, spoken: bool, tokenizer: Tokenizer, rows: Sequence[Record]
+    plan: FinetuneConfig, template: Template, spoken: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> list[Example]:
     """The rows as ids; beside conversations, which are `spoken`, other rows keep a template of their own."""
     examples: list[Example] = []
@@ -161,7 +161,7 @@ def _divided(
     return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
 
 
-def _context(plan: Tuning, examples: Sequence[Example], base: checkpoint.Loaded) -> int:
+def _context(plan: FinetuneConfig, examples: Sequence[Example], base: checkpoint.Loaded) -> int:
     """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
     sizes = (len(e) if e.window is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(sizes, default=0)
@@ -182,7 +182,7 @@ def taught(base: checkpoint.Loaded) -> str | None:
     return name or (None if own is None else templates.Own.name)
 
 
-def _fitting(lesson: Lesson, show: Display) -> Tuning:
+def _fitting(lesson: FinetuneData, show: Display) -> FinetuneConfig:
     """The plan with as many rows at once as free memory holds; says what is needed and what there is."""
     plan, free = lesson.plan, measure.free_memory(measure.device())
     at_once = plan.at_once or plan.batch
@@ -200,7 +200,7 @@ def _fitting(lesson: Lesson, show: Display) -> Tuning:
     return replace(plan, at_once=at_once)
 
 
-def memory(lesson: Lesson) -> dict[str, float]:
+def memory(lesson: FinetuneData) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
     plan = lesson.plan
     assert plan.dtype, "chosen before"
@@ -215,14 +215,14 @@ def memory(lesson: Lesson) -> dict[str, float]:
     return process(training(build, shape, True, Learning(partial(optimizer, plan), answered, batch)), size)
 
 
-def _rows(plan: Tuning) -> Batch:
+def _rows(plan: FinetuneConfig) -> Batch:
     """A batch as full as can be: two examples in each row, all trained on."""
     half = np.zeros(plan.context // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
     return collated([[example] * (2 if plan.packed else 1)] * plan.at_once, plan.context, full=True)
 
 
-def _shaped(lesson: Lesson) -> Decoder:
+def _shaped(lesson: FinetuneData) -> Decoder:
     """The model that trains, without its numbers."""
     words = checkpoint.said(lesson.base.model, lesson.base.context_length)
     assert not isinstance(words, str), "it came from a folder that says so"
@@ -234,7 +234,7 @@ def _shaped(lesson: Lesson) -> Decoder:
     return model
 
 
-def altered(model: Decoder, plan: Tuning) -> tuple[Decoder, list[dict[str, Any]]]:
+def altered(model: Decoder, plan: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]]]:
     """The model as it trains, and the notes of what was changed.
 
     Who trains all of it does so in float32: steps are smaller than what bfloat16 can tell apart.
@@ -243,14 +243,14 @@ def altered(model: Decoder, plan: Tuning) -> tuple[Decoder, list[dict[str, Any]]
     return model, changed(model, plan)
 
 
-def kept(model: Decoder, plan: Tuning) -> None:
+def kept(model: Decoder, plan: FinetuneConfig) -> None:
     """Round frozen weights to the dtype of products, where they are found again in the base."""
     assert plan.dtype, "chosen before"
     if METHODS[plan.method].adapter is not None:
         cast_frozen(model, getattr(torch, plan.dtype))
 
 
-def optimizer(plan: Tuning, model: nn.Module) -> Optimizer:
+def optimizer(plan: FinetuneConfig, model: nn.Module) -> Optimizer:
     assert plan.lr is not None, "chosen before"
     return adamw(model, plan.lr, (0.9, 0.999), decay=0.0)
 
