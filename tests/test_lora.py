@@ -406,7 +406,7 @@ def test_more_refusals():
         lora.shape(nn.Sequential(nn.Linear(2, 2)), **note)
     with pytest.raises(ValueError, match="kept no modules"):
         unmerge(model, merge(model))
-    with pytest.raises(ValueError, match="there are: none"):
+    with pytest.raises(ValueError, match="its adapters are: none"):
         merge(model)
     attach(model, where="**.q", rank=2, adapter="a")
     attach(model, where="**.k", rank=2, adapter="b")

@@ -248,7 +248,10 @@ LOSSES = {
     "string": (lambda total, n: (total, "32"), "the count that the loss returned is a str"),
     "negative": (lambda total, n: (total, -3), "the loss of step 1 counted -3 targets; expected 0 or more"),
     "detached": (lambda total, n: (total.detach(), n), "the loss has no gradient"),
-    "elsewhere": (lambda total, n: (torch.ones((), requires_grad=True) * 2, n), "no parameter received a gradient"),
+    "elsewhere": (
+        lambda total, n: (torch.ones((), requires_grad=True) * 2, n),
+        "no parameter received a gradient",
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dunes.checkpoint.stored import Stored, Weights
-from dunes.models.names import Names, name
+from dunes.models.names import Layout, Names, identity, name
 
 PARAMS = "params.json"
 NEEDED = ("dim", "n_layers", "n_heads")

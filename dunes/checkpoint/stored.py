@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dunes.models.names import Conversion
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -205,7 +205,7 @@ class FinetuneTask:
         if METHODS[self.plan.method].adapter is None:
             checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
             return
-        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context": context, "facts": about}
+        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, made_for=self.base, **beside)
 
     @property
