@@ -23,8 +23,8 @@ import tyro
 from dunes import measure
 from dunes.bench import plot, rows
 from dunes.plural import plural
-from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, records
+from dunes.units import format_count, format_seconds
 
 ROOT = Path(__file__).parent.parent
 KEPT, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"
@@ -61,8 +61,8 @@ def script(name: str, *arguments: str) -> list[str]:
 def learned(row: Row) -> Figures:
     card, m = row["card"], row["card"]["measured"]
     minutes = card["trained"]["minutes"]
-    words = f"{m['bits_per_byte']:.3f} bits a byte on unseen files, over after {duration(row['seconds'])}, "
-    words += f"{m['peak_bytes'] / 1e9:.1f} GB; {quantity(card['trained']['size'])} parameters were chosen"
+    words = f"{m['bits_per_byte']:.3f} bits a byte on unseen files, over after {format_seconds(row['seconds'])}, "
+    words += f"{m['peak_bytes'] / 1e9:.1f} GB; {format_count(card['trained']['size'])} parameters were chosen"
     return [(f"the standard library in {plural(minutes, 'minute')}", words)]
 
 

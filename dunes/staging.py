@@ -20,7 +20,7 @@ _mine = threading.local()
 
 @contextmanager
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder, which a process that dies lets go by itself.
+    """Hold the lock of a folder or a file, which a process that dies lets go by itself.
 
     A thread that holds it may ask for it again. Raises BlockingIOError where it is held and `wait` is False.
     """

@@ -379,7 +379,7 @@ def test_a_benchmark_by_module_says_all_of_its_time(capsys):
 
 
 def test_spent_time_adds_up():
-    taken = timings.Spent()
+    taken = timings.Timings()
     with taken("a"), taken("b"):
         pass
     assert list(taken.each("data", [1, 2])) == [1, 2]

@@ -9,6 +9,7 @@ import pytest
 
 import dunes
 from dunes.plural import plural
+from dunes.units import format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,13 @@ def test_every_length_that_is_told_agrees_with_its_noun():
     package = Path(dunes.__file__).parent
     found = [place for path in package.rglob("*.py") for place in lengths_before_plurals(path)]
     assert [place for place in found if not place.startswith(LIMITS)] == []
+
+
+def test_numbers_with_their_units():
+    bytes_of = {0: "0 B", 999: "999 B", 999_600: "1 MB", 34.2e6: "34.2 MB", 2.2e9: "2.2 GB", 1.5e12: "1.5 TB"}
+    assert {n: format_bytes(n) for n in bytes_of} == bytes_of
+    counts = {0: "0", 0.25: "0.25", 87: "87", 999.96: "1k", 4100: "4.1k", 12.34e6: "12.3M", 2e9: "2B"}
+    assert {n: format_count(n) for n in counts} == counts
+    times = {0: "0 s", 4.5e-8: "45 ns", 1e-4: "100 us", 0.0456: "45.6 ms", 59.94: "59.9 s", 59.96: "1:00"}
+    times |= {65.4: "1:05", 3599.7: "1:00:00", 7389: "2:03:09"}
+    assert {s: format_seconds(s) for s in times} == times

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from dunes.text import Stream, Tokenizer, llama3, sentencepiece, tekken
 
@@ -49,8 +50,20 @@ def trained(name):
     return file.getvalue()
 
 
+@cache
+def shipped(name):
+    """A file of mistral_common, converted."""
+    convert = tekken.convert if name in TEKKEN else sentencepiece.convert
+    return Tokenizer(convert((DATA / name).read_bytes()))
+
+
 def theirs(data):
     return spm.SentencePieceProcessor(model_proto=data)
+
+
+def with_special(tokenizer, text):
+    """Ids of a text in which special tokens count, as in one that a chat template wrote."""
+    return tokenizers.Tokenizer.from_str(tokenizer.json()).encode(text, add_special_tokens=False).ids
 
 
 def compare(ours, want, texts, unknown):
@@ -63,8 +76,7 @@ def compare(ours, want, texts, unknown):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_sentencepiece_models_give_their_ids_and_their_text(name):
-    data = (DATA / name).read_bytes()
-    compare(Tokenizer(sentencepiece.convert(data)), theirs(data), strings(), 0)
+    compare(shipped(name), theirs((DATA / name).read_bytes()), strings(), 0)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -105,7 +117,7 @@ def test_bytes_of_a_character_come_out_of_a_stream_together():
 
 @pytest.mark.parametrize("name", TEKKEN)
 def test_shipped_tekken_files_give_their_ids_and_their_text(name):
-    want, ours = mistral.Tekkenizer.from_file(DATA / name), Tokenizer(tekken.convert((DATA / name).read_bytes()))
+    want, ours = mistral.Tekkenizer.from_file(DATA / name), shipped(name)
     texts, chance = strings(), random.Random(0)
     for text in texts:
         ids = want.encode(text, bos=False, eos=False)
@@ -133,7 +145,7 @@ def test_a_word_spelled_like_a_special_token_is_plain_text_where_the_pattern_lea
     assert ours.encode("</s>") == [4 + b for b in b"</s>"]
     assert not {0, 1, 2, 3} & set(ours.encode("</s> <s> hello<s> <unk> <SPECIAL_3>"))
     assert ours.encode("hello") == [4 + 259]
-    assert ours.encode("</s>hello<s>", special=True) == [2, 4 + 259, 1]
+    assert with_special(ours, "</s>hello<s>") == [2, 4 + 259, 1]
     assert ours.decode(ours.encode("</s> <s>")) == "</s> <s>"
 
 
@@ -166,11 +178,11 @@ def test_a_folder_with_another_tokenizer_is_opened_and_saved_as_tokenizer_json(n
 def test_transformers_reads_a_converted_tokenizer_as_we_do(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(sentencepiece.convert((DATA / MODELS[1]).read_bytes()))
+    tokenizer = shipped(MODELS[1])
     tokenizer.save(tmp_path)
     want = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     chat = "<s>[INST] Hi there [/INST] Hello</s>[INST]  two [/INST]"
-    assert tokenizer.encode(chat, special=True) == want(chat, add_special_tokens=False)["input_ids"]
+    assert with_special(tokenizer, chat) == want(chat, add_special_tokens=False)["input_ids"]
     assert tokenizer.encode(chat) == spm.SentencePieceProcessor(str(DATA / MODELS[1])).encode(chat)
     assert want("hello")["input_ids"] == tokenizer.prompt("hello")
 
@@ -183,12 +195,11 @@ def test_what_a_chat_template_wrote_has_the_ids_that_mistral_gives_the_conversat
     texts = ["Hi there", "Hello!\n", "größer  2"]
     messages = [UserMessage(content=texts[0]), AssistantMessage(content=texts[1]), UserMessage(content=texts[2])]
     for name, made in {MODELS[1]: MistralTokenizer.v3(), TEKKEN[0]: MistralTokenizer.v3(is_tekken=True)}.items():
-        space, convert = ("", tekken.convert) if "tekken" in name else (" ", sentencepiece.convert)
-        ours = Tokenizer(convert((DATA / name).read_bytes()))
+        space, ours = "" if name in TEKKEN else " ", shipped(name)
         marks = ["<s>[INST]", "[/INST]", "</s>[INST]"]
         text = "".join(f"{mark}{space}{text}" for mark, text in zip(marks, texts, strict=True)) + "[/INST]"
         want = made.encode_chat_completion(ChatCompletionRequest(messages=messages)).tokens
-        assert ours.encode(text, special=True) == want
+        assert with_special(ours, text) == want
 
 
 @pytest.mark.parametrize(
@@ -218,7 +229,7 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
     assert (tokenizer.begin, tokenizer.end, tokenizer.stops) == (begin, end, stops)
     assert tokenizer.prompt("") == (begin or [end])
     assert tokenizer.prompt("ab") == [*begin, *tokenizer.encode("ab")]
-    assert tokenizer.encode("<|a|>x", special=True) == [263, letters["x"]]
+    assert with_special(tokenizer, "<|a|>x") == [263, letters["x"]]
     assert len(tokenizer.encode("<|a|>x")) == 6
     assert list(tokenizer.encode_document(["a\n", "\nb"])) == [tokenizer.encode("a\n\nb")]
 
@@ -553,7 +564,7 @@ def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
             assert each.encode(text) == ids, repr(text)
             assert each.decode(ids) == text
         spelled = "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
-        assert each.encode(spelled, special=True) == theirs.encode(spelled, allowed_special="all")
+        assert with_special(each, spelled) == theirs.encode(spelled, allowed_special="all")
         assert each.begin == [names["<|begin_of_text|>"]]
         assert each.end == names["<|end_of_text|>"]
         assert each.stops == {names[t] for t in ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")}

@@ -11,13 +11,14 @@ from dunes.bench import plot
 from dunes.checkpoint.card import read as read_card
 from dunes.measure import fingerprint
 from dunes.plural import plural
+from dunes.runs.config import RunConfig
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.picture import drawable
-from dunes.runs.progress import duration, quantity
 from dunes.runs.run import METRICS, begun, records
 from dunes.runs.tensorboard import SAMPLES, written
-from dunes.runs.train_config import RunConfig, TrainConfig
+from dunes.runs.train_config import TrainConfig
 from dunes.text import json_file
+from dunes.units import format_count, format_seconds
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -89,9 +90,9 @@ def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list
     return [
         *found,
         ("steps", str(last["steps"])),
-        ("tokens seen", quantity(last["tokens"])),
-        ("tokens/s of training", quantity(last["tokens"] / seconds)),
-        ("training steps took", duration(seconds)),
+        ("tokens seen", format_count(last["tokens"])),
+        ("tokens/s of training", format_count(last["tokens"] / seconds)),
+        ("training steps took", format_seconds(seconds)),
     ]
 
 

@@ -4,7 +4,6 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -12,12 +11,11 @@ from statistics import linear_regression
 from typing import Any
 
 from dunes.bench.rows import SETTING, Row, groups, summary
-from dunes.bench.table import duration, size
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
 from dunes.runs.extra import extra
 from dunes.runs.picture import drawable, smoothed
-from dunes.runs.progress import quantity
+from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
 AXES = ("parameters", "context", "batch", "threads")
@@ -29,12 +27,11 @@ def _plotnine() -> Any:
 
 
 def _frame(records: Sequence[Mapping[str, Any]]) -> Any:
-    return extra("polars", "plot").DataFrame(records)
+    return extra("pandas", "plot").DataFrame(records)  # comes with plotnine
 
 
 def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str) -> Any:
-    p, pandas = _plotnine(), extra("pandas", "plot")  # comes with plotnine
-    columns = {name: _ordered(frame[name], pandas) for name in frame.columns}  # to_pandas would ask for pyarrow
+    p = _plotnine()
     thin = p.element_line(color="#e6e6e6", size=0.5)
     look = p.theme_minimal(base_size=11) + p.theme(
         figure_size=(wide, high),
@@ -45,13 +42,7 @@ def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str
         legend_title=p.element_blank(),
         legend_position="bottom",
     )
-    return p.ggplot(pandas.DataFrame(columns), p.aes(**aesthetics)) + look
-
-
-def _ordered(column: Any, pandas: Any) -> Any:
-    categories = getattr(column.dtype, "categories", None)
-    values = column.to_list()
-    return values if categories is None else pandas.Categorical(values, categories.to_list())
+    return p.ggplot(frame, p.aes(**aesthetics)) + look
 
 
 def saved(plot: Any, path: Path) -> None:
@@ -100,7 +91,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
         records += [{"x": x, "y": y, "fit": a * x**k, "line": label} for x, y in zip(xs, ys, strict=True)]
     if not records:
         raise ValueError(f"no two measurements differ in {axis} alone; measure several: --{axis} 1 2 4")
-    words = duration if of == "seconds" else size if of == "peak_bytes" else quantity
+    words = format_seconds if of == "seconds" else format_bytes if of == "peak_bytes" else format_count
     high = 3.6 + 0.25 * len({r["line"] for r in records})
     return (
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
@@ -117,7 +108,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
 
 
 def _round(values: Sequence[float]) -> list[str]:
-    return [re.sub(r"\.0(?=\D|$)", "", quantity(v)) for v in values]
+    return [format_count(v) for v in values]
 
 
 def _marks(values: Any) -> list[float]:
@@ -138,7 +129,7 @@ def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "middle
     records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in found]
     for record in records:
         assert isinstance(record["rate"], float), "made above"
-        record["label"] = "  " + quantity(record["rate"])
+        record["label"] = "  " + format_count(record["rate"])
     order = [str(f["name"]) for f in reversed(found)]
     frame = _frame(records)
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
@@ -197,8 +188,7 @@ def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
     """Training loss of a run's points over the tokens seen, and the validation loss in the same unit, dashed."""
     p = _plotnine()
     checks = [q for q in points if q["validation_loss"] is not None and drawable(q["validation_loss"])]
-    frame = {"x": [q["tokens"] for q in checks], "y": [q["validation_loss"] for q in checks]}
-    data = extra("pandas", "plot").DataFrame(frame)
+    data = _frame([{"x": q["tokens"], "y": q["validation_loss"]} for q in checks])
     picture = over_tokens(points, "loss", title)
     return picture + p.geom_line(p.aes("x", "y"), data, color=COLOURS[3], linetype="dashed") if checks else picture
 
@@ -214,7 +204,7 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
         + p.geom_point(size=0.5, color="#bbbbbb")
         + p.geom_line(p.aes(y="mean"), color=COLOURS[0], size=0.9)
         + p.scale_x_continuous(labels=_round)
-        + p.scale_y_continuous(labels=lambda v: [quantity(t) if t >= 1000 else f"{t:g}" for t in v])
+        + p.scale_y_continuous(labels=_round)
         + p.labs(title=title, x="tokens seen", y="")
     )
 
@@ -266,7 +256,7 @@ def flame(report: Report) -> Any:
         + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
         + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
         + p.labs(
-            title=f"where {duration(total)} go, by module",
+            title=f"where {format_seconds(total)} go, by module",
             x="milliseconds ((outside): what no module did, like the loss)",
             y="",
         )
@@ -301,16 +291,16 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
     for moment in moments:
         held = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
         records += [{"moment": moment, "kind": kind, "bytes": float(held.get(kind, 0))} for kind in KINDS]
-    polars = extra("polars", "plot")
-    frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(list(KINDS))))
+    frame = _frame(records)
+    frame["kind"] = frame["kind"].astype(extra("pandas", "plot").CategoricalDtype(KINDS))
     seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
     return (
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")
         + p.geom_area(position=p.position_stack(reverse=True), alpha=0.95)
         + p.geom_vline(xintercept=log.moment, linetype="dashed", color="#222222", size=0.5)
-        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {size(log.peak)}", size=9)
+        + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {format_bytes(log.peak)}", size=9)
         + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=seen)
-        + p.scale_y_continuous(labels=lambda v: [size(t) for t in v], limits=(0, log.peak * 1.12))
+        + p.scale_y_continuous(labels=lambda v: [format_bytes(t) for t in v], limits=(0, log.peak * 1.12))
         + p.labs(title="what tensors hold", x="allocations and frees since the beginning", y="")
     )
 

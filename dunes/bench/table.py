@@ -14,25 +14,10 @@ from dunes.bench.rows import SETTING
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
 from dunes.plural import plural
-from dunes.runs.progress import quantity
+from dunes.units import format_bytes, format_count, format_seconds
 
-UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 WIDTH = 240
 """Of the longest line: a narrow screen wraps it; figures that were cut off would lie."""
-
-
-def duration(seconds: float) -> str:
-    """1.23 s, 45.6 ms, 789 µs."""
-    size, unit = next((u for u in UNITS if abs(seconds) >= 0.9995 * u[0]), UNITS[-1])
-    return f"{seconds / size:.3g} {unit}"
-
-
-def size(count: float) -> str:
-    """1.2 GB, 34 MB, 56 kB."""
-    scale, unit = next(
-        (u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if abs(count) >= 0.9995 * u[0]), (1.0, "B")
-    )
-    return f"{count / scale:.3g} {unit}"
 
 
 def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -52,12 +37,12 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
     differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in found}) > 1]
     telling = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "a run": lambda f: duration(f["seconds"]),
-        "middle half": lambda f: f"{duration(f['low'])} to {duration(f['high'])}",
-        "rate": lambda f: f"{quantity(f['rate'])} {f['unit']}/s",
+        "a run": lambda f: format_seconds(f["seconds"]),
+        "middle half": lambda f: f"{format_seconds(f['low'])} to {format_seconds(f['high'])}",
+        "rate": lambda f: f"{format_count(f['rate'])} {f['unit']}/s",
         "of matmul": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
         "of reading": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
-        "tensors": lambda f: size(f["peak_bytes"]) if "peak_bytes" in f else "",
+        "tensors": lambda f: format_bytes(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in found)}
     lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in found]
@@ -72,7 +57,7 @@ def comparison(found: Comparison, confidence: float) -> None:
         words = (
             f"A {a}, B {b}"
             if isinstance(a, str) or not a
-            else f"A {quantity(a)}, B {quantity(b)} ({b / a - 1:+.1%})"
+            else f"A {format_count(a)}, B {format_count(b)} ({b / a - 1:+.1%})"
         )
         print(
             f"not the same in both: {name}: {words}"
@@ -104,18 +89,18 @@ def times(report: Report, overhead: float) -> None:
             total = sum(by_phase.values())
             depth = name.count(".") + 1 if title[0] == "m" and name else 0
             label = "  " * depth + (name.rpartition(".")[2] if title[0] == "m" else name)
-            cells = [duration(by_phase[p]) if by_phase.get(p) else "" for p in phases]
+            cells = [format_seconds(by_phase[p]) if by_phase.get(p) else "" for p in phases]
             lines.append([label or "all", *cells, f"{total / report.wall:.1%}", bar(total / report.wall)])
         show(title, ["", *phases, "share", ""], lines)
         print()
-    print(f"{duration(report.wall)} in all; the profiler made it {overhead:+.0%} longer")
+    print(f"{format_seconds(report.wall)} in all; the profiler made it {overhead:+.0%} longer")
 
 
 def memory(log: Allocations) -> None:
     """Who holds memory when most is held."""
     peak = log.peak or 1
-    kinds = [[k, size(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
-    show(f"tensors at the peak: {size(log.peak)}", ["", "bytes", "share", ""], kinds)
+    kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
+    show(f"tensors at the peak: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
     places: dict[tuple[str, str, str], list[int]] = {}
     for a in log.held():
         place = places.setdefault((re.sub(r"\b\d+\b", "*", a.where), a.kind, a.phase), [0, 0])
@@ -126,7 +111,7 @@ def memory(log: Allocations) -> None:
     show(
         "who holds it",
         ["", "bytes", "kind", "made in", "tensors"],
-        [[w, size(b), k, p, str(n)] for (w, k, p), (b, n) in most],
+        [[w, format_bytes(b), k, p, str(n)] for (w, k, p), (b, n) in most],
     )
 
 
@@ -136,10 +121,13 @@ def foreseen(found: Sequence[Foreseen], truths: Sequence[Truth | None]) -> None:
     for f, truth in zip(found, truths, strict=True):
         kinds = {kind: held for (kind,), held in f.log.by("kind").items()}
         dtype = str(f.shape.dtype).removeprefix("torch.")
-        line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", size(f.log.peak)]
-        line += [size(kinds[k]) if kinds.get(k) else "" for k in KINDS]
+        line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", format_bytes(f.log.peak)]
+        line += [format_bytes(kinds[k]) if kinds.get(k) else "" for k in KINDS]
         if truth:
-            line += [size(truth.tensors), f"{size(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})"]
+            line += [
+                format_bytes(truth.tensors),
+                f"{format_bytes(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})",
+            ]
         lines.append(line)
     seen = ["seen", "process grew by"] if any(truths) else []
     show("at the peak", ["", "foreseen", *KINDS, *seen], lines)
@@ -152,4 +140,4 @@ def bar(share: float, width: int = 30) -> str:
 
 
 def _value(value: object) -> str:
-    return quantity(value) if isinstance(value, int) and value >= 10_000 else str(value)
+    return format_count(value) if isinstance(value, int) and value >= 10_000 else str(value)

@@ -91,9 +91,7 @@ def structure(base: "Base", note: lora.Note) -> str:
 
 def architecture(model: nn.Module) -> str:
     """SHA-256 of all of a model but its numbers and dtypes."""
-    # Functions are spelled with their address.
-    words = [re.sub(r" at 0x[0-9a-f]+", "", repr(tuple(row))) for row in rows(model)]
-    return sha256("\n".join(words).encode()).hexdigest()
+    return sha256("\n".join(repr(tuple(row)) for row in rows(model)).encode()).hexdigest()
 
 
 def save_adapter(
@@ -116,16 +114,13 @@ def save_adapter(
     the rank, for the base as it was. Whole or not at all, like `save`.
     Raises ValueError for what PEFT has no words for, with the place.
     """
-    folder, there = Path(folder), lora.adapted_modules(model, name)
-    about = base_of(model)
-    ours = {place: _factors(outer, name) for place, outer in there.items()}
-    whole = {t.theirs: (t, joined(t, ours, about.sizes)) for t in _written(about, ours)}
-    forms = [outer[name].config for outer in there.values()]
-    config = _config([t for t, _ in whole.values()], about) | _ranks(whole.values(), forms[0].rslora)
-    config |= {"use_rslora": forms[0].rslora, "use_dora": forms[0].dora, "base_model_name_or_path": _named(base)}
-    config["lora_dropout"] = 0.0 if config["target_parameters"] else forms[0].dropout  # PEFT has none on experts
-    weights = held({PREFIX + k: w for k, w in _all_keys(list(whole.values()), about)})
-    note = _loadable(whole.values(), Words.told(folder / ADAPTER, config), name)
+    folder, about, whole = Path(folder), base_of(model), joined_factors(model, name)
+    form = next(iter(lora.adapted_modules(model, name).values()))[name].config
+    config = _config([t for t, _ in whole], about) | _ranks(whole, form.rslora)
+    config |= {"use_rslora": form.rslora, "use_dora": form.dora, "base_model_name_or_path": _named(base)}
+    config["lora_dropout"] = 0.0 if config["target_parameters"] else form.dropout  # PEFT has none on experts
+    weights = held({PREFIX + k: w for k, w in _all_keys(whole, about)})
+    note = _loadable(whole, Words.told(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
         "family": about.family,
@@ -143,12 +138,14 @@ def save_adapter(
     write(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
-def sayable(model: nn.Module, name: str = lora.NAME) -> None:
-    """Raises ValueError, before it is trained, for an adapter that `save_adapter` could not write."""
-    about = base_of(model)
+def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
+    """The factors of an adapter at the tensors of PEFT's files.
+
+    Raises ValueError for what `save_adapter` could not write; call it before training.
+    """
+    base = base_of(model)
     ours = {place: _factors(outer, name) for place, outer in lora.adapted_modules(model, name).items()}
-    for target in _written(about, ours):
-        joined(target, ours, about.sizes)
+    return [(target, joined(target, ours, base.sizes)) for target in _written(base, ours)]
 
 
 def _named(base: Path | str | None) -> str | None:
@@ -258,7 +255,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     these will do. Warns where nothing is known of the base: PEFT writes no digests.
     """
     folder = Path(folder)
-    if not any_base and (record := recorded(verified(folder, most=0), folder)) is not None:
+    if not any_base and (record := recorded(verified(folder), folder)) is not None:
         prove(BaseWeights(model), record, folder)
     return put_adapter(model, folder, name, any_base)
 

@@ -165,7 +165,7 @@ def _seal(card: dict[str, Any]) -> str:
 
 
 def verify_folder(folder: Path) -> None:
-    """Raise ValueError that names the first file that is not what the folder's manifest says."""
+    """Raise ValueError that names the first file whose bytes are not those of the manifest, with its tensors."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{path}: missing")
@@ -177,11 +177,6 @@ def verify_folder(folder: Path) -> None:
         whole = False
     if not whole:
         raise ValueError(f"{path}: damaged")
-    verify(folder, card)
-
-
-def verify(folder: Path, card: dict[str, Any]) -> None:
-    """Raise ValueError that names the first file whose size or SHA-256 is not the card's, and its tensors."""
     for name, expected in card.items():
         file = folder / name
         if not file.is_file():

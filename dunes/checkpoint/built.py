@@ -6,7 +6,6 @@ builds is compared with what was saved before a number is read.
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -166,11 +165,8 @@ def _tie(name: str | None) -> str:
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The class and the plain attributes of each module, without the addresses that functions are spelled with."""
-    return {
-        row.place: {k: re.sub(r" at 0x[0-9a-f]+", "", v) for k, v in {"class": row.kind, **row.attributes}.items()}
-        for row in rows(model)
-    }
+    """The class and the plain attributes of each module."""
+    return {row.place: {"class": row.kind, **row.attributes} for row in rows(model)}
 
 
 def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from dunes.checkpoint.stored import Weights
 from dunes.models.meta import build_on_meta
 from dunes.plural import plural
 from dunes.text import Tokenizer
+from dunes.units import format_bytes, format_count
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
 SHOWN = 40
@@ -56,13 +57,13 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     verdict = verdict or judged(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
-    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {_bytes(size)}"
+    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {format_bytes(size)}"
     yield f"config      {', '.join(f'{f.name} {_word(getattr(config, f.name))}' for f in fields(config))}"
     yield from _parameters(source)
     kinds = Counter[str]()
     for w in files.values():
         kinds[str(w.dtype).removeprefix("torch.")] += w.nbytes
-    yield f"stored      {', '.join(f'{kind} {_bytes(n)}' for kind, n in kinds.most_common())}"
+    yield f"stored      {', '.join(f'{kind} {format_bytes(n)}' for kind, n in kinds.most_common())}"
     yield f"tokenizer   {_ids(source, verdict.tokenizer)}"
     for note in source.notes:
         yield f"assumed     {note}"
@@ -89,12 +90,12 @@ def _parameters(source: Source) -> Iterator[str]:
     model = build_on_meta(source.family, source.config)
     total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
-    parts = f"{_short(total - ends)} in blocks, {_short(ends)} in embedding and head"
-    yield f"parameters  {total:,} ({_short(total)}): {parts}"
-    yield f"memory      {', '.join(f'{name} {_bytes(total * bits // 8)}' for name, bits in BITS.items())}"
+    parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"
+    yield f"parameters  {total:,} ({format_count(total)}): {parts}"
+    yield f"memory      {', '.join(f'{name} {format_bytes(total * bits // 8)}' for name, bits in BITS.items())}"
     attn = model.get_submodule("blocks.0.attn")
     cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
-    yield f"cache       {_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
+    yield f"cache       {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
 
 
 def _word(value: Any) -> str:
@@ -102,20 +103,6 @@ def _word(value: Any) -> str:
         said = [f"{f.name} {_word(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
         return " ".join([type(value).__name__.lower(), *said])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _short(count: int) -> str:
-    for unit, size in {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}.items():
-        if count >= size:
-            return f"{count / size:.2f}{unit}"
-    return str(count)
-
-
-def _bytes(count: int) -> str:
-    for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 CHUNK = 1 << 20
@@ -156,23 +143,9 @@ def _odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]
 
     numpy, because a pass of torch over a part that fits a cache takes longer than the part.
     """
-    infinite, normal = (_bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
-    return _counted_odd(bits, 2 * infinite, 2 * normal) if _suspect(bits, infinite, normal) else (0, 0, 0)
-
-
-def _suspect(bits: np.ndarray[Any, Any], infinite: int, normal: int) -> bool:
-    """Whether there may be something odd: passes that only read, of which one is true for few healthy matrices.
-
-    Words of positive numbers grow with them, and those of negative ones with their size above the sign bit.
-    """
-    sign, signed = 1 << (8 * bits.itemsize - 1), bits.view(f"i{bits.itemsize}")
-    small = bits.min() < normal or signed.min() < normal - sign  # also where all of a row is zero
-    return bool(small or signed.max() >= infinite or bits.max() >= sign + infinite)
-
-
-def _counted_odd(bits: np.ndarray[Any, Any], infinite: int, normal: int) -> tuple[int, int, int]:
-    """The same by counting, in words without their sign; the limits are such words."""
     word = bits.dtype.type
+    # Bits without the sign grow with the number's size.
+    infinite, normal = (2 * _bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
     size = np.left_shift(bits, word(1))
     top = size.max(1)
     wrong = int((size >= infinite).sum()) if top.max() >= infinite else 0

@@ -39,10 +39,12 @@ def load(
     device: torch.device | str = "cpu",
     any_base: bool = False,
     build: Build | None = None,
+    adapters: Sequence[Path] = (),
 ) -> Loaded:
     """The model, its tokenizer and its card, from any form of folder that is read here.
 
     `build` is the function that builds a model which no family describes: what `save` was given.
+    `adapters` are folders that will be put on the model: its base is proven to be theirs, and changed for them.
 
     Of an adapter's folder: its base, proven to be the one that the adapter was made for unless `any_base` says
     that this one will do, and changed as the card says, with the adapter acting on it under the name `default`.
@@ -51,17 +53,6 @@ def load(
     read. The weights keep the dtype they are stored in. Beside a process that saves into the folder a load begins
     again.
     """
-    return load_for(folder, (), device, any_base, build)
-
-
-def load_for(
-    folder: Path | str,
-    adapters: Sequence[Path],
-    device: torch.device | str = "cpu",
-    any_base: bool = False,
-    build: Build | None = None,
-) -> Loaded:
-    """`load` of a model on which these adapters will be put: its base is proven to be theirs, and changed so."""
 
     def read(there: Path) -> Loaded:
         if adapts(there):
@@ -80,10 +71,10 @@ def load_with_tokenizer(
     any_base: bool = False,
     adapters: Sequence[Path] = (),
 ) -> tuple[Loaded, Tokenizer]:
-    """`load_for` for what turns text into ids. Raises ValueError like it, and where there is no tokenizer."""
+    """`load` for what turns text into ids. Raises ValueError like it, and where there is no tokenizer."""
     if Tokenizer.file(place := _tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # says what is missing, before anything is read
-    loaded = load_for(folder, adapters, device, any_base)
+    loaded = load(folder, device, any_base, adapters=adapters)
     assert loaded.tokenizer is not None, "its file was there"
     return loaded, loaded.tokenizer
 
@@ -146,7 +137,7 @@ def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, a
 def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> Loaded:
     """One more adapter beside a model's weights, under this name and acting, with its tokenizer, context and card.
 
-    What it does not bring is the model's, proven by `load_for` to be its base. Raises ValueError like `load`.
+    What it does not bring is the model's, proven by `load` to be its base. Raises ValueError like `load`.
     """
     folder = settled(folder)
     card = verified(folder)

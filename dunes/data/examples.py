@@ -336,11 +336,15 @@ def split(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Record], li
     different = sorted(set(places))
     if not share or len(different) < 2:
         return list(rows), []
-    # A limit that leaves one on each side, whatever the hashes are.
-    limit = min(max(share, np.nextafter(different[0], 1)), different[-1])
+    limit = validation_limit(different[0], different[-1], share)
     sides = [place < limit for place in places]
     train = [row for row, held in zip(rows, sides, strict=True) if not held]
     return train, [row for row, held in zip(rows, sides, strict=True) if held]
+
+
+def validation_limit(least: float, most: float, share: float) -> float:
+    """Below which hash records validate: about `share` of them, and of different ones some on each side."""
+    return min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
 
 
 def hashed(talk: Talk) -> float:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 
 from dunes.data.document import Document
-from dunes.data.examples import hashed, text_of, texts
+from dunes.data.examples import hashed, text_of, texts, validation_limit
 from dunes.data.files import SourceFile
 from dunes.data.records import JSON, LINES, TABLE, first_row, form
 from dunes.plural import plural
@@ -82,8 +82,7 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
             places.append(_place(text))
             sizes.append(len(text.encode()))
     what, _ = text_of(first_row(file.path), fields)
-    least, most = min(places), max(places)
-    limit = min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
+    limit = validation_limit(min(places), max(places), share)
     below, size = np.array(places) < limit, np.array(sizes)
     whole, sides = seen.hexdigest(), []
     for validates in (False, True):

@@ -64,18 +64,3 @@ class Display:
         for words, marked in parts:
             text.append(f"⟦{words}⟧" if marked and plain else words, style="bold green" if marked else "dim")
         self.console.print(text, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    """1:05, or 2:03:09."""
-    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def quantity(number: float) -> str:
-    """12.3M, 4.1k, 87."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"

@@ -11,13 +11,13 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
 from dunes.plural import plural
+from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import (
     Warn,
@@ -30,7 +30,7 @@ from dunes.runs.json_lines import (
 )
 from dunes.runs.stored_state import check_optimizer, check_tensors, read_state, wrong_state
 from dunes.runs.timings import Timings
-from dunes.runs.train_config import MEASURED, RunConfig, T
+from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 from dunes.train import Schedule, Trainer
 
@@ -177,12 +177,14 @@ class FolderInUse(ValueError):
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the run's lock, which a dead process lets go by itself. Raises Occupied if another has it."""
-    (folder / "state").mkdir(parents=True, exist_ok=True)
+    """Hold the run's lock, which a dead process lets go by itself. Raises FolderInUse if another has it."""
+    lock = folder / "state" / "lock"  # the folder itself is locked by each save
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.touch()
     try:
-        with FileLock(folder / "state" / "lock", timeout=0):
+        with folder_lock(lock, wait=False):
             yield
-    except Timeout:
+    except BlockingIOError:
         raise FolderInUse(
             f"{folder}: another process is training here; wait for it or choose another --out"
         ) from None

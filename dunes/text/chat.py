@@ -93,8 +93,8 @@ def render(
 ) -> str:
     """The text that the template makes of the messages, as transformers' `apply_chat_template` makes it.
 
-    `variables` are more names for the template, such as `bos_token` or `tools`. Encode the text with
-    `special=True`. Raises ValueError if the template refuses the messages, fails, or passes a limit.
+    `variables` are more names for the template, such as `bos_token` or `tools`. Raises ValueError if the
+    template refuses the messages, fails, or passes a limit.
     """
     (found,) = render_many(template, [(messages, add_generation_prompt)], variables)
     if isinstance(found, ValueError):

@@ -1,10 +1,10 @@
 """What byte-pair tokenizers share: letters that stand for bytes, joining by score, words not to be looked up."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 
 
 def _letters() -> dict[int, str]:
@@ -45,3 +45,13 @@ def apart(found: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenize
             raise ValueError(f"a tokenizer whose {text!r} cannot be told from plain text is not supported")
         cuts.append(rf"{re.escape(text[:end])}(?={re.escape(text[end:])}\z)")
     return [pre_tokenizers.Split(Regex(rf"\A(?:{'|'.join(cuts)})"), "isolated")] if cuts else []
+
+
+def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = None) -> None:
+    """Make these the special tokens; `begin` is the one that stands in front of a text if asked for."""
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+    if begin is not None:
+        special = [(begin, inner.token_to_id(begin))]
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=special
+        )

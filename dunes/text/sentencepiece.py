@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from dunes.plural import plural
-from dunes.text.pairs import apart, joined
+from dunes.text.pairs import add_special, apart, joined
 
 SPACE = "▁"
 LIMIT_BYTES, LIMIT_PIECES, LIMIT_PIECE, LIMIT_WORK = 1 << 26, 1 << 20, 512, 100_000_000
@@ -66,14 +66,8 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     inner.normalizer = _normalizer(model)
     inner.pre_tokenizer = _pre_tokenizer(model)
     inner.decoder = _decoder(model)
-    inner.add_special_tokens(
-        [tokenizers.AddedToken(t, special=True, normalized=False) for t in model.of(UNKNOWN, CONTROL)]
-    )
-    if model.first in model.of(CONTROL):
-        special = [(model.first, inner.token_to_id(model.first))]
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{model.first} $A", pair=f"{model.first} $A {model.first}:1 $B:1", special_tokens=special
-        )
+    begin = model.first if model.first in model.of(CONTROL) else None
+    add_special(inner, model.of(UNKNOWN, CONTROL), begin)
     return inner
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from dunes.plural import plural
-from dunes.text.pairs import BYTE, LETTER, apart, joined
+from dunes.text.pairs import BYTE, LETTER, add_special, apart, joined
 
 LIMIT_BYTES, LIMIT_VOCAB, LIMIT_TOKEN, LIMIT_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
 """Largest file, most tokens, longest token in bytes, and what all tokens' squared lengths may add up to."""
@@ -59,11 +59,7 @@ def built(
         ]
     )
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in special])
-    if begin is not None:
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, special[begin])]
-        )
+    add_special(inner, special, begin)
     return inner
 
 

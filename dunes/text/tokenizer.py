@@ -20,6 +20,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from dunes.plural import plural
 from dunes.text import bounded, json_file, llama3, sentencepiece, tekken
 from dunes.text.marks import Marks, marks
+from dunes.text.pairs import add_special
 from dunes.text.spelling import Spelling, spelling
 
 END = "<|endoftext|>"
@@ -234,14 +235,15 @@ class Tokenizer:
             raise ValueError(f"the tokenizer has no token {token!r}")
         return found
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of the text, in which nothing counts as a special token unless `special`.
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, in which nothing counts as a special token.
 
-        Special tokens count in what a chat template wrote, never in a document. Raises ValueError if the
-        tokenizer fails on the text: a pattern in a file of others may be one that never ends.
+        Raises ValueError if the tokenizer fails on the text: a pattern in a file of others may be one that
+        never ends.
         """
-        inner = self._with_special if special else self.inner
-        ids: list[int] = _tried("the tokenizer fails", lambda: inner.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = _tried(
+            "the tokenizer fails", lambda: self.inner.encode(text, add_special_tokens=False).ids
+        )
         return ids
 
     def follow(self, text: str) -> list[int]:
@@ -257,11 +259,6 @@ class Tokenizer:
         inner = tokenizers.Tokenizer.from_str(json.dumps(found))
         inner.encode_special_tokens = True
         return inner
-
-    @cached_property
-    def _with_special(self) -> tokenizers.Tokenizer:
-        # A copy, since a switch that another thread sees would let documents spell special tokens.
-        return tokenizers.Tokenizer.from_str(self.inner.to_str())
 
     def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
         """Ids of a document that comes in blocks of lines; as a whole where tokens may reach across these."""
@@ -387,7 +384,7 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     inner.pre_tokenizer = _lines()
     inner.decoder = decoders.ByteLevel()
     if inner.get_vocab_size():
-        _add_special(inner)
+        add_special(inner, SPECIAL)
     return inner
 
 
@@ -396,12 +393,8 @@ def _characters(characters: Sequence[str]) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = _each()
     inner.decoder = decoders.Fuse()
-    _add_special(inner)
+    add_special(inner, SPECIAL)
     return inner
-
-
-def _add_special(inner: tokenizers.Tokenizer) -> None:
-    inner.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIAL])
 
 
 def _merges(inner: tokenizers.Tokenizer) -> list[tuple[str, str]]:

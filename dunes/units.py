@@ -1,0 +1,30 @@
+"""Bytes, counts and seconds in sentences and tables: three significant digits and a unit."""
+
+SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+TIMES = ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns"))
+
+
+def format_bytes(size: float) -> str:
+    """1.2 GB, 34 MB, 567 B."""
+    return _scaled(size, SIZES, " ")
+
+
+def format_count(count: float) -> str:
+    """12.3M, 4.1k, 87."""
+    return _scaled(count, COUNTS)
+
+
+def format_seconds(seconds: float) -> str:
+    """2:03:09 or 1:05 from a minute on; below 1.23 s, 45.6 ms, 789 us."""
+    if seconds < 59.95:
+        return _scaled(seconds, TIMES)
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
+def _scaled(number: float, units: tuple[tuple[float, str], ...], space: str = "") -> str:
+    """The number in the largest unit of which it is one at least, once it is rounded."""
+    scale, unit = next((u for u in units if abs(number) >= 0.9995 * u[0] or (not number and u[0] == 1)), units[-1])
+    return f"{number / scale:.3g}{space}{unit}"
