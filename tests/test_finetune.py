@@ -316,7 +316,7 @@ REFUSED = {
     "too long": ({"context_length": 16}, "of the examples are longer than the context of 16"),
     "odd batch": ({"batch": 4, "micro_batch": 3}, "--micro-batch is 3, which does not divide the 4 rows"),
     "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),
-    "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing here"),
+    "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
         {"method": "full", "target_modules": ("blocks.9.**",)},
         "--target-modules blocks.9.** selects nothing to train here",
@@ -380,7 +380,7 @@ def test_only_what_was_named_learns(base, examples, tmp_path):
     assert changed == {n for n in before if n.startswith("blocks.1.") and ".attn.k." not in n}
     finetuned(asked(base, examples, target_modules=("**.mlp.**",), ranks=("**.up=2",)), tmp_path / "lora")
     there = tree.places(checkpoint.load(tmp_path / "lora").model)
-    ranks = {p.name: p.module["default"].form.rank for p in there if isinstance(p.module, Adapted)}
+    ranks = {p.name: p.module["default"].config.rank for p in there if isinstance(p.module, Adapted)}
     assert all(".mlp." in name for name in ranks)
     assert {name.split(".")[-1]: rank for name, rank in ranks.items()} == {"gate": 4, "up": 2, "down": 4}
 
@@ -507,7 +507,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     plan = lesson.plan
     ids = [*tokenizer.begin, *tokenizer.encode(book.read_text()), tokenizer.end]
     assert len(ids) > 3 * plan.context_length
-    assert plan.context_length == lesson.base.context == 128
+    assert plan.context_length == lesson.base.context_length == 128
     rows = Batches(lesson.train, plan.context_length, 1, packed=plan.packing)
     asked_for = [t for e in lesson.train for t in e.ids[1:].tolist()]
     held = [t for e in lesson.valid for t in e.ids[1:].tolist()]
