@@ -1,6 +1,6 @@
 """What LoRA loses against full finetuning on real data: each side at several rates, on the same batches.
 
-    dunes train stdlib --out runs/base --size 3m --context 512 --steps 560
+    dunes train stdlib --out runs/base --size 3m --context-length 512 --steps 560
     python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000
 
 Each run adds a line to the file when it is over, and is not run again, so that a sweep goes on where it was

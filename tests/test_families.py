@@ -12,7 +12,8 @@ from dunes.models.outline import described
 from dunes.ops import rotary
 from dunes.parts import Attention, Context, Rotary
 from dunes.parts.position import Dynamic, Linear, Llama3, Yarn
-from dunes.runs.train_config import TrainConfig, config_for
+from dunes.runs.autosize import config_for
+from dunes.runs.train_config import TrainConfig
 
 LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 MOE = ["mixtral", "qwen3_moe"]
@@ -216,7 +217,7 @@ def test_parameters_are_counted_without_the_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sized_holds_about_what_was_asked_for(family):
     for size in (300_000, 3_000_000, 30_000_000):
-        config = config_for(TrainConfig(sources=(), family=family, size=size, context=128), 512)
+        config = config_for(TrainConfig(sources=(), family=family, size=str(size), context_length=128), 512)
         assert size / 1.6 < described(family, config)[0] < 1.6 * size
 
 

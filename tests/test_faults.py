@@ -392,7 +392,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
             train(plan, tmp_path / "cut", display()[0])
     assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
-    assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
     assert same(straight[0], resumed[0])
     assert straight[1:] == resumed[1:]
@@ -422,7 +422,7 @@ import torch
 
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), held + (1 << 29)))
-train(TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_000, steps=9,
+train(TrainConfig(sources=(sys.argv[1],), size="60k", vocab_size=300, context_length=32, batch=30_000, steps=9,
            dtype="float32", threads=1), Path(sys.argv[2]), Display())
 """
 
@@ -439,7 +439,7 @@ def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_pa
     assert re.search(
         r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, of which activations \d+", last
     ), done.stderr
-    assert "a smaller --batch, --context or --size needs less" in last
+    assert "a smaller --batch, --context-length or --size needs less" in last
 
 
 def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
@@ -447,9 +447,9 @@ def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
     state = checkpoint.latest(tmp_path / "run")
     (state / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"state\.json: not the bytes that were written"):
-        train(toy(code), tmp_path / "run", display()[0], again=True, strict=True)
+        train(toy(code), tmp_path / "run", display()[0], resume=True, strict=True)
     show, out = display()
-    assert train(toy(code), tmp_path / "run", show, again=True) == 0
+    assert train(toy(code), tmp_path / "run", show, resume=True) == 0
     assert "going back to an older state" in out.getvalue()
 
 
@@ -485,10 +485,10 @@ from dunes.runs.progress import Display
 from dunes.runs.train import train
 
 loop.SAVE_SECONDS = 0.1
-plan = TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=4, steps=120,
+plan = TrainConfig(sources=(sys.argv[1],), size="60k", vocab_size=300, context_length=32, batch=4, steps=120,
             dtype="float32", threads=1)
 folder = Path(sys.argv[2])
-sys.exit(train(plan, folder, Display(), again=(folder / "state" / "plan.json").exists()))
+sys.exit(train(plan, folder, Display(), resume=(folder / "state" / "plan.json").exists()))
 """
 
 

@@ -288,4 +288,4 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
     assert checkpoint.latest(tmp_path / "run", pytest.fail).name == "step-000030"
     assert not list((tmp_path / "run" / "state").glob(".step-*"))
     assert torch.isfinite(checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]["norm.weight"]).all()
-    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0

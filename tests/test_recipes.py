@@ -221,7 +221,7 @@ def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypat
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "model: it looks at 256 tokens, and a prompt has" in said
-    assert "2048 or more, half of them for the answer (dunes train --context 2048)" in said
+    assert "2048 or more, half of them for the answer (dunes train --context-length 2048)" in said
     assert not out.exists()
 
 

@@ -11,11 +11,12 @@ from dunes.bench import plot
 from dunes.checkpoint.card import read as read_card
 from dunes.measure import fingerprint
 from dunes.plural import plural
+from dunes.runs.config import RunConfig
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.picture import drawable
 from dunes.runs.run import METRICS, begun, records
 from dunes.runs.tensorboard import SAMPLES, written
-from dunes.runs.train_config import RunConfig, TrainConfig
+from dunes.runs.train_config import TrainConfig
 from dunes.text import json_file
 from dunes.units import format_count, format_seconds
 

@@ -14,7 +14,8 @@ from dunes import checkpoint, measure
 from dunes.models import FAMILIES
 from dunes.models.start import initialise
 from dunes.parts import Decoder
-from dunes.runs.train_config import TrainConfig, config_for
+from dunes.runs.autosize import config_for
+from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.units import format_count
 
@@ -86,7 +87,7 @@ def of_folder(folder: Path) -> Subject:
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about so many parameters, with made-up weights."""
-    config = config_for(TrainConfig(sources=(), family=family, size=size, context=context), VOCAB)
+    config = config_for(TrainConfig.of({"family": family, "size": str(size), "context_length": context}), VOCAB)
     return Subject(
         f"{family} {format_count(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
     )

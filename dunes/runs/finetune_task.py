@@ -21,12 +21,9 @@ from dunes.generate import below, generate, sampler
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
-from dunes.runs.finetune_config import (
-    ADAPTER,
-    METHODS,
-    FinetuneConfig,
-)
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
+from dunes.runs.finetune_method import ADAPTER, METHODS
 from dunes.runs.json_lines import append_text
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
@@ -120,16 +117,16 @@ class FinetuneTask:
 
     @property
     def tokens(self) -> int:
-        return sum(_asked(e, self.plan.context) for e in self.lesson.valid)
+        return sum(_asked(e, self.plan.context_length) for e in self.lesson.valid)
 
     def batches(self, start: int) -> Iterator[Batch]:
         plan = self.plan
-        rows = Batches(self.lesson.train, plan.context, plan.at_once, plan.seed, plan.packed)
+        rows = Batches(self.lesson.train, plan.context_length, plan.micro_batch, plan.seed, plan.packing)
         return rows.batches(start)
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        kept = self.lesson.valid if limit is None else _first(self.lesson.valid, self.plan.context, limit)
-        batches = Batches(kept, self.plan.context, SCORED)
+        kept = self.lesson.valid if limit is None else _first(self.lesson.valid, self.plan.context_length, limit)
+        batches = Batches(kept, self.plan.context_length, SCORED)
         return scored(model, batches.once(), widths(self.tokenizer.pieces()), dtype)
 
     def sample(self, model: Decoder) -> str:
@@ -168,7 +165,8 @@ class FinetuneTask:
             return self.tokenizer.decode([token.id for token in tokens])
 
     def needs(self) -> str:
-        return f"{largest(memory(self.lesson))}; a smaller --context or --at-once, or --method qlora, needs less"
+        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
+        return f"{largest(memory(self.lesson))}; {remedy}"
 
     def opening(self, run: Run) -> str:
         plan, trained = self.plan, tree.count(run.model, trainable=True)
@@ -178,7 +176,7 @@ class FinetuneTask:
         whole = tree.count(self.lesson.base.model)
         return (
             f"{plan.method} at {plan.lr:.2g}: {format_count(trained)} of {format_count(whole)} parameters; "
-            f"{plural(plan.batch, 'row')} of {plan.context} a step, {plan.at_once} at once; "
+            f"{plural(plan.batch, 'row')} of {plan.context_length} a step, {plan.micro_batch} at once; "
             f"{plan.dtype} on {run.trainer.device.type}, {plural(plan.threads, 'thread')}; for {ends}"
         )
 

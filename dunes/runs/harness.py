@@ -134,7 +134,8 @@ class Harness(TemplateLM):
         if len(scored) > self.max_length:
             raise ValueError(
                 f"{source[1][:20]!r}...: an answer of {plural(len(scored), 'token')} does not fit into the "
-                f"model's context of {self.max_length}; give shorter answers, or train with a longer --context"
+                f"model's context length of {self.max_length}; shorten the answers, or train with a larger "
+                "--context-length"
             )
         self.cut += len(before) + len(scored) > self.max_length + 1
         return tuple((before + scored)[-(self.max_length + 1) : -1])
@@ -176,7 +177,8 @@ class Harness(TemplateLM):
         if wanted.limit >= self.max_length:
             raise ValueError(
                 f"{place}: {wanted.limit} tokens to write leave no room in the context of {self.max_length}; set "
-                "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a longer --context"
+                "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
+                "--context-length"
             )
         end = self._spelled([self._end])
         return wanted if end in wanted.until else Wanted((*wanted.until, end), wanted.limit, wanted.sample)

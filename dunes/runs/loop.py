@@ -3,7 +3,7 @@
 import os
 import shlex
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from dunes import checkpoint, measure
 from dunes.plural import plural
 from dunes.runs.autosize import flops
+from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import append_text
 from dunes.runs.picture import loss_picture, smoothed
@@ -35,7 +36,6 @@ from dunes.runs.run import (
 from dunes.runs.saver import Saver
 from dunes.runs.tensorboard import TensorBoard
 from dunes.runs.timings import Timings, lines
-from dunes.runs.train_config import T
 from dunes.train import Clock, Diverged, Step
 from dunes.units import format_count, format_seconds
 
@@ -55,25 +55,6 @@ DIVERGED = 4
 Make = Callable[[], Run]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How a run is gone about.
-
-    With `again` the run in the folder goes on, and keeps its own plan but for the fields in `override`;
-    `asked` are the fields of the plan that somebody chose. With `strict`, a failed save ends the run and a
-    damaged state is not passed over. With `dry`, it is only said what would be. With `tensorboard`, what is noted
-    goes to event files, too; with `profile`, the end says where the time went.
-    """
-
-    again: bool = False
-    asked: Collection[str] | None = None
-    override: Collection[str] = ()
-    strict: bool = False
-    dry: bool = False
-    profile: bool = False
-    tensorboard: bool = False
-
-
 def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[[T, Timings], Make | None]) -> int:
     """Run the plan into the folder, or go on with the run there.
 
@@ -85,16 +66,16 @@ def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[
     start = monotonic()
     mirror = TensorBoard(folder if how.tensorboard else None, NonFatal(show))
     plan = plan.placed()
-    with _occupied(show, how.dry):
-        plan = admitted(plan, folder, how.again, how.asked, how.override)
+    with _occupied(show, how.dry_run):
+        plan = admitted(plan, folder, how.resume, how.asked, how.override)
     if (folder / "state" / "lock").exists():
-        with _occupied(show, how.dry), alone(folder):  # refused now, not after the text was read
+        with _occupied(show, how.dry_run), alone(folder):  # refused now, not after the text was read
             pass
-    if how.dry and (earlier := begun(folder, type(plan))) is not None:
+    if how.dry_run and (earlier := begun(folder, type(plan))) is not None:
         state = checkpoint.latest(folder, show.line)
         newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
         end = plural(plan.steps, "step") if plan.steps else plural(plan.minutes, "minute")
-        goes_on = f"; with --resume it goes on from there to its end after {end}" if how.again else ""
+        goes_on = f"; with --resume it goes on from there to its end after {end}" if how.resume else ""
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
         if plan.lacks:
             return 0
@@ -109,7 +90,7 @@ def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[
         with alone(folder), Saver(show.line, how.strict) as saver:
             with spent("building the model"):
                 run = make()
-                if how.again:
+                if how.resume:
                     resume(run, show.line, how.override, how.strict)
                 else:
                     begin(run.plan, folder, run.task.tokenizer)
@@ -278,7 +259,7 @@ def _note(folder: Path, step: Step, checked: Score | None) -> None:
 def _teller(run: Run, show: Display) -> Callable[[Step], None]:
     """What the display is told after each step."""
     losses: list[float] = []
-    work = flops(run.model, run.plan.context)
+    work = flops(run.model, run.plan.context_length)
 
     def told(step: Step) -> None:
         if step.skipped:

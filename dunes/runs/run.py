@@ -17,6 +17,7 @@ from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
 from dunes.plural import plural
+from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import (
     Warn,
@@ -29,7 +30,6 @@ from dunes.runs.json_lines import (
 )
 from dunes.runs.stored_state import check_optimizer, check_tensors, read_state, wrong_state
 from dunes.runs.timings import Timings
-from dunes.runs.train_config import MEASURED, RunConfig, T
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 from dunes.train import Schedule, Trainer
