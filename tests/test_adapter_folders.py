@@ -289,28 +289,24 @@ def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_verbs_take_adapter_folders(made, tmp_path):
+def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     folder, _ = made
-
-    def dunes(*arguments):
-        line = [sys.executable, "-m", "dunes", *map(str, arguments)]
-        return subprocess.run(line, capture_output=True, text=True, timeout=200)
-
     (tmp_path / "text.txt").write_text("abc def. " * 40)
     shutil.copytree(folder, tmp_path / "no card")
     (tmp_path / "no card" / "dunes.json").unlink()
-    written = dunes("generate", tmp_path / "no card", "ab", "--tokens", 4)
+    line = [sys.executable, "-m", "dunes", "generate", tmp_path / "no card", "ab", "--tokens", "4"]
+    written = subprocess.run(line, capture_output=True, text=True, timeout=200)
     assert written.returncode == 0
     assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: says nothing of its base's weights")
     assert written.stderr.count("\n") == 1
-    assert "bits a byte" in dunes("eval", folder, tmp_path / "text.txt").stdout
-    looked = dunes("inspect", folder)
-    assert looked.returncode == 0, looked.stderr
+    assert verbs.evaluate(str(folder), (str(tmp_path / "text.txt"),)) in (0, None)
+    assert "bits a byte" in capsys.readouterr().out
+    assert verbs.inspect(str(folder)) == 0
+    printed = capsys.readouterr().out
     for line in ("LoRA, rank 4, alpha 32", "q_proj 2 times", "template    chatml", str(tmp_path / "base")):
-        assert line in looked.stdout
-    refused = dunes("export", folder, tmp_path / "out")
-    assert refused.returncode == 2
-    assert "dunes augment merge" in refused.stderr
+        assert line in printed
+    with pytest.raises(ValueError, match="dunes augment merge"):
+        verbs.export(str(folder), tmp_path / "out")
 
 
 def test_the_structure_is_the_same_in_another_process(made):

@@ -171,10 +171,10 @@ def test_checkpointing_takes_less_memory_for_the_same_gradients():
 
 
 def test_memory_of_a_model_too_large_for_any_machine_is_foreseen():
-    log = foreseen(of_shape("llama", 70_000_000_000, 4096), Setting(1, 4096, "bfloat16", 1), False, True).log
-    assert log.peak > 140e9
-    with pytest.raises(ValueError, match=r"the step needs \d+\.\d GB and .* GB are free"):
-        foreseen(of_shape("llama", 70_000_000_000, 64), Setting(1, 64, "float32", 1), False, True).checked()
+    step = foreseen(of_shape("llama", 70_000_000_000, 64), Setting(1, 64, "float32", 1), False, True)
+    assert step.log.peak > 270e9
+    with pytest.raises(ValueError, match=r"the step needs \S+ GB and \S+ GB are free"):
+        step.checked()
 
 
 @pytest.mark.slow

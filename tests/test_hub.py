@@ -302,7 +302,7 @@ def test_no_weights_is_said_before_anything_is_fetched(site):
 def test_a_full_disk_is_said_before_anything_is_fetched(site, monkeypatch):
     free = len(site.files[WEIGHTS])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    assert re.search("MB are needed and .* MB are free", refused("org/tiny"))
+    assert re.search("kB are needed and .* kB are free", refused("org/tiny"))
     assert site.fetched() == set()
 
 

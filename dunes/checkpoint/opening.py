@@ -32,6 +32,7 @@ from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.text import Tokenizer, chat, json_file
+from dunes.units import format_bytes
 
 
 def load(
@@ -227,8 +228,7 @@ def _lines(folder: Path) -> Iterator[str]:
     words, card = Words.read(folder / ADAPTER), verified(folder)
     stored = [w for name in WEIGHTS if (folder / name).is_file() for w in tensors(folder / name).items()]
     kind = "DoRA" if words.dora else "rsLoRA" if words.rslora else "LoRA"
-    size = sum(w.nbytes for _, w in stored) / 1e6
-    held = f"{plural(len(stored), 'tensor')}, {size:.1f} MB"
+    held = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
     yield f"adapter     {kind}, rank {words.rank}, alpha {words.alpha:g}: {held}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     ends = Counter(module.rpartition(".")[2] for module in modules)
