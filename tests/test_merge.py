@@ -14,7 +14,7 @@ from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import EXACT, Unmerged, held_logits
+from dunes.checkpoint.verify import EXACT, UnmergedLogits, model_logits
 from dunes.runs.merge import merge
 from dunes.text.templates import named, of, prompt
 from test_adapter import IDS, pair
@@ -168,9 +168,9 @@ def test_logits_from_one_matrix_at_a_time_are_the_models(shape, quantized):
     ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         said = ours(ids)
-    assert difference(held_logits(ours, 32), said) <= 1e-5 * said.abs().max()
-    assert difference(held_logits(ours, 32, torch.float32), said) <= 1e-5 * said.abs().max()
-    assert difference(held_logits(ours, 32, torch.bfloat16), said) > 1e-4
+    assert difference(model_logits(ours, 32), said) <= 1e-5 * said.abs().max()
+    assert difference(model_logits(ours, 32, torch.float32), said) <= 1e-5 * said.abs().max()
+    assert difference(model_logits(ours, 32, torch.bfloat16), said) > 1e-4
     dequantize(ours)
     with torch.no_grad():
         assert difference(ours(ids), said) <= 1e-5 * said.abs().max()
@@ -195,8 +195,8 @@ def test_the_verb(tmp_path):
 def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path):
     with torch.no_grad():
         _, ours = base_in(tmp_path / "base")
-        plain = held_logits(ours, 32)
+        plain = model_logits(ours, 32)
     infinite = torch.full_like(plain, torch.inf)
-    before = Unmerged(tmp_path, torch.float32, plain, infinite, infinite)
+    before = UnmergedLogits(tmp_path, torch.float32, plain, infinite, infinite)
     with pytest.raises(ValueError, match="the result is another model"):
         before.verify(open_source(tmp_path / "base"))
