@@ -68,9 +68,9 @@ def test_a_conversation_is_encoded_as_in_training_and_begins_once(kind, template
         prompt(named(template), turns, tokenizer),
     ]
     begins = 2 if template == "llama2" else 1  # which begins each of its exchanges
-    assert [ids[: len(tokenizer.begin)] for ids in script.asked] == [tokenizer.begin] * 2
-    assert script.asked[1].count(tokenizer.begin[0]) == begins
-    assert script.stop >= {named(template).stop(tokenizer), tokenizer.end}
+    assert [ids[: len(tokenizer.document_start)] for ids in script.asked] == [tokenizer.document_start] * 2
+    assert script.asked[1].count(tokenizer.document_start[0]) == begins
+    assert script.stop >= {named(template).stop(tokenizer), tokenizer.eos}
     assert notes == []
 
 

@@ -97,7 +97,9 @@ class TrainTask:
         return Windows(self.text.train, self.plan.context, self.plan.batch, self.plan.seed).batches(start)
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        return evaluate(model, self.text.valid, widths(self.tokenizer.pieces()), self.plan.context, dtype, limit)
+        return evaluate(
+            model, self.text.valid, widths(self.tokenizer.token_bytes()), self.plan.context, dtype, limit
+        )
 
     def sample(self, model: Decoder) -> str:
         return sample_text(model, self.tokenizer, self.plan.context, seed=self.plan.seed)
