@@ -22,12 +22,13 @@ import tyro
 
 from dunes import measure, tree
 from dunes.plural import plural
+from dunes.runs.autosize import with_hardware
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.json_lines import append_record, read_records
 from dunes.runs.progress import Display
 from dunes.runs.run import Run
 from dunes.runs.train import prepare
-from dunes.runs.train_config import TrainConfig, parse_size
+from dunes.runs.train_config import TrainConfig
 
 OVERHEAD = 20.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
@@ -87,19 +88,17 @@ def main(
         return
     measure.keep_memory()
     cores = measure.threads()
-    base = TrainConfig(
-        sources=(source,), dtype=str(measure.dtype(measure.device())).removeprefix("torch."), threads=cores
-    )
-    held = {base.vocab: tokens_of(base)}
+    base = with_hardware(TrainConfig(sources=(source,), threads=cores))
+    held = {base.vocab_size: tokens_of(base)}
     known = {(r["minutes"], r["shape"]) for r in read_records(out, "a run", lambda r: "shape" in r)}
     jobs = []
     for shape in shapes:
         size, batch, context, vocab = shape.split(",")
-        plan = replace(base, size=parse_size(size), batch=int(batch), context=int(context), vocab=int(vocab))
-        if plan.vocab not in held:
-            held[plan.vocab] = tokens_of(plan)
-        seconds, parameters = seconds_a_step(plan, held[plan.vocab])
-        rate = plan.batch * plan.context / seconds
+        plan = replace(base, size=size, batch=int(batch), context_length=int(context), vocab_size=int(vocab))
+        if plan.vocab_size not in held:
+            held[plan.vocab_size] = tokens_of(plan)
+        seconds, parameters = seconds_a_step(plan, held[plan.vocab_size])
+        rate = plan.batch * plan.context_length / seconds
         print(
             f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True
         )

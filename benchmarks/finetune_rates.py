@@ -1,6 +1,6 @@
 """Finetuning at several learning rates and lengths: which rates learn most, and which ones diverge.
 
-    dunes train stdlib --out runs/base --size 1m --context 256 --steps 1000
+    dunes train stdlib --out runs/base --size 1m --context-length 256 --steps 1000
     python benchmarks/finetune_rates.py runs/rates.jsonl runs/base gsm8k_train.json.gz --methods lora full \\
         --steps 100 500 2000 --rates 3e-4 1e-3 3e-3 1e-2 3e-2
 
@@ -35,29 +35,29 @@ class Setting:
     """What all runs share.
 
     Args:
-        context: Tokens in a row.
+        context_length: Tokens in a row.
         batch: Rows in a step.
         rank: Of adapters.
         alpha: Of adapters.
         beta2: Adam's; 0 is the one of `dunes finetune`.
         template: Of the examples.
-        held_out: Share of the examples for validation.
+        val_fraction: Share of the examples for validation.
         seed: Of the order of the examples and of the adapters' first numbers.
     """
 
-    context: int = 256
+    context_length: int = 256
     batch: int = 2
     rank: int = 16
     alpha: float = 32.0
     beta2: float = 0.0
     template: str = ""
-    held_out: float = 0.05
+    val_fraction: float = 0.05
     seed: int = 0
 
 
 def planned(base: str, data: str, setting: Setting) -> FinetuneConfig:
     given = {k: v for k, v in asdict(setting).items() if k != "beta2" and v != ""}
-    return FinetuneConfig(model=base, data=data, truncated=1.0, threads=1, steps=1, **given)
+    return FinetuneConfig(model=base, data=data, max_truncated=1.0, threads=1, steps=1, **given)
 
 
 def losses(lesson: FinetuneData, method: str, steps: int, rate: float | None, beta2: float) -> Row:
@@ -72,7 +72,7 @@ def losses(lesson: FinetuneData, method: str, steps: int, rate: float | None, be
     schedule, adam = scheduled(plan), optimizer(plan, model)
     for group in adam.param_groups:
         group["betas"] = (group["betas"][0], beta2 or group["betas"][1])
-    trainer = Trainer(model, adam, answered, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    trainer = Trainer(model, adam, answered, lr_scale=schedule.lr_scale, dtype=dtype, seed=plan.seed)
     checks, start = list[float](), time.perf_counter()
     try:
         for step in trainer.run(task.batches(0)):

@@ -41,8 +41,8 @@ from dunes import measure
 side, folder = sys.argv[1:]
 if side == "dunes":
     from pathlib import Path
-    from dunes.checkpoint.folder import filled
-    from dunes.checkpoint.source import opened
+    from dunes.checkpoint.folder import load_decoder
+    from dunes.checkpoint.source import open_source
 else:
     from transformers import AutoModelForCausalLM
 ids = torch.arange(8)[None]
@@ -50,7 +50,7 @@ before = measure.resident()
 measure.forget_peak(torch.device("cpu"))
 start = time.perf_counter()
 if side == "dunes":
-    model = filled(opened(Path(folder))).eval()
+    model = load_decoder(open_source(Path(folder))).eval()
 else:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 there = time.perf_counter() - start
@@ -68,8 +68,8 @@ from dunes import measure
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.inspect import values
-from dunes.checkpoint.source import opened
-from dunes.checkpoint.stored import held
+from dunes.checkpoint.source import open_source
+from dunes.checkpoint.lazy_tensor import in_memory
 folder, scratch = map(Path, sys.argv[1:])
 cpu = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def copied():
     shutil.copyfile(folder / "model.safetensors", scratch / "copy")
     atomic.sync(scratch / "copy")
 
-source = opened(folder)
+source = open_source(folder)
 size = sum(w.nbytes for w in source.files.values())
 found = {"copy": timed(copied)}
 (scratch / "copy").unlink()
@@ -93,7 +93,7 @@ found["largest"] = max(w.nbytes for w in source.files.values())
 one, two = torch.ones(size // 8), torch.empty(size // 8)
 found["copied"] = max(one.nbytes / timed(lambda: two.copy_(one)) for _ in range(3))
 found["scanned"] = max(size / timed(lambda: list(values(source.files))) for _ in range(3))
-here = held({k: w.read().clone() for k, w in list(source.files.items())[:40]})
+here = in_memory({k: w.read().clone() for k, w in list(source.files.items())[:40]})
 size = sum(w.nbytes for w in here.values())
 found["scanned here"] = max(size / timed(lambda: list(values(here))) for _ in range(3))
 print(json.dumps(found))
@@ -103,7 +103,7 @@ print(json.dumps(found))
 def make(folder: Path, layers: int) -> int:
     """The folder; returns the bytes of its weights."""
     from dunes.checkpoint import stream
-    from dunes.checkpoint.stored import Stored, moved
+    from dunes.checkpoint.lazy_tensor import LazyTensor, renamed
     from dunes.models import FAMILIES
     from dunes.models.names import to_theirs
 
@@ -111,12 +111,12 @@ def make(folder: Path, layers: int) -> int:
     with torch.device("meta"):
         state = llama.build(llama.from_hf(SHAPE | {"num_hidden_layers": layers})).state_dict()
 
-    def made(key: str, shape: torch.Size) -> Stored:
-        return Stored(tuple(shape), torch.bfloat16, key, lambda: torch.randn(shape).mul_(0.02).bfloat16())
+    def made(key: str, shape: torch.Size) -> LazyTensor:
+        return LazyTensor(tuple(shape), torch.bfloat16, key, lambda: torch.randn(shape).mul_(0.02).bfloat16())
 
     ours = {key: made(key, t.shape) for key, t in state.items()}
     folder.mkdir(parents=True)
-    stream.write(folder, moved(to_theirs(llama.NAMES, ours)[0], ours))
+    stream.write(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     return sum(w.nbytes for w in ours.values())
 

@@ -1,6 +1,6 @@
 """What LoRA loses against full finetuning on real data: each side at several rates, on the same batches.
 
-    dunes train stdlib --out runs/base --size 3m --context 512 --steps 560
+    dunes train stdlib --out runs/base --size 3m --context-length 512 --steps 560
     python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000
 
 Each run adds a line to the file when it is over, and is not run again, so that a sweep goes on where it was
@@ -27,7 +27,7 @@ import tyro
 
 from dunes import augment, checkpoint, measure, tree
 from dunes.bench import plot
-from dunes.checkpoint import Loaded
+from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
 from dunes.parts import Decoder
 from dunes.runs import score
@@ -99,19 +99,19 @@ def prepared(run: Run, model: Decoder) -> None:
         p.requires_grad_(tree.matches(chosen, name))
 
 
-def batches(sweep: Sweep, loaded: Loaded) -> tuple[Batches, Batches]:
+def batches(sweep: Sweep, loaded: LoadedModel) -> tuple[Batches, Batches]:
     """To learn from, and held out."""
     sides = examples.split(examples.read(sweep.data).rows)
     rows = (sides[0][sweep.skip :][: sweep.examples or None], sides[1])
     learn, held = (list(examples.tokenized(r, named("plain"), loaded.tokenizer)) for r in rows)
     return (
-        Batches(learn, loaded.context, sweep.batch, sweep.seed),
-        Batches(held, loaded.context, 16, sweep.seed),
+        Batches(learn, loaded.context_length, sweep.batch, sweep.seed),
+        Batches(held, loaded.context_length, 16, sweep.seed),
     )
 
 
 def nats(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    summed: tuple[torch.Tensor, torch.Tensor] = model.nats(*batch)
+    summed: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
     return summed
 
 
@@ -123,10 +123,10 @@ def held_out(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
     return float(sums[0] / sums[1])
 
 
-def own_text(loaded: Loaded, dtype: torch.dtype) -> float:
+def own_text(loaded: LoadedModel, dtype: torch.dtype) -> float:
     """Bits a byte of what the base's training held out, in windows spread over it."""
     width, ids = widths(loaded.tokenizer.token_bytes()), score.held_out(loaded.tokenizer, loaded.card)[0]
-    return evaluate(loaded.model, ids, width, loaded.context, dtype, OWN).bits_per_byte
+    return evaluate(loaded.model, ids, width, loaded.context_length, dtype, OWN).bits_per_byte
 
 
 @torch.no_grad()
@@ -168,9 +168,9 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
     prepared(run, model)
     total = run.sweep.epochs * learn.epoch // run.sweep.batch
     checks, seconds, start = list[float](), 0.0, time.perf_counter()
-    rate = Schedule.steps(total, warmup=total // 20, fall=1.0).rate
+    rate = Schedule.steps(total, warmup=total // 20, decay=1.0).lr_scale
     optimizer = adamw(model, run.rate, decay=0.0)
-    trainer = Trainer(model, optimizer, nats, rate=rate, dtype=dtype, seed=run.sweep.seed)
+    trainer = Trainer(model, optimizer, nats, lr_scale=rate, dtype=dtype, seed=run.sweep.seed)
     for step in trainer.run(learn.batches()):
         seconds += step.seconds
         if step.number % max(1, total // CHECKS) == 0 or step.number == total:
@@ -179,7 +179,7 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
         if step.number == total:
             break
     if tuned is not None and not run.rank:
-        checkpoint.save(model, tuned, loaded.tokenizer, loaded.context, {"trained": loaded.card["trained"]})
+        checkpoint.save(model, tuned, loaded.tokenizer, loaded.context_length, {"trained": loaded.card["trained"]})
     return run.key | {
         "trainable": tree.count(model, trainable=True),
         "parameters": size,

@@ -31,10 +31,10 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
     from dunes.runs.progress import Display
     from dunes.runs.saver import Saver
     from dunes.runs.train import prepare
-    from dunes.runs.train_config import TrainConfig, parse_size
+    from dunes.runs.train_config import TrainConfig
 
     measure.keep_memory()
-    plan = TrainConfig(sources=("stdlib",), size=parse_size(size), steps=10**6)
+    plan = TrainConfig(sources=("stdlib",), size=size, steps=10**6)
     corpus = gather(plan)
     plan, _ = chosen(plan, sum(d.size for d in corpus.train))
     folder = Path(tempfile.mkdtemp())

@@ -39,7 +39,7 @@ def folder(path: str, limit: int = TOKENS) -> Ask:
             needed = 1 << (2 * length - 1).bit_length()
             raise ValueError(
                 f"{path}: it looks at {loaded.context} tokens, and a prompt has {length}; use a model that looks "
-                f"at {needed} or more, half of them for the answer (dunes train --context {needed})"
+                f"at {needed} or more, half of them for the answer (dunes train --context-length {needed})"
             )
         sample = sampler(1.0, seed=zlib.crc32(prompt.encode()))
         return stopped(write(loaded.model, loaded.tokenizer, loaded.context, prompt, room, sample), room)

@@ -46,8 +46,8 @@ def data(name: str) -> Path:
 
 
 def toy(code, **changes):
-    fixed = {"sources": (str(code),), "size": 60_000, "context": 32, "batch": 4, "steps": 12}
-    fixed |= {"vocab": 300} if changes.get("tokenizer", "bpe") == "bpe" else {}
+    fixed = {"sources": (str(code),), "size": "60k", "context_length": 32, "batch": 4, "steps": 12}
+    fixed |= {"vocab_size": 300} if changes.get("tokenizer", "bpe") == "bpe" else {}
     return TrainConfig(**fixed | {"dtype": "float32", "threads": 1} | changes)
 
 

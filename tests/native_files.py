@@ -4,7 +4,7 @@ import json
 
 from safetensors.torch import load_file, save_file
 
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES
 
 RENAMED = {
@@ -25,7 +25,7 @@ RENAMED = {
 }
 
 
-def renamed(name):
+def native_name(name):
     """Their name for one of Hugging Face's."""
     for old, new in RENAMED.items():
         name = name.replace(old, new)
@@ -68,13 +68,13 @@ MIXTURE = {"num_experts": "local_experts", "num_experts_per_tok": "experts_per_t
 
 def write_native(source, out):
     """Write the model of a Hugging Face folder in their form; returns the tensors."""
-    opens = opened(source)
+    opens = open_source(source)
     config = FAMILIES[opens.family].to_hf(opens.config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors = {}
     for name, weight in load_file(source / "model.safetensors").items():
         part = name.split(".")[-2]
-        tensors[renamed(name)] = to_pairs(weight, heads[part]) if part in heads else weight
+        tensors[native_name(name)] = to_pairs(weight, heads[part]) if part in heads else weight
     out.mkdir()
     save_file(tensors, out / "consolidated.safetensors")
     (out / "params.json").write_text(json.dumps(params(config)))

@@ -19,12 +19,13 @@ from dunes.runs.autosize import (
     expected_bits,
     fitted,
     flops,
+    larger_than_asked,
     memory,
     needs,
     orthogonalising,
     outline,
 )
-from dunes.runs.train_config import TrainConfig
+from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.tree import count
 
 MACHINE = Machine(threads=2, dtype="bfloat16", matmul=1.2e12, read=27e9)
@@ -32,8 +33,8 @@ STDLIB = 11_800_000
 
 
 def size_for(machine=MACHINE, text=STDLIB, **changes):
-    plan = TrainConfig(**{"sources": (), "batch": 16, "context": 256, "dtype": machine.dtype} | changes)
-    return fitted(plan, text, machine)[0].size
+    plan = TrainConfig(**{"sources": (), "batch": 16, "context_length": 256, "dtype": machine.dtype} | changes)
+    return parse_size(fitted(plan, text, machine)[0].size)
 
 
 def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
@@ -46,28 +47,38 @@ def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
 
 
 def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
-    assert size_for(size=12_345_678) == 12_345_678
+    assert size_for(size="12345678") == 12_345_678
     few, many = size_for(steps=100), size_for(steps=3_000)
     assert few < many
     assert many == pytest.approx(3_000 * 16 * 256 / autosize.TOKENS_A_PARAMETER, rel=0.2)
 
 
+def test_a_vocabulary_too_large_for_the_size_is_named():
+    small = TrainConfig(size="60k", context_length=32)
+    assert "--size is 60k, but with a vocabulary of 4096 the smallest arcee model has 15" in larger_than_asked(
+        small
+    )
+    assert not larger_than_asked(replace(small, vocab_size=512))
+    assert not larger_than_asked(replace(small, size="2x64"))
+    assert not larger_than_asked(replace(small, size="300k"))
+
+
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
-    whole = TrainConfig(sources=(), size=1, batch=1, context=2, dtype="float32", threads=1)
+    whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measured", lambda plan: pytest.fail("measured"))
     assert chosen(whole, STDLIB) == (whole, [])
 
 
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
     monkeypatch.setattr(autosize, "measured", lambda plan: MACHINE)
-    plan, lines = chosen(TrainConfig(sources=(), context=64), STDLIB)
-    assert all((plan.size, plan.batch, plan.context == 64))
+    plan, lines = chosen(TrainConfig(sources=(), context_length=64), STDLIB)
+    assert all((plan.size, plan.batch, plan.context_length == 64))
     assert (plan.dtype, plan.threads, plan.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
     assert "a larger model would see too few" in lines[2]
     assert chosen(plan, STDLIB) == (plan, []), "and stays so"
-    given = chosen(TrainConfig(sources=(), size=10**6), STDLIB)[1]
+    given = chosen(TrainConfig(sources=(), size="1m"), STDLIB)[1]
     assert "a larger model" not in given[2], "nobody chose"
 
 
@@ -83,7 +94,7 @@ def test_flops_are_what_pytorch_counts(tied, monkeypatch):
     monkeypatch.setattr(
         attention, "form", lambda q, k: attention.plain
     )  # the fused kernel is not counted on a CPU
-    config = replace(arcee.Config.sized(300, 64, 3, 32), tied=tied)
+    config = replace(arcee.Config.from_size(300, 64, 3, 32), tied=tied)
     model, batch = arcee.build(config), torch.randint(300, (2, 33))
     with FlopCounterMode(display=False) as counter:
         torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
@@ -91,24 +102,24 @@ def test_flops_are_what_pytorch_counts(tied, monkeypatch):
 
 
 def test_orthogonalising_is_what_muon_computes():
-    from dunes.train.optim import orthogonal
+    from dunes.train.optim import orthogonalise
 
-    model = llama.build(llama.Config.sized(300, 64, 1, 32))
+    model = llama.build(llama.Config.from_size(300, 64, 1, 32))
     with FlopCounterMode(display=False) as counter:
         for m in model.modules():
             if isinstance(m, torch.nn.Linear):
                 short, long = sorted(m.weight.shape)
-                orthogonal(torch.randn(1, short, long))
+                orthogonalise(torch.randn(1, short, long))
     assert counter.get_total_flops() == orthogonalising(model)
 
 
 def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
-    plan = TrainConfig(sources=(), size=4_000_000, batch=16, context=256, dtype="bfloat16")
+    plan = TrainConfig(sources=(), size="4m", batch=16, context_length=256, dtype="bfloat16")
     sum_of = lambda **changes: sum(memory(replace(plan, **changes)).values())
     assert sum_of(batch=32) > sum_of()
-    assert sum_of(context=512) > sum_of()
+    assert sum_of(context_length=512) > sum_of()
     assert sum_of(dtype="float32") > sum_of()
-    assert sum_of(size=40_000_000) > 2 * sum_of()
+    assert sum_of(size="40m") > 2 * sum_of()
     assert memory(plan)["parameters"] == pytest.approx(4 * count(outline(plan)), rel=1e-6)
     assert needs(replace(plan, batch=1000)).startswith("this run needs about 20")
 
@@ -122,10 +133,10 @@ def test_the_estimate_is_what_a_run_takes(code, tmp_path):
         from dunes import measure
         from dunes.runs import train
         from dunes.runs.autosize import memory
-        from dunes.runs.train_config import TrainConfig
+        from dunes.runs.train_config import TrainConfig, parse_size
         from dunes.runs.progress import Display
         train.SAVE_SECONDS = 1.0
-        shape = {"size": 3_000_000, "vocab": 300, "batch": 16, "context": 256}
+        shape = {"size": "3m", "vocab_size": 300, "batch": 16, "context_length": 256}
         plan = TrainConfig(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
         said = sum(memory(plan).values())
         assert train.train(plan, Path(sys.argv[2]), Display()) == 0

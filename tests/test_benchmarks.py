@@ -107,7 +107,7 @@ def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_pat
 @pytest.mark.slow
 def test_the_sweep_of_rates_runs_tells_a_wild_one_and_leaves_out_what_is_known(code, tmp_path):
     out, base, data = finetuning_in(tmp_path, code)
-    sweep = (out, base, data, "--context", 64, "--steps", 16, "--methods", "full", "--rates", 1e-3, 10)
+    sweep = (out, base, data, "--context-length", 64, "--steps", 16, "--methods", "full", "--rates", 1e-3, 10)
     rows = last_line("finetune_rates.py", *sweep)["rows"]
     usual, wild = rows
     assert usual["checks"][-1] < usual["before"] < wild["checks"][-1]

@@ -163,7 +163,7 @@ def three(tmp_path):
     """A base that can be talked to, and two adapters of it."""
     _, ours = pair("llama")
     with torch.no_grad():
-        ours.head.weight[TOKENS.special("<|endoftext|>") - 1 :] = 0  # so that the likeliest is a letter
+        ours.head.weight[TOKENS.token_id("<|endoftext|>") - 1 :] = 0  # so that the likeliest is a letter
     checkpoint.save(ours, tmp_path / "base", carried(named("chatml"), TOKENS), 200, {"template": "chatml"})
     for name, seed in (("one", 1), ("two", 2)):
         model = checkpoint.load(tmp_path / "base").model

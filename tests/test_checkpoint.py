@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
 from dunes.checkpoint import card, inspect, state, stream
-from dunes.checkpoint.folder import verified
-from dunes.checkpoint.source import opened
-from dunes.checkpoint.stored import held
+from dunes.checkpoint.folder import verified_card
+from dunes.checkpoint.lazy_tensor import in_memory
+from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES, llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.parts import MLP, RMSNorm
 from dunes.text import Tokenizer
 
@@ -28,7 +28,7 @@ TOKENIZER = Tokenizer.train("bytes", [])
 
 def build(family="qwen3"):
     module = FAMILIES[family]
-    return initialise(module.build(module.Config.sized(TOKENIZER.vocab, 32, 2, 16)))
+    return initialise(module.build(module.Config.from_size(TOKENIZER.vocab, 32, 2, 16)))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
     assert loaded.model.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in loaded.model.state_dict().items())
     assert loaded.card["note"] == "x"
-    assert loaded.context == 16
+    assert loaded.context_length == 16
     assert not loaded.model.training
     assert loaded.tokenizer.json() == TOKENIZER.json()
 
@@ -55,7 +55,7 @@ def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
     module = FAMILIES["llama"]
     with pytest.raises(ValueError, match=words):
         checkpoint.save(
-            initialise(module.build(module.Config.sized(vocab, 32, 2, 16))), folder, TOKENIZER, context
+            initialise(module.build(module.Config.from_size(vocab, 32, 2, 16))), folder, TOKENIZER, context
         )
     assert checkpoint.load(folder).card["trained"] == {"steps": 3}
 
@@ -76,7 +76,7 @@ def stage(folder, weights, shard):
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
             shutil.copy(file, ready)
-    stream.write(ready, held(weights), shard=shard)
+    stream.write(ready, in_memory(weights), shard=shard)
     folders.write_card(ready, {"note": str(shard)})
     return ready
 
@@ -142,7 +142,7 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
 def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
     from dunes.checkpoint import folder as folders
 
-    filled, other, calls = folders.filled, initialise(build(), seed=9), []
+    filled, other, calls = folders.load_decoder, initialise(build(), seed=9), []
 
     def saved_meanwhile(source):
         calls.append(source)
@@ -151,12 +151,12 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
             raise ValueError("model.safetensors: changed while it was being read")
         return filled(source)
 
-    monkeypatch.setattr(folders, "filled", saved_meanwhile)
+    monkeypatch.setattr(folders, "load_decoder", saved_meanwhile)
     assert torch.equal(checkpoint.load(folder).model.embed.token.weight, other.embed.token.weight)
     assert len(calls) == 2
     flip(folder / "tokenizer.json")
     looks = []
-    monkeypatch.setattr(folders, "checked", lambda f: looks.append(f) or refused())
+    monkeypatch.setattr(folders, "open_verified_source", lambda f: looks.append(f) or refused())
     with pytest.raises(ValueError, match="nothing has changed"):
         checkpoint.load(folder)
     assert len(looks) == 1
@@ -204,11 +204,11 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
         checkpoint.load(folder)
-    assert verified(folder, most=before.st_size), "too large to hash at each load"
-    assert "another SHA-256" in inspect.judged(opened(folder)).reasons[0]
+    assert verified_card(folder, most=before.st_size), "too large to hash at each load"
+    assert "another SHA-256" in inspect.judged(open_source(folder)).reasons[0]
     limits = []
     monkeypatch.setattr(card, "check", lambda folder, card, most: limits.append(most))
-    inspect.judged(opened(folder))
+    inspect.judged(open_source(folder))
     assert limits == [math.inf]
     (folder / "dunes.json").unlink()
     checkpoint.load(folder)
@@ -316,7 +316,7 @@ def test_an_unknown_family_is_refused(folder):
 
 def test_what_a_model_is_called_follows_from_its_tree():
     for family, module in FAMILIES.items():
-        config = module.Config.sized(50, 64, 2, 16)
+        config = module.Config.from_size(50, 64, 2, 16)
         assert checkpoint.said(module.build(config), 16) == (family, config)
     changed = build()
     changed.blocks[1].mlp = MLP(32, 64)
@@ -328,7 +328,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
     changed.blocks[0].attn.q_norm = RMSNorm(32, 1e-2)
     reason = checkpoint.said(changed, 16)
     assert "eps" in reason
-    shorter = llama.build(llama.Config.sized(50, 64, 3, 16))
+    shorter = llama.build(llama.Config.from_size(50, 64, 3, 16))
     shorter.blocks = shorter.blocks[:2]
     assert checkpoint.said(shorter, 16).config.depth == 2
 

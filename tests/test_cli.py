@@ -11,7 +11,12 @@ import pytest
 
 from dunes.cli import main as command
 from dunes.cli import verbs
+from dunes.measure import DEVICES
 from dunes.models import FAMILIES
+from dunes.runs import config, finetune_config, train_config
+from dunes.runs.finetune_method import METHODS
+from dunes.text import KINDS
+from dunes.text.templates import TEMPLATES
 
 
 def dunes(*arguments, text=None):
@@ -43,8 +48,28 @@ def test_the_version_comes_without_torch():
     assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
 
 
+def test_the_choices_of_flags_are_those_of_the_code():
+    assert get_args(train_config.Tokenization) == KINDS
+    assert get_args(config.Device) == DEVICES
+    assert set(get_args(finetune_config.Method)) == set(METHODS)
+    assert set(get_args(finetune_config.TemplateName)) == set(TEMPLATES)
+
+
+def test_a_flag_at_its_default_counts_as_asked_for(monkeypatch):
+    """So that resuming refuses what is not as in the run, and does not pass over it."""
+    seen = {}
+    monkeypatch.setattr(
+        sys, "argv", ["dunes", "finetune", "m", "--rank=16", "--no-packing", "--val_fraction", "0.05"]
+    )
+    options = config.RunOptions(resume=True)
+    model = finetune_config.FinetuneConfig(model="m")
+    verbs._run(lambda *_, **named: seen.update(named) or 0, model, Path("run"), False, options)
+    assert seen["asked"] == {"model", "rank", "packing", "val_fraction"}
+    assert seen["resume"]
+
+
 def test_families_are_the_same_in_help_docs_and_code():
-    assert set(get_args(verbs.Family)) == set(FAMILIES)
+    assert set(get_args(train_config.Family)) == set(FAMILIES)
     root = Path(__file__).parent.parent
     for file in ("README.md", "docs/training.md", "docs/checkpoints.md"):
         text = (root / file).read_text()
@@ -62,7 +87,11 @@ def test_importing_the_package_is_light():
         (["train", "nowhere", "--out", "run"], "nowhere: no such file or folder"),
         (["train", "--out", "run"], "no sources"),
         (["train", "x", "--out", "run", "--size", "huge"], "--size is 'huge'"),
+        (["train", "x", "--out", "run", "--batch", "-1"], "--batch is -1; it must be at least 1"),
+        (["finetune", "x"], "--out is missing"),
+        (["finetune", "x", "--out", "run"], "the data is missing"),
         (["generate", "nowhere"], "nowhere: no such folder"),
+        (["generate", "nowhere", "--tokens", "-1"], "--tokens is -1; it must be at least 1"),
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
         (["eval", "nowhere"], "nowhere: no such folder"),
     ],
@@ -90,7 +119,7 @@ def test_who_stops_reading_is_told_nothing():
 
 def test_train_generate_complete_eval(code, tmp_path):
     run = tmp_path / "run"
-    done = dunes("train", code, "--out", run, "--steps", 20, "--size", "60k", "--context", 32)
+    done = dunes("train", code, "--out", run, "--steps", 20, "--size", "60k", "--context-length", 32)
     assert done.returncode == 0, done.stderr
     assert "done after 20 steps" in done.stdout
     first, second, other = (dunes("generate", run, "def ", "--tokens", 9, "--seed", s) for s in (1, 1, 2))

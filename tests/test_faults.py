@@ -20,7 +20,7 @@ from conftest import display, toy
 from dunes import checkpoint
 from dunes.checkpoint import atomic
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
@@ -80,7 +80,7 @@ TOKENIZER = Tokenizer.train("bytes", [])
 
 
 def small(seed: int):
-    return initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)), seed)
+    return initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)), seed)
 
 
 def save_model(folder: Path, value: int) -> None:
@@ -236,7 +236,8 @@ class Disk:
 
 @pytest.mark.parametrize("forced", [True, False], ids=["as it is", "without fsync"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_five_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_path, monkeypatch):
+@pytest.mark.parametrize("losses", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_power_losses_leave_the_old_or_the_new(kind, forced, losses, tmp_path, monkeypatch):
     save, read = KINDS[kind]
     run, chance, found = tmp_path / "run", random.Random(0), []
     run.mkdir()
@@ -250,7 +251,7 @@ def test_five_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_pa
     disk.notice()
     for handle in disk.held.values():
         os.close(handle)
-    for i in range(500):
+    for i in range(losses):
         disk.fail(chance, tmp_path / f"{i}")
         try:
             found.append(read(tmp_path / f"{i}"))
@@ -285,7 +286,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
     free = shutil.disk_usage(tmp_path)._replace(free=500)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     monkeypatch.setattr(atomic, "write_tensors", lambda path, tensors: pytest.fail("written"))
-    with pytest.raises(OSError, match=r"MB are needed and 0\.0 MB are free.*" + str(tmp_path)):
+    with pytest.raises(OSError, match=r"B are needed and \S+ k?B are free.*" + str(tmp_path)):
         save(tmp_path, 2)
     assert read(tmp_path) == 1
 
@@ -313,7 +314,7 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
         checkpoint.restore(old)
 
 
-def test_a_hundred_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
+def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
     """The writer is ten times slower than the steps."""
     plan, real = toy(code, steps=5000), checkpoint.store
     run = prepare(plan, tmp_path, tokenize(plan, gather(plan), None, display()[0].__enter__()))
@@ -336,10 +337,10 @@ def test_a_hundred_background_saves_are_each_of_their_own_step(code, tmp_path, m
             if not saver.start(run):
                 del expected[step.number]
             saver.look()
-            if len(seen) >= 200:
+            if len(seen) >= 80:
                 break
     assert all(seen)
-    assert step.number > 200, "training went on meanwhile"
+    assert step.number > 80, "training went on meanwhile"
 
 
 def full(times):
@@ -391,7 +392,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
             train(plan, tmp_path / "cut", display()[0])
     assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
-    assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
     assert same(straight[0], resumed[0])
     assert straight[1:] == resumed[1:]
@@ -421,7 +422,7 @@ import torch
 
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), held + (1 << 29)))
-train(TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=30_000, steps=9,
+train(TrainConfig(sources=(sys.argv[1],), size="60k", vocab_size=300, context_length=32, batch=30_000, steps=9,
            dtype="float32", threads=1), Path(sys.argv[2]), Display())
 """
 
@@ -438,7 +439,7 @@ def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_pa
     assert re.search(
         r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, of which activations \d+", last
     ), done.stderr
-    assert "a smaller --batch, --context or --size needs less" in last
+    assert "a smaller --batch, --context-length or --size needs less" in last
 
 
 def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
@@ -446,9 +447,9 @@ def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
     state = checkpoint.latest(tmp_path / "run")
     (state / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"state\.json: not the bytes that were written"):
-        train(toy(code), tmp_path / "run", display()[0], again=True, strict=True)
+        train(toy(code), tmp_path / "run", display()[0], resume=True, strict=True)
     show, out = display()
-    assert train(toy(code), tmp_path / "run", show, again=True) == 0
+    assert train(toy(code), tmp_path / "run", show, resume=True) == 0
     assert "going back to an older state" in out.getvalue()
 
 
@@ -484,10 +485,10 @@ from dunes.runs.progress import Display
 from dunes.runs.train import train
 
 loop.SAVE_SECONDS = 0.1
-plan = TrainConfig(sources=(sys.argv[1],), size=60_000, vocab=300, context=32, batch=4, steps=120,
+plan = TrainConfig(sources=(sys.argv[1],), size="60k", vocab_size=300, context_length=32, batch=4, steps=120,
             dtype="float32", threads=1)
 folder = Path(sys.argv[2])
-sys.exit(train(plan, folder, Display(), again=(folder / "state" / "plan.json").exists()))
+sys.exit(train(plan, folder, Display(), resume=(folder / "state" / "plan.json").exists()))
 """
 
 
@@ -500,7 +501,7 @@ def outcome(folder: Path):
     state = checkpoint.restore(checkpoint.latest(folder))
     state.pop("elapsed"), state.pop("spent")
     lines = [
-        (r["step"], r["exact"], r["norm"], r["rate"], r.get("bits_per_byte"))
+        (r["step"], r["exact"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
         for r in records(folder / "metrics.jsonl")
     ]
     return state, lines, (folder / "model.safetensors").read_bytes()
@@ -536,9 +537,9 @@ def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
             return inside
 
 
-def test_twelve_kills_end_bit_for_bit_as_none(code, tmp_path):
+def test_three_kills_end_bit_for_bit_as_none(code, tmp_path):
     assert training(code, tmp_path / "straight").wait(timeout=120) == 0
-    killed(code, tmp_path / "killed", 12, seed=0)
+    killed(code, tmp_path / "killed", 3, seed=0)
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "killed")
     assert same(straight[0], resumed[0])
     assert straight[1:] == resumed[1:]

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -15,20 +14,20 @@ import torch
 from conftest import display, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
-from dunes.cli import verbs
 from dunes.data import Batches
 from dunes.data.examples import read, split
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
 from dunes.runs import loop as loop_module
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
-from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, rows_a_step, steps_of
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, answered, memory, optimizer
+from dunes.runs.finetune_method import METHODS, learning_rate, rows_a_step, steps_of
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.memory import Learning, Shape, training
-from dunes.runs.run import Run, learned, records
+from dunes.runs.run import Run, records, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
 from test_runs import stopping_at, weights
@@ -48,7 +47,7 @@ def tokenizer():
 
 def base_in(folder, tokenizer, family="llama", context=128, dtype=torch.float32):
     module = FAMILIES[family]
-    model = initialise(module.build(module.Config.sized(tokenizer.vocab, 32, 2, context)), seed=3)
+    model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 32, 2, context)), seed=3)
     with torch.no_grad():  # projections that begin as zeros would let nothing through, which PiSSA cannot change
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
@@ -101,7 +100,7 @@ def test_each_method_learns_and_leaves_what_was_measured(method, base, examples,
     card = checkpoint.load(folder).card
     assert card["measured"]["loss"] < card["measured"]["before"] - 0.01
     assert card["template"] == "alpaca"
-    plan = replace(plan, context=card["finetuned"]["context"])
+    plan = replace(plan, context_length=card["finetuned"]["context_length"])
     again = score_of(folder, plan)
     print(f"{method}: measured {card['measured']['loss']}, read back {again.loss}")
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
@@ -129,14 +128,16 @@ def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
 def test_products_in_bfloat16(method, base, examples, tmp_path):
     finetuned(asked(base, examples, method=method, dtype="bfloat16", steps=30), tmp_path / "run")
     card = checkpoint.load(tmp_path / "run").card
-    again = score_of(tmp_path / "run", replace(asked(base, examples), context=card["finetuned"]["context"]))
+    again = score_of(
+        tmp_path / "run", replace(asked(base, examples), context_length=card["finetuned"]["context_length"])
+    )
     assert card["measured"]["loss"] < card["measured"]["before"] * 0.99
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", pytest.param("pissa", marks=pytest.mark.slow), "full"])
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
-    plan = asked(base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, at_once=2)
+    plan = asked(base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, micro_batch=2)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     finetuned(plan, straight)
     with monkeypatch.context() as patch:
@@ -144,7 +145,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
         assert finetune(plan, halves, display()[0]) == 130
     # The base is asked before it is changed, and once: what it said stands in the run.
     monkeypatch.setattr(FinetuneTask, "able", once(FinetuneTask.able))
-    assert finetune(FinetuneConfig(), halves, display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), halves, display()[0], resume=True) == 0
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
@@ -174,14 +175,14 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
     finetuned(plan, tmp_path / "run")
     rows.write_text(json.dumps(ROWS[:-1]))
     with pytest.raises(ValueError, match="cannot go on: examples changed"):
-        finetune(plan, tmp_path / "run", display()[0], again=True)
+        finetune(plan, tmp_path / "run", display()[0], resume=True)
     rows.write_text(json.dumps(ROWS))
     other = initialise(checkpoint.load(mine).model, seed=4)
     checkpoint.save(other, mine, tokenizer, 128)
     with pytest.raises(ValueError, match="cannot go on: base changed"):
-        finetune(plan, tmp_path / "run", display()[0], again=True)
+        finetune(plan, tmp_path / "run", display()[0], resume=True)
     with pytest.raises(ValueError, match="holds a run of another kind"):
-        train(toy(tmp_path), tmp_path / "run", display()[0], again=True)
+        train(toy(tmp_path), tmp_path / "run", display()[0], resume=True)
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
@@ -192,12 +193,12 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     prints = FinetuneTask.prints.func
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
         later.setattr(FinetuneTask, "prints", property(lambda task: prints(task) | {"of tomorrow": "1"}))
-        assert finetune(plan, tmp_path / "run", display()[0], again=True) == 0
+        assert finetune(plan, tmp_path / "run", display()[0], resume=True) == 0
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
     (base / "dunes.json").unlink()
     with pytest.raises(ValueError, match="cannot go on: settings of the base changed"):
-        finetune(plan, tmp_path / "run", display()[0], again=True)
+        finetune(plan, tmp_path / "run", display()[0], resume=True)
 
 
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
@@ -227,7 +228,7 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     plan = asked("base", "rows.json", steps=2)
     finetuned(plan, tmp_path / "run")
     monkeypatch.chdir(tmp_path / "there")
-    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     (tmp_path / "here" / "rows.json").rename("moved.json")
     again = {"again": True, "asked": ["data"], "override": ["data"]}
     assert finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
@@ -269,7 +270,7 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     card = checkpoint.load(folder).card
     assert card["finetuned"]["best_step"] == best
     assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
-    plan = replace(plan, context=card["finetuned"]["context"])
+    plan = replace(plan, context_length=card["finetuned"]["context_length"])
     assert score_of(folder, plan).bits_per_byte == pytest.approx(checks[best], rel=1e-5)
     assert checks[24] > 2 * checks[best]
     assert f"the weights of step {best} were saved" in out
@@ -301,7 +302,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
 def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
     """A mean of means over unequal parts would."""
     for at_once in (4, 2, 1):
-        finetuned(asked(base, examples, at_once=at_once, steps=8), tmp_path / str(at_once))
+        finetuned(asked(base, examples, micro_batch=at_once, steps=8), tmp_path / str(at_once))
     losses = [[r["loss"] for r in records(tmp_path / str(n) / "metrics.jsonl")] for n in (4, 2, 1)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] == pytest.approx(losses[2], rel=1e-5)
@@ -312,13 +313,13 @@ REFUSED = {
     "no such file": ({"data": "nowhere.json"}, "nowhere.json: no such file or folder"),
     "no model": ({"model": ""}, "the model is missing; dunes finetune MODEL --data FILE --out RUN"),
     "no data": ({"data": ""}, "the data is missing"),
-    "too long": ({"context": 16}, "of the examples are longer than the context of 16"),
-    "odd batch": ({"batch": 4, "at_once": 3}, "--at-once is 3, which does not divide the 4 rows"),
+    "too long": ({"context_length": 16}, "of the examples are longer than the context of 16"),
+    "odd batch": ({"batch": 4, "micro_batch": 3}, "--micro-batch is 3, which does not divide the 4 rows"),
     "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),
-    "nowhere": ({"where": ("blocks.9.**",)}, "selects nothing here"),
+    "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
-        {"method": "full", "where": ("blocks.9.**",)},
-        "--where blocks.9.** selects nothing to train here",
+        {"method": "full", "target_modules": ("blocks.9.**",)},
+        "--target-modules blocks.9.** selects nothing to train here",
     ),
     "large rank": ({"rank": 64}, "rank 64; expected 1 to 32"),
     "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),
@@ -328,8 +329,8 @@ REFUSED = {
     "endless alpha": ({"alpha": float("inf"), "lr": None}, "alpha is inf; it must be a finite number"),
     "method": ({"method": "prefix"}, "--method is 'prefix'; it must be one of full, lora"),
     "dropout": ({"dropout": 1.5}, "dropout is 1.5"),
-    "held out": ({"held_out": 0.0}, "no example is left for validation"),
-    "domain": ({"domain": ("nowhere",)}, "nowhere: no such file or folder"),
+    "held out": ({"val_fraction": 0.0}, "no example is left for validation"),
+    "domain": ({"forgetting_data": ("nowhere",)}, "nowhere: no such file or folder"),
 }
 
 
@@ -364,7 +365,7 @@ def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, exampl
 
 
 def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
-    out = finetuned(asked(base, examples), tmp_path / "run", examples=2, dry=True)
+    out = finetuned(asked(base, examples), tmp_path / "run", examples=2, dry_run=True)
     found = re.findall("### Response:⟦(.*)<\\|endoftext\\|>⟧", out)
     assert len(found) == 2
     assert all(answer in [r["output"] for r in ROWS] for answer in found)
@@ -373,13 +374,13 @@ def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
 
 
 def test_only_what_was_named_learns(base, examples, tmp_path):
-    finetuned(asked(base, examples, method="full", where=("blocks.1.**", "!**.k")), tmp_path / "full")
+    finetuned(asked(base, examples, method="full", target_modules=("blocks.1.**", "!**.k")), tmp_path / "full")
     before, after = (checkpoint.load(f).model.state_dict() for f in (base, tmp_path / "full"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {n for n in before if n.startswith("blocks.1.") and ".attn.k." not in n}
-    finetuned(asked(base, examples, where=("**.mlp.**",), ranks=("**.up=2",)), tmp_path / "lora")
+    finetuned(asked(base, examples, target_modules=("**.mlp.**",), ranks=("**.up=2",)), tmp_path / "lora")
     there = tree.places(checkpoint.load(tmp_path / "lora").model)
-    ranks = {p.name: p.module["default"].form.rank for p in there if isinstance(p.module, Adapted)}
+    ranks = {p.name: p.module["default"].config.rank for p in there if isinstance(p.module, Adapted)}
     assert all(".mlp." in name for name in ranks)
     assert {name.split(".")[-1]: rank for name, rank in ranks.items()} == {"gate": 4, "up": 2, "down": 4}
 
@@ -408,19 +409,19 @@ def test_other_families(family, tokenizer, examples, tmp_path):
 def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
     assert "look: the base knows 16 tokens" in finetuned(asked(narrow, examples), tmp_path / "run")
-    assert checkpoint.load(tmp_path / "run").context >= 32
+    assert checkpoint.load(tmp_path / "run").context_length >= 32
     finetuned(asked(narrow, examples, method="full"), tmp_path / "full")
-    assert checkpoint.load(tmp_path / "full").context >= 32
+    assert checkpoint.load(tmp_path / "full").context_length >= 32
     learnt = base_in(tmp_path / "learnt", tokenizer, "gpt2", context=16)
     with pytest.raises(ValueError, match="longer than the context of 16"):
         finetune(asked(learnt, examples), tmp_path / "no", display()[0])
-    with pytest.raises(ValueError, match="--context is 64; this model looks at 16 tokens"):
-        finetune(asked(learnt, examples, context=64), tmp_path / "no", display()[0])
+    with pytest.raises(ValueError, match="--context-length is 64; this model looks at 16 tokens"):
+        finetune(asked(learnt, examples, context_length=64), tmp_path / "no", display()[0])
 
 
 def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, examples, code, tmp_path):
     folder = tmp_path / "run"
-    out = finetuned(asked(base, examples, domain=(str(code),), lr=0.05, steps=20), folder)
+    out = finetuned(asked(base, examples, forgetting_data=(str(code),), lr=0.05, steps=20), folder)
     domain = json.loads((folder / "dunes.json").read_text())["measured"]["domain"]
     found = re.search(r"the base's own domain: ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)", out)
     assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
@@ -432,7 +433,9 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     before = json.loads((folder / "state" / "before.json").read_text())["said"]
     assert len(before) == 3
     without = finetuned(asked(base, examples), tmp_path / "other")
-    assert "what is forgotten is not measured: name text of the base's own domain with --domain" in without
+    assert (
+        "what is forgotten is not measured: name text of the base's own domain with --forgetting-data" in without
+    )
 
 
 def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp_path):
@@ -446,13 +449,13 @@ def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp
 
 
 def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
-    plan = asked(base, examples, domain=(str(code),), steps=12)
+    plan = asked(base, examples, forgetting_data=(str(code),), steps=12)
     with monkeypatch.context() as patch:
         stopping_at(9, patch)
         assert finetune(plan, tmp_path / "run", display()[0]) == 130
     for path in code.glob("*.py"):
         path.write_text(path.read_text() * 2)
-    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     finetuned(plan, tmp_path / "straight")
     cards = [json.loads((tmp_path / f / "dunes.json").read_text())["measured"] for f in ("run", "straight")]
     assert cards[0]["domain"] == cards[1]["domain"]
@@ -462,7 +465,7 @@ def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path,
 def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
     other = tmp_path / "valid.jsonl"
     other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))
-    out = finetuned(asked(base, examples, valid=str(other)), tmp_path / "run")
+    out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run")
     assert "90 examples, 4 for validation; 0 are copies of others, 3 of those for validation are also" in out
     assert "look: 3 validation examples are also learnt from" in out
 
@@ -503,9 +506,9 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     lesson = ready(base, book, steps=None)
     plan = lesson.plan
     ids = [*tokenizer.document_start, *tokenizer.encode(book.read_text()), tokenizer.eos]
-    assert len(ids) > 3 * plan.context
-    assert plan.context == lesson.base.context == 128
-    rows = Batches(lesson.train, plan.context, 1, packed=plan.packed)
+    assert len(ids) > 3 * plan.context_length
+    assert plan.context_length == lesson.base.context_length == 128
+    rows = Batches(lesson.train, plan.context_length, 1, packed=plan.packing)
     asked_for = [t for e in lesson.train for t in e.ids[1:].tolist()]
     held = [t for e in lesson.valid for t in e.ids[1:].tolist()]
     assert asked_for + held == ids[1:]
@@ -521,7 +524,9 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     card = checkpoint.load(tmp_path / "run").card
     assert card["measured"]["tokens"] == len(held)
     assert card["measured"]["loss"] < card["measured"]["before"]
-    again = score_of(tmp_path / "run", replace(asked(base, book), context=card["finetuned"]["context"]))
+    again = score_of(
+        tmp_path / "run", replace(asked(base, book), context_length=card["finetuned"]["context_length"])
+    )
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
 
 
@@ -541,7 +546,7 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
     with monkeypatch.context() as patch:
         stopping_at(5, patch)
         assert finetune(plan, tmp_path / "halves", display()[0]) == 130
-    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], again=True) == 0
+    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
     one, two = weights(tmp_path / "straight"), weights(tmp_path / "halves")
     assert all(torch.equal(one[k], two[k]) for k in one)
     (folder / "bad.jsonl").write_text("{")
@@ -552,25 +557,25 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
         ValueError, match=r"bad\.jsonl, line 1: expected the keys .*found q, a; name .*--text-field"
     ):
         finetune(asked(base, folder), tmp_path / "bad", display()[0])
-    both = asked(base, folder / "bad.jsonl", text_field=("q", "a"), valid=str(book))
-    assert "1 record of plain text" in finetuned(both, tmp_path / "field", dry=True)
+    both = asked(base, folder / "bad.jsonl", text_field=("q", "a"), val_data=str(book))
+    assert "1 record of plain text" in finetuned(both, tmp_path / "field", dry_run=True)
 
 
 def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, book, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
-    out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry=True)
+    out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry_run=True)
     assert "look: the base knows" not in out
     assert "cut at 16: 0.0% of the examples" in out
     assert out.count("book.txt, window") == 2
-    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context=40), tmp_path / "run", dry=True)
+    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True)
 
 
 def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):
     finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
-    again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry=True)
+    again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry_run=True)
     assert "template: alpaca\n" in again
     assert "look: it takes the place" not in again
-    other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry=True)
+    other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry_run=True)
     assert "look: it takes the place of the template that the base was taught with: alpaca" in other
 
 
@@ -608,7 +613,7 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
         answered,
         lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows),
     )
-    shape = Shape(plan.at_once, plan.context, torch.float32)
+    shape = Shape(plan.micro_batch, plan.context_length, torch.float32)
 
     def real():
         return lesson_module.altered(checkpoint.load(base).model, plan)[0]
@@ -626,14 +631,14 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
 
 def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     whole = ready(base, examples, batch=8)
-    assert whole.plan.at_once == 8
+    assert whole.plan.micro_batch == 8
     needed = sum(memory(whole).values())
-    least = sum(memory(replace(whole, plan=replace(whole.plan, at_once=2))).values())
+    least = sum(memory(replace(whole, plan=replace(whole.plan, micro_batch=2))).values())
     monkeypatch.setattr(measure, "free_memory", lambda device: int((needed + least) / 2))
-    assert ready(base, examples, batch=8).plan.at_once in (2, 4)
+    assert ready(base, examples, batch=8).plan.micro_batch in (2, 4)
     monkeypatch.setattr(measure, "free_memory", lambda device: 1)
     show, out = display()
-    assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).plan.at_once == 1
+    assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).plan.micro_batch == 1
     assert "look: that may not fit" in out.getvalue()
 
 
@@ -643,7 +648,7 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
     model = checkpoint.load(base).model
-    assert learned(model).keys() == model.state_dict().keys()
+    assert trainable_state(model).keys() == model.state_dict().keys()
 
 
 def test_what_is_chosen(base, examples):
@@ -667,11 +672,6 @@ def test_what_is_chosen(base, examples):
     assert ready(base, examples, steps=None, batch=0).plan.steps > 0
 
 
-def test_the_verb_offers_what_there_is():
-    assert get_args(verbs.Method) == tuple(METHODS)
-    assert get_args(verbs.Speech) == tuple(templates.TEMPLATES)
-
-
 def test_the_verb(base, examples, tmp_path):
     command = [sys.executable, "-m", "dunes", "finetune", base, "--data", examples, "--out", tmp_path / "run"]
     how: dict = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
@@ -691,7 +691,7 @@ def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, t
     note = tmp_path / "run" / "state" / "before.json"
     whole = json.loads(note.read_text())
     note.write_bytes(note.read_bytes()[:30])
-    said = finetuned(FinetuneConfig(), tmp_path / "run", again=True)
+    said = finetuned(FinetuneConfig(), tmp_path / "run", resume=True)
     assert f"warning: {note}: not JSON" in said
     assert "asking the base first" in said
     assert json.loads(note.read_text()) == whole

@@ -114,7 +114,10 @@ def write_task(folder, name, words, documents):
 
 def trained(code, folder, family="arcee", tokenizer="bpe"):
     assert (
-        train(toy(code, family=family, tokenizer=tokenizer, context=CONTEXT, steps=60), folder, display()[0]) == 0
+        train(
+            toy(code, family=family, tokenizer=tokenizer, context_length=CONTEXT, steps=60), folder, display()[0]
+        )
+        == 0
     )
     return folder
 

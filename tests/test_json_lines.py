@@ -23,7 +23,7 @@ from dunes.runs.tensorboard import written
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
-METRIC = {"step": 1, "loss": 2.0, "count": 9, "norm": 1.0, "rate": 1.0, "skipped": False, "seconds": 0.5}
+METRIC = {"step": 1, "loss": 2.0, "count": 9, "grad_norm": 1.0, "lr_scale": 1.0, "skipped": False, "seconds": 0.5}
 DAMAGED = {
     "cut short": b'{"step": 3, "lo',
     "not UTF-8": b'{"step": 3, "word": "caf\xe9"}',
@@ -288,4 +288,4 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
     assert checkpoint.latest(tmp_path / "run", pytest.fail).name == "step-000030"
     assert not list((tmp_path / "run" / "state").glob(".step-*"))
     assert torch.isfinite(checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]["norm.weight"]).all()
-    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0

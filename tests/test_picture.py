@@ -122,7 +122,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert lines(drawn[-1])["validation loss"] == checks
     assert [n for n, _ in checks] == [10, 25, 50, 60]
     before = (tmp_path / "run" / "samples.md").read_bytes()
-    assert train(toy(code, steps=60), tmp_path / "run", display()[0], again=True) == 0
+    assert train(toy(code, steps=60), tmp_path / "run", display()[0], resume=True) == 0
     assert (tmp_path / "run" / "samples.md").read_bytes() == before, "nothing was trained"
 
 

@@ -26,6 +26,7 @@ from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs import train as train_module
+from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting, rising
@@ -33,7 +34,7 @@ from dunes.runs.progress import Display
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
 from dunes.runs.train import train
-from dunes.runs.train_config import TrainConfig, config_for, parse_size, size_fields
+from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.runs.write import complete_line
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
@@ -105,14 +106,14 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
         assert "stopped after 37 steps" in out.getvalue()
         assert "--resume" in out.getvalue().splitlines()[-1]
         assert checkpoint.load(halves).card["trained"]["steps"] == 37
-    assert train(TrainConfig(sources=()), halves, display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), halves, display()[0], resume=True) == 0
     tokens = np.prod([90, 16, 32])
     assert tokens > 2 * 32 * 40 * 12, "more than one epoch"
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
     exact = [
-        [(r["step"], r["exact"], r["rate"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)
+        [(r["step"], r["exact"], r["lr_scale"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)
     ]
     assert exact[0] == exact[1]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -122,7 +123,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
 def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    assert train(toy(code), tmp_path / "run", display()[0], again=True) == 0
+    assert train(toy(code), tmp_path / "run", display()[0], resume=True) == 0
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
 
@@ -133,7 +134,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
-    rates = [r["rate"] for r in records(tmp_path / "run" / "metrics.jsonl")]
+    rates = [r["lr_scale"] for r in records(tmp_path / "run" / "metrics.jsonl")]
     assert max(rates) == 1.0
     assert rates[-1] < 0.1
 
@@ -149,31 +150,31 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatc
     first = json.loads((folder / "dunes.json").read_text())["trained"]["seconds"]
     assert 0.5 < first < 2.0
     before = next(looks) * 0.02
-    assert train(TrainConfig(sources=()), folder, display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), folder, display()[0], resume=True) == 0
     assert first + next(looks) * 0.02 - before == pytest.approx(3.0, rel=0.1)
     assert json.loads((folder / "dunes.json").read_text())["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
 
 
-def refused(plan, folder, again=False):
+def refused(plan, folder, resume=False):
     show, _ = display()
     with pytest.raises(ValueError, match=r".") as error:
-        train(plan, folder, show, again)
+        train(plan, folder, show, resume=resume)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     folder = tmp_path / "run"
-    assert "no run to go on with" in refused(toy(code), folder, again=True)
+    assert "no run to go on with" in refused(toy(code), folder, resume=True)
     assert "no sources" in refused(TrainConfig(sources=()), folder)
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
     assert "holds a run already" in refused(toy(code), folder)
-    changed = refused(toy(code, steps=2, size=70_000, family="gpt2"), folder, again=True)
-    assert "size was 60000, now 70000" in changed
+    changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
+    assert "size was '60k', now '70k'" in changed
     assert "family was 'arcee', now 'gpt2'" in changed
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
-    words = refused(TrainConfig(sources=()), folder, again=True)
+    words = refused(TrainConfig(sources=()), folder, resume=True)
     assert "cannot go on: the text to validate on changed; " in words
     assert words.endswith("or say --override corpus")
     (tmp_path / "file").write_text("x")
@@ -184,17 +185,17 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     folder = tmp_path / "run"
     train(toy(code, steps=10), folder, display()[0])
     longer = toy(code, steps=25)
-    assert "steps was 10, now 25" in refused(longer, folder, again=True)
+    assert "steps was 10, now 25" in refused(longer, folder, resume=True)
     with pytest.raises(ValueError, match="--override size: cannot be changed in a run; sources"):
-        train(toy(code), folder, display()[0], again=True, override=["size"])
-    assert train(longer, folder, display()[0], again=True, override=["steps"]) == 0
+        train(toy(code), folder, display()[0], resume=True, override=["size"])
+    assert train(longer, folder, display()[0], resume=True, override=["steps"]) == 0
     lines = records(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
     assert run_module.begun(folder, TrainConfig).steps == 25
-    assert lines[-1]["rate"] < 0.1 < lines[12]["rate"], "the rate went up again, and down to the new end"
+    assert lines[-1]["lr_scale"] < 0.1 < lines[12]["lr_scale"], "the rate went up again, and down to the new end"
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
-    assert train(TrainConfig(sources=()), folder, display()[0], again=True, override=["corpus"]) == 0
+    assert train(TrainConfig(sources=()), folder, display()[0], resume=True, override=["corpus"]) == 0
 
 
 def test_a_run_has_one_end(code, tmp_path):
@@ -206,18 +207,18 @@ def test_a_run_has_one_end(code, tmp_path):
     with pytest.raises(
         ValueError, match=r"it ends after 2 steps, not by the clock; say --steps N --override steps"
     ):
-        train(later, folder, show, again=True, override=["minutes"], asked={"minutes": 1.0})
+        train(later, folder, show, resume=True, override=["minutes"], asked={"minutes": 1.0})
     longer = TrainConfig(sources=(), steps=4)
-    assert train(longer, folder, show, again=True, override=["steps"], asked={"steps": 4}) == 0
+    assert train(longer, folder, show, resume=True, override=["steps"], asked={"steps": 4}) == 0
 
 
 def test_what_is_left_of_a_run_names_a_remedy_that_works(code, tmp_path):
     folder = tmp_path / "run"
     train(toy(code, steps=2), folder, display()[0])
     (folder / "state" / "plan.json").write_text("{")
-    assert refused(TrainConfig(sources=()), folder, again=True).endswith("choose another --out")
+    assert refused(TrainConfig(sources=()), folder, resume=True).endswith("choose another --out")
     (folder / "state" / "plan.json").unlink()
-    assert refused(TrainConfig(sources=()), folder, again=True).endswith("choose another --out")
+    assert refused(TrainConfig(sources=()), folder, resume=True).endswith("choose another --out")
 
 
 def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
@@ -232,11 +233,11 @@ def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     show, out = display()
     plan = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
-    assert train(plan, tmp_path / "run", show, dry=True) == 0
+    assert train(plan, tmp_path / "run", show, dry_run=True) == 0
     assert not (tmp_path / "run").exists()
     words = out.getvalue()
     assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
-    assert re.search(r"chosen for 1 minute: \S+ parameters, \d+ x \d+ tokens a step", words)
+    assert re.search(r"chosen for 1 minute: \S+ parameters, batch size \d+, context length \d+", words)
     assert re.search(r"this run needs about \d\.\d GB, of which", words)
 
 
@@ -258,23 +259,23 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(
     (path,) = (tmp_path / "home" / "tokenizers").iterdir()
     path.write_bytes(path.read_bytes().replace(b'"def"', b'"dfe"', 1) + b" ")
     assert begun() == first, "a damaged one is not used"
-    begun(vocab=310)
+    begun(vocab_size=310)
     (code / "module_1.py").write_text("something = 'else'\n" * 50)
     begun()
     assert len(trained) == 4
 
 
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
-    plan = TrainConfig(sources=(str(code),), steps=2, vocab=300, dtype="float32", threads=1)
+    plan = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
     train(plan, tmp_path / "run", display()[0])
     kept = run_module.begun(tmp_path / "run", TrainConfig)
-    assert all((kept.size, kept.batch, kept.context, kept.matmul))
+    assert all((kept.size, kept.batch, kept.context_length, kept.matmul))
     monkeypatch.setattr(autosize, "measured", lambda plan: pytest.fail("measured again"))
-    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
     assert run_module.begun(tmp_path / "run", TrainConfig) == kept
     another = autosize.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
     monkeypatch.setattr(autosize, "measured", lambda plan: another)
-    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True, override=["dtype"]) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, override=["dtype"]) == 0
     assert run_module.begun(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
 
 
@@ -351,7 +352,7 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
         stopping_at(3, patch)
         assert train(plan, run, show) == 130
     assert ("its last 10% are held out" in out.getvalue()) == (split is None)
-    assert train(TrainConfig(), run, display()[0], again=True, asked={}) == 0
+    assert train(TrainConfig(), run, display()[0], resume=True, asked={}) == 0
     card = checkpoint.load(run).card
     assert card["trained"]["split"] == "tails"
     score, files = score_folder(run)
@@ -388,7 +389,7 @@ def test_what_links_lead_to_is_trained_and_scored_if_asked_for(code, tmp_path):
 
 def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     tokenizer = Tokenizer.train("bpe", ["def task(value):\n    return value\n"], 280)
-    model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.sized(tokenizer.vocab, 32, 2, 16)).eval()
+    model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.from_size(tokenizer.vocab, 32, 2, 16)).eval()
     text = "def task(héllo):\n    return 1\n" * 9
     ids = [tokenizer.eos, *tokenizer.encode(text)]
     score = evaluate(model, np.array(ids), widths(tokenizer.token_bytes()), 16)
@@ -440,7 +441,7 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
 def test_several_checks_above_the_best_are_a_warning():
     class Fake:
         best, best_step, checks_since_best = Score(100.0, 10, 10), 50, 3
-        last, trainer = Score(102.0, 10, 10), SimpleNamespace(base=[0.01])
+        last, trainer = Score(102.0, 10, 10), SimpleNamespace(base_lrs=[0.01])
 
     assert "after step 50) for 3 checks" in rising(Fake)
     Fake.checks_since_best = 2
@@ -470,7 +471,7 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
     assert "the weights of step 10 were saved" in out.getvalue()
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    train(toy(code, steps=30), tmp_path / "run", show, again=True)
+    train(toy(code, steps=30), tmp_path / "run", show, resume=True)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before, "the best is kept over a resume"
 
 
@@ -482,20 +483,20 @@ def test_sizes_are_read(text, size):
 
 
 def test_nonsense_in_a_plan_is_refused_by_name():
-    for words in ("many", "", "3x", "m", "4x", "x256", "4x256x2", "9999"):
+    for words in ("many", "3x", "m", "4x", "x256", "4x256x2", "9999"):
         with pytest.raises(ValueError, match="--size"):
-            size_fields(words)
+            TrainConfig(sources=("x",), size=words)
     with pytest.raises(ValueError, match="did you mean 3m"):
-        size_fields("3")
+        TrainConfig(sources=("x",), size="3")
     for words in ("0x256", "4x250", "4x0"):
         with pytest.raises(ValueError, match="like 4x256"):
-            TrainConfig(sources=("x",), **size_fields(words))
-    with pytest.raises(ValueError, match="--vocab is 300, and bytes"):
-        TrainConfig(sources=("x",), vocab=300, tokenizer="bytes")
-    nonsense = {"lr": float("nan"), "device": "tpu", "vocab": 0, "steps": 0}
-    nonsense |= {"minutes": 0, "context": 1, "family": "rnn", "split": "lines"}
+            TrainConfig(sources=("x",), size=words)
+    with pytest.raises(ValueError, match="--vocab-size is 300, and bytes"):
+        TrainConfig(sources=("x",), vocab_size=300, tokenizer="bytes")
+    nonsense = {"lr": float("nan"), "device": "tpu", "vocab_size": 0, "steps": 0}
+    nonsense |= {"minutes": 0, "context_length": 1, "family": "rnn", "split": "lines"}
     for field, value in nonsense.items():
-        with pytest.raises(ValueError, match=f"--{field} is"):
+        with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} is"):
             TrainConfig(sources=("x",), **{field: value})
 
 
@@ -503,7 +504,7 @@ def test_nonsense_in_a_plan_is_refused_by_name():
 @pytest.mark.parametrize("size", [300_000, 1_000_000, 4_000_000, 30_000_000])
 def test_a_size_asked_for_is_about_the_size_built(family, size):
     with torch.device("meta"):
-        model = FAMILIES[family].build(config_for(TrainConfig(sources=("x",), family=family, size=size), 2048))
+        model = FAMILIES[family].build(config_for(TrainConfig(family=family, size=str(size)), 2048))
     assert count(model) == pytest.approx(size, rel=0.2)
 
 
@@ -518,13 +519,12 @@ def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, term
 
 
 def test_depth_and_width_can_be_asked_for(code, tmp_path):
-    plan = toy(code, size=0, steps=1, **size_fields("3x96"))
+    plan = toy(code, size="3x96", steps=1)
     train(plan, tmp_path / "run", display()[0])
     loaded = checkpoint.load(tmp_path / "run")
     assert len(loaded.model.blocks) == 3
     assert loaded.model.embed.token.embedding_dim == 96
-    assert loaded.card["trained"]["size"] == count(loaded.model), "what follows is kept, too"
-    assert train(replace(plan, steps=2), tmp_path / "run", display()[0], again=True, override=["steps"]) == 0
+    assert train(replace(plan, steps=2), tmp_path / "run", display()[0], resume=True, override=["steps"]) == 0
 
 
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
@@ -551,19 +551,19 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     (tmp_path / "code").mkdir()
     for i in range(30):
         (tmp_path / "code" / f"m{i}.py").write_text(f"import itertools\n\nvalue_{i} = itertools.count()\n" * 8)
-    plan = toy(tmp_path / "code", steps=150, vocab=320, size=100_000)
+    plan = toy(tmp_path / "code", steps=150, vocab_size=320, size="100k")
     train(plan, tmp_path / "run", display()[0])
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
-        rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix)
+        rest = complete_line(loaded.model, loaded.tokenizer, loaded.context_length, prefix)
         assert cut + rest == "import itertools"
 
 
 def start(code, folder):
     command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(folder), "--size", "60k"]
     return subprocess.Popen(
-        [*command, "--context", "32", "--steps", "100000"],
+        [*command, "--context-length", "32", "--steps", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

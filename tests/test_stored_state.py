@@ -49,7 +49,7 @@ def run(run_folder, tmp_path):
 
 
 def resumed(folder, show=None):
-    return train(TrainConfig(sources=()), folder, show or display()[0], again=True)
+    return train(TrainConfig(sources=()), folder, show or display()[0], resume=True)
 
 
 WRONG_PLANS = {
@@ -57,8 +57,8 @@ WRONG_PLANS = {
     "endless minutes": ("minutes", 1e400),
     "no number": ("minutes", nan),
     "text for steps": ("steps", "12"),
-    "text for a size": ("size", "3m"),
-    "text for a context": ("context", "32"),
+    "a number for the size": ("size", 3_000_000),
+    "text for a context": ("context_length", "32"),
     "text for minutes": ("minutes", "1e400"),
     "a share of a step": ("steps", 12.5),
     "true": ("batch", True),
@@ -70,7 +70,7 @@ WRONG_PLANS = {
     "a source": ("sources", "code"),
     "sources that are numbers": ("sources", [1]),
     "a text for the rate": ("matmul", "fast"),
-    "a negative depth": ("depth", -2),
+    "a negative depth": ("size", "-2x96"),
 }
 
 
@@ -82,9 +82,9 @@ def test_a_plan_that_was_edited_wrongly_is_refused_by_file_and_field(case, run):
     path.write_text(text.replace("Infinity", "1e400"))
     words = refused(resumed, run)
     assert words.startswith(f"{path}: ")
-    assert f"--{name} is " in words
+    assert f"--{name.replace('_', '-')} is " in words
     assert str(path) in refused(page, run)
-    assert str(path) in refused(train, toy(run.parent), run, display()[0], dry=True)
+    assert str(path) in refused(train, toy(run.parent), run, display()[0], dry_run=True)
 
 
 def test_a_number_too_long_for_python_is_refused_by_its_file(run):
@@ -104,11 +104,17 @@ def test_a_plan_that_is_none_is_refused_by_its_file(text, run):
 
 
 def test_a_plan_from_python_is_checked_alike():
-    for fields in ({"minutes": inf}, {"steps": "3"}, {"seed": 10**23}, {"sources": ["x"]}, {"context": 32.0}):
-        with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
+    for fields in (
+        {"minutes": inf},
+        {"steps": "3"},
+        {"seed": 10**23},
+        {"sources": ["x"]},
+        {"context_length": 32.0},
+    ):
+        with pytest.raises(ValueError, match=f"--{next(iter(fields)).replace('_', '-')} is .*; it must be"):
             TrainConfig(**{"sources": ("x",)} | fields)
-    for fields in ({"alpha": inf}, {"lr": "1e-3"}, {"model": None}, {"packed": 1}, {"where": "**"}):
-        with pytest.raises(ValueError, match=f"--{next(iter(fields))} is .*; it must be"):
+    for fields in ({"alpha": inf}, {"lr": "1e-3"}, {"model": None}, {"packing": 1}, {"target_modules": "**"}):
+        with pytest.raises(ValueError, match=f"--{next(iter(fields)).replace('_', '-')} is .*; it must be"):
             FinetuneConfig(**fields)
 
 
@@ -286,7 +292,7 @@ def test_a_link_to_nothing_is_no_place_for_a_run(code, tmp_path, monkeypatch):
     rows.write_text("[]")
     for name, place in out_folders(tmp_path).items():
         for verb, plan in ((train, toy(code)), (finetune, FinetuneConfig(model=str(tmp_path), data=str(rows)))):
-            for how in ({}, {"dry": True}, {"strict": True}):
+            for how in ({}, {"dry_run": True}, {"strict": True}):
                 words = refused(verb, plan, tmp_path / name, display()[0], **how)
                 assert words.startswith(f"{tmp_path / place}: is "), words
                 assert words.endswith("choose another --out")
@@ -354,7 +360,7 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
 
 def dry(plan, folder, **how):
     show, out = display()
-    assert train(plan, folder, show, dry=True, **how) == 0
+    assert train(plan, folder, show, dry_run=True, **how) == 0
     return out.getvalue()
 
 
@@ -369,21 +375,23 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
     assert "newest state is of step 12" in said
     assert "chosen for 1 minute" in said
     assert "chosen for" not in dry(TrainConfig(), run), "nothing was asked but what is there"
-    again = dry(TrainConfig(), run, again=True)
+    again = dry(TrainConfig(), run, resume=True)
     assert "holds a run already" not in again
     assert "newest state is of step 12" in again
     assert "goes on from there to its end after 12 steps" in again
     with alone(run):
         assert "another process is training here" in dry(plan, run)
-        assert "another process is training here" in dry(TrainConfig(), run, again=True)
+        assert "another process is training here" in dry(TrainConfig(), run, resume=True)
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"} == {
         p: t for p, t in before.items() if p.name != "lock"
     }
-    assert "no sources" in refused(train, TrainConfig(), run.parent / "new", display()[0], dry=True)
-    assert "steps was 12, now 3" in refused(train, TrainConfig(steps=3), run, display()[0], again=True, dry=True)
+    assert "no sources" in refused(train, TrainConfig(), run.parent / "new", display()[0], dry_run=True)
+    assert "steps was 12, now 3" in refused(
+        train, TrainConfig(steps=3), run, display()[0], resume=True, dry_run=True
+    )
 
 
 def test_a_dry_run_into_a_run_that_never_saved_says_so(run):
     shutil.rmtree(checkpoint.latest(run))
     shutil.rmtree(checkpoint.latest(run), ignore_errors=True)
-    assert "nothing was saved yet" in dry(TrainConfig(), run, again=True)
+    assert "nothing was saved yet" in dry(TrainConfig(), run, resume=True)

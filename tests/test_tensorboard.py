@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TAGS = {
     "loss": lambda r: r["loss"],
     "bits_per_byte": lambda r: r.get("bits_per_byte"),
-    "rate": lambda r: r["rate"],
-    "norm": lambda r: r["norm"],
+    "lr_scale": lambda r: r["lr_scale"],
+    "grad_norm": lambda r: r["grad_norm"],
     "tokens_per_second": lambda r: r["count"] / r["seconds"],
 }
 
@@ -106,9 +106,9 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     assert shown(folder) == noted(folder)
     watching = opened(folder)
     if second is not None:
-        killed(second[0], TrainConfig(sources=()), again=True, tensorboard=second[1])
+        killed(second[0], TrainConfig(sources=()), resume=True, tensorboard=second[1])
         assert (shown(folder) == noted(folder)) is second[1]
-    assert train(TrainConfig(sources=()), folder, display()[0], again=True, tensorboard=True) == 0
+    assert train(TrainConfig(sources=()), folder, display()[0], resume=True, tensorboard=True) == 0
     assert all(0 < step <= 20 for step in back)
     points, texts = shown(folder)
     assert (points, texts) == noted(folder)
@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_mirroring_and_not_the_run(code, tmp_path, monkeypa
     assert out.getvalue().count("could not be mirrored: [Errno 28] No space left on device; training goes on") == 1
     assert 30 < sum(map(len, shown(tmp_path / "run")[0].values())) <= 40, "nothing after what is missing"
     assert len(noted(tmp_path / "run")[0]["loss"]) == 12
-    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], again=True, tensorboard=True) == 0
+    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, tensorboard=True) == 0
     assert shown(tmp_path / "run") == noted(tmp_path / "run"), "made whole by the next session"
     (tmp_path / "other" / "tensorboard").parent.mkdir()
     (tmp_path / "other" / "tensorboard").write_text("in the way")

@@ -27,12 +27,11 @@ def _plotnine() -> Any:
 
 
 def _frame(records: Sequence[Mapping[str, Any]]) -> Any:
-    return extra("polars", "plot").DataFrame(records)
+    return extra("pandas", "plot").DataFrame(records)  # comes with plotnine
 
 
 def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str) -> Any:
-    p, pandas = _plotnine(), extra("pandas", "plot")  # comes with plotnine
-    columns = {name: _ordered(frame[name], pandas) for name in frame.columns}  # to_pandas would ask for pyarrow
+    p = _plotnine()
     thin = p.element_line(color="#e6e6e6", size=0.5)
     look = p.theme_minimal(base_size=11) + p.theme(
         figure_size=(wide, high),
@@ -43,13 +42,7 @@ def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str
         legend_title=p.element_blank(),
         legend_position="bottom",
     )
-    return p.ggplot(pandas.DataFrame(columns), p.aes(**aesthetics)) + look
-
-
-def _ordered(column: Any, pandas: Any) -> Any:
-    categories = getattr(column.dtype, "categories", None)
-    values = column.to_list()
-    return values if categories is None else pandas.Categorical(values, categories.to_list())
+    return p.ggplot(frame, p.aes(**aesthetics)) + look
 
 
 def saved(plot: Any, path: Path) -> None:
@@ -195,8 +188,7 @@ def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
     """Training loss of a run's points over the tokens seen, and the validation loss in the same unit, dashed."""
     p = _plotnine()
     checks = [q for q in points if q["validation_loss"] is not None and drawable(q["validation_loss"])]
-    frame = {"x": [q["tokens"] for q in checks], "y": [q["validation_loss"] for q in checks]}
-    data = extra("pandas", "plot").DataFrame(frame)
+    data = _frame([{"x": q["tokens"], "y": q["validation_loss"]} for q in checks])
     picture = over_tokens(points, "loss", title)
     return picture + p.geom_line(p.aes("x", "y"), data, color=COLOURS[3], linetype="dashed") if checks else picture
 
@@ -225,7 +217,7 @@ def points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
         known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
-        speed = {"speed": line["count"] / line["seconds"], "rate": line["rate"]}
+        speed = {"speed": line["count"] / line["seconds"], "lr_scale": line["lr_scale"]}
         found.append(known | speed | {name: line.get(name) for name in ("bits_per_byte", "validation_loss")})
     return found
 
@@ -299,8 +291,8 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
     for moment in moments:
         held = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
         records += [{"moment": moment, "kind": kind, "bytes": float(held.get(kind, 0))} for kind in KINDS]
-    polars = extra("polars", "plot")
-    frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(list(KINDS))))
+    frame = _frame(records)
+    frame["kind"] = frame["kind"].astype(extra("pandas", "plot").CategoricalDtype(KINDS))
     seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
     return (
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")

@@ -12,9 +12,10 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.parts import Decoder
-from dunes.runs.train_config import TrainConfig, config_for
+from dunes.runs.autosize import config_for
+from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.units import format_count
 
@@ -81,12 +82,12 @@ def scratch() -> Path:
 def of_folder(folder: Path) -> Subject:
     """Raises ValueError if it is no model folder."""
     family, config, _ = checkpoint.described(folder)
-    return Subject(str(folder), family, config.context, lambda: FAMILIES[family].build(config), folder)
+    return Subject(str(folder), family, config.context_length, lambda: FAMILIES[family].build(config), folder)
 
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about so many parameters, with made-up weights."""
-    config = config_for(TrainConfig(sources=(), family=family, size=size, context=context), VOCAB)
+    config = config_for(TrainConfig.of({"family": family, "size": str(size), "context_length": context}), VOCAB)
     return Subject(
         f"{family} {format_count(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
     )

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import lora
-from dunes.augment.adapted import Adapted, dense, embeds, sides
+from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
 from dunes.checkpoint.base import ANYWAY, BaseWeights, Record, identity, prove, recorded
-from dunes.checkpoint.folder import verified, write, write_card, write_tokenizer
-from dunes.checkpoint.header import shown
+from dunes.checkpoint.folder import verified_card, write_card, write_files, write_tokenizer
+from dunes.checkpoint.header import quote
+from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory
 from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
-from dunes.checkpoint.stored import Stored, held
-from dunes.models import spellings
+from dunes.models import weight_names
 from dunes.plural import plural
 from dunes.text import Tokenizer, json_file
 
@@ -51,7 +51,7 @@ class Base:
 
     @property
     def targets(self) -> dict[str, Target]:
-        return targets(spellings(self.family), self.modules)
+        return targets(weight_names(self.family), self.modules)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -60,8 +60,8 @@ class Base:
 
 def base_of(model: nn.Module) -> Base:
     """Raises ValueError for a model whose modules have no names in Hugging Face's terms."""
-    plain = lora.bare(model)
-    modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or embeds(p.module)}
+    plain = lora.base_model(model)
+    modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
         setattr(p.parent, p.key, _plain(tree.innermost(p.module)))
     words = said(plain, ANY)
@@ -84,16 +84,14 @@ def structure(base: "Base", note: lora.Note) -> str:
     Rows as in `say`: two adapters with the same shapes may differ in alpha, two bases in their rotary angles.
     The base's dtypes are in its identity, and may be others while the adapter is trained.
     """
-    model = lora.bare(base.plain)
+    model = lora.base_model(base.plain)
     lora.shape(model, **(note | {"request": note["request"] | {"adapter": lora.NAME}}))
     return architecture(model)
 
 
 def architecture(model: nn.Module) -> str:
     """SHA-256 of all of a model but its numbers and dtypes."""
-    # Functions are spelled with their address.
-    words = [re.sub(r" at 0x[0-9a-f]+", "", repr(tuple(row))) for row in rows(model)]
-    return sha256("\n".join(words).encode()).hexdigest()
+    return sha256("\n".join(repr(tuple(row)) for row in rows(model)).encode()).hexdigest()
 
 
 def save_adapter(
@@ -104,7 +102,7 @@ def save_adapter(
     *,
     made_for: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
-    context: int | None = None,
+    context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the adapter of that name; `base` is the folder, or the name on the Hub, of the model it belongs to.
@@ -116,39 +114,38 @@ def save_adapter(
     the rank, for the base as it was. Whole or not at all, like `save`.
     Raises ValueError for what PEFT has no words for, with the place.
     """
-    folder, there = Path(folder), lora.wrapped(model, name)
-    about = base_of(model)
-    ours = {place: _factors(outer, name) for place, outer in there.items()}
-    whole = {t.theirs: (t, joined(t, ours, about.sizes)) for t in _written(about, ours)}
-    forms = [outer[name].form for outer in there.values()]
-    config = _config([t for t, _ in whole.values()], about) | _ranks(whole.values(), forms[0].rslora)
-    config |= {"use_rslora": forms[0].rslora, "use_dora": forms[0].dora, "base_model_name_or_path": _named(base)}
-    config["lora_dropout"] = 0.0 if config["target_parameters"] else forms[0].dropout  # PEFT has none on experts
-    weights = held({PREFIX + k: w for k, w in _all_keys(list(whole.values()), about)})
-    note = _loadable(whole.values(), Words.told(folder / ADAPTER, config), name)
+    folder, about, whole = Path(folder), base_of(model), joined_factors(model, name)
+    form = next(iter(lora.adapted_modules(model, name).values()))[name].config
+    config = _config([t for t, _ in whole], about) | _ranks(whole, form.rslora)
+    config |= {"use_rslora": form.rslora, "use_dora": form.dora, "base_model_name_or_path": _named(base)}
+    config["lora_dropout"] = 0.0 if config["target_parameters"] else form.dropout  # PEFT has none on experts
+    weights = in_memory({PREFIX + k: w for k, w in _all_keys(whole, about)})
+    note = _loadable(whole, Words.told(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
         "family": about.family,
         "base": {**(made_for or identity(model)), **_beside(base, folder)},
     }
     card |= {"structure": structure(about, note), "changes": []}
-    card |= {} if context is None else {"context": context}
+    card |= {} if context_length is None else {"context": context_length}
 
     def fill(staged: Path) -> None:
         stream.write(staged, weights, WEIGHTS[0], shard=1 << 62)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
-        write_tokenizer(staged, tokenizer, context)
+        write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})
 
-    write(folder, fill, sum(w.nbytes for w in weights.values()))
+    write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
-def sayable(model: nn.Module, name: str = lora.NAME) -> None:
-    """Raises ValueError, before it is trained, for an adapter that `save_adapter` could not write."""
-    about = base_of(model)
-    ours = {place: _factors(outer, name) for place, outer in lora.wrapped(model, name).items()}
-    for target in _written(about, ours):
-        joined(target, ours, about.sizes)
+def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
+    """The factors of an adapter at the tensors of PEFT's files.
+
+    Raises ValueError for what `save_adapter` could not write; call it before training.
+    """
+    base = base_of(model)
+    ours = {place: _factors(outer, name) for place, outer in lora.adapted_modules(model, name).items()}
+    return [(target, joined(target, ours, base.sizes)) for target in _written(base, ours)]
 
 
 def _named(base: Path | str | None) -> str | None:
@@ -175,7 +172,7 @@ def _loadable(whole: Iterable[tuple[Target, Factors]], words: "Words", name: str
 def _factors(outer: Adapted, name: str) -> Factors:
     adapter = outer[name]
     a, b = (t.detach() for t in adapter.factors())
-    return Factors(a, b, adapter.form.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
+    return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
 
 
 def _written(base: Base, ours: Iterable[str]) -> list[Target]:
@@ -197,7 +194,7 @@ def _keys(target: Target, f: Factors, base: Base, inner: bool) -> dict[str, Tens
     path = target.path
     if target.stacked:
         path = path.rpartition(".")[0] + (".base_layer" if inner else "")
-    if embeds(base.modules[target.places[0]]):
+    if is_embedding(base.modules[target.places[0]]):
         return {f"{path}.lora_embedding_A": f.A, f"{path}.lora_embedding_B": f.B}
     keys = {f"{path}.lora_A.weight": f.A, f"{path}.lora_B.weight": f.B}
     return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
@@ -258,14 +255,14 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     these will do. Warns where nothing is known of the base: PEFT writes no digests.
     """
     folder = Path(folder)
-    if not any_base and (record := recorded(verified(folder, most=0), folder)) is not None:
+    if not any_base and (record := recorded(verified_card(folder), folder)) is not None:
         prove(BaseWeights(model), record, folder)
     return put_adapter(model, folder, name, any_base)
 
 
 def put_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
     """`load_adapter` on a base whose weights have been proven to be the adapter's."""
-    card = verified(folder)
+    card = verified_card(folder)
     words = Words.read(folder / ADAPTER)
     base = base_of(model)
     found = _found(folder, words, base)
@@ -275,7 +272,7 @@ def put_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base:
         _same_structure(base, note, card, folder)
     lora.shape(model, **note)
     _copy(model, found, name)
-    lora.select(model, name)
+    lora.set_adapter(model, name)
     return note
 
 
@@ -364,52 +361,52 @@ STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 def _refuse(path: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first setting that would make the adapter another function than we compute."""
     if (kind := config.get("peft_type")) != "LORA":
-        raise ValueError(f"{path}: peft_type is {shown(kind)}; only 'LORA' is read, have PEFT merge this one")
+        raise ValueError(f"{path}: peft_type is {quote(kind)}; only 'LORA' is read, have PEFT merge this one")
     if (start := config.get("init_lora_weights", True)) not in STARTS:
         raise ValueError(
-            f"{path}: init_lora_weights is {shown(start)}, which changes the base, too; "
+            f"{path}: init_lora_weights is {quote(start)}, which changes the base, too; "
             "have PEFT write it as plain LoRA (save_pretrained(path_initial_model_for_weight_conversion=...))"
         )
     usual = {"bias": "none"}
     for key, value in config.items():
         if key not in HARMLESS | READ | {"peft_type", "init_lora_weights"} and value and value != usual.get(key):
-            raise ValueError(f"{path}: {shown(key)} is {shown(value)}; this is not read here, have PEFT merge it")
+            raise ValueError(f"{path}: {quote(key)} is {quote(value)}; this is not read here, have PEFT merge it")
 
 
 def _number(path: Path, key: str, value: Any, *types: type) -> Any:
     if type(value) not in types or not 0 < value < LARGEST:
-        raise ValueError(f"{path}: {key} is {shown(value)}; a positive number is expected, fetch the file again")
+        raise ValueError(f"{path}: {key} is {quote(value)}; a positive number is expected, fetch the file again")
     return value
 
 
 def _flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
     if (value := config.get(key) or False) not in (True, False):
-        raise ValueError(f"{path}: {key} is {shown(value)}; true or false is expected")
+        raise ValueError(f"{path}: {key} is {quote(value)}; true or false is expected")
     return bool(value)
 
 
 def _dropout(path: Path, config: Mapping[str, Any]) -> float:
     rate = config.get("lora_dropout") or 0.0
     if type(rate) is not float or not 0 <= rate < 1:
-        raise ValueError(f"{path}: lora_dropout is {shown(rate)}; a number from 0 to below 1 is expected")
+        raise ValueError(f"{path}: lora_dropout is {quote(rate)}; a number from 0 to below 1 is expected")
     return rate
 
 
 def _patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
-        raise ValueError(f"{path}: {key} is {shown(patterns)}; an object is expected")
+        raise ValueError(f"{path}: {key} is {quote(patterns)}; an object is expected")
     for pattern, value in patterns.items():
-        _number(path, f"{key} of {shown(pattern)}", value, *types)
+        _number(path, f"{key} of {quote(pattern)}", value, *types)
         # Someone else's expression must not be one that takes forever.
         if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
             raise ValueError(
-                f"{path}: {key} has {shown(pattern)}, which is too intricate; write the names in full"
+                f"{path}: {key} has {quote(pattern)}, which is too intricate; write the names in full"
             )
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{path}: {key} has {shown(pattern)}, no regular expression: {error}") from None
+            raise ValueError(f"{path}: {key} has {quote(pattern)}, no regular expression: {error}") from None
     return patterns
 
 
@@ -436,7 +433,7 @@ def _same_structure(base: Base, note: lora.Note, card: Mapping[str, Any], folder
     if said != (here := structure(base, note)):
         raise ValueError(
             f"{folder}: base and adapter make another model here, with the structure {here[:12]}, not "
-            f"{shown(said)[:14]}: a setting of the base, rank or alpha differ, or the versions of dunes or torch; "
+            f"{quote(said)[:14]}: a setting of the base, rank or alpha differ, or the versions of dunes or torch; "
             f"load its own base, {ANYWAY}"
         )
 
@@ -452,12 +449,12 @@ PARTS = {
 }
 
 
-def _grouped(folder: Path) -> dict[str, dict[str, Stored]]:
+def _grouped(folder: Path) -> dict[str, dict[str, LazyTensor]]:
     """The tensors of the file by module and part. Raises ValueError that lists the names that are no adapter's."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(f"{folder}: no weights; looked for {' and '.join(WEIGHTS)}")
-    groups: dict[str, dict[str, Stored]] = {}
+    groups: dict[str, dict[str, LazyTensor]] = {}
     unknown = []
     for key, stored in tensors(path).items():
         end = next((e for e in PARTS if key.endswith(f".{e}")), None)
@@ -467,7 +464,7 @@ def _grouped(folder: Path) -> dict[str, dict[str, Stored]]:
             groups.setdefault(key.removesuffix(f".{end}"), {})[PARTS[end]] = stored
     if unknown:
         raise ValueError(
-            f"{path}: {plural(len(unknown), 'tensor is', 'tensors are')} no adapter's, such as {shown(unknown[0])}"
+            f"{path}: {plural(len(unknown), 'tensor is', 'tensors are')} no adapter's, such as {quote(unknown[0])}"
         )
     return groups
 
@@ -512,7 +509,7 @@ def _complete(folder: Path, words: Words, seen: set[str], named: Mapping[str, Ta
 
 
 def _target(
-    folder: Path, module: str, group: Mapping[str, Stored], named: Mapping[str, Target], base: Base
+    folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: Base
 ) -> Target:
     """What a module of the file is here. Of stacked experts the shapes tell it: nesting depends on the writer."""
     path = module.removeprefix(PREFIX)
@@ -530,7 +527,7 @@ def _target(
     )
 
 
-def _shapes(target: Target, group: Mapping[str, Stored], base: Base) -> dict[str, tuple[int, ...]]:
+def _shapes(target: Target, group: Mapping[str, LazyTensor], base: Base) -> dict[str, tuple[int, ...]]:
     """What the shapes must be, for the rank that A has."""
     wide = base.sizes[target.places[0]][0]
     tall = sum(base.sizes[place][1] for place in target.rows[0])
@@ -539,7 +536,7 @@ def _shapes(target: Target, group: Mapping[str, Stored], base: Base) -> dict[str
     return {part: shapes[part] for part in group if part in shapes}
 
 
-def _whole(module: str, group: Mapping[str, Stored], target: Target, words: Words, base: Base) -> Factors:
+def _whole(module: str, group: Mapping[str, LazyTensor], target: Target, words: Words, base: Base) -> Factors:
     """The factors of a target, read. Raises ValueError for a shape, rank or number that cannot be."""
     rank, scale = words.of(target)
     expected = _shapes(target, group, base)
@@ -559,7 +556,7 @@ def _whole(module: str, group: Mapping[str, Stored], target: Target, words: Word
     return Factors(read["A"], read["B"], scale, read.get("magnitude"))
 
 
-def _same_table(folder: Path, module: str, stored: Stored, base: nn.Module) -> None:
+def _same_table(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
     """PEFT writes embeddings beside their adapters. Raises ValueError if this one was trained, too."""
     table = dense(base)
     if tuple(stored.shape) != tuple(table.shape) or not torch.equal(stored.read().to(table), table):
@@ -586,7 +583,7 @@ def _acts(folder: Path, found: Mapping[str, Factors], base: Base) -> None:
 
 @torch.no_grad()
 def _copy(model: nn.Module, found: Mapping[str, Factors], name: str) -> None:
-    there = lora.wrapped(model, name)
+    there = lora.adapted_modules(model, name)
     for place, f in found.items():
         adapter = there[place][name]
         adapter.A.copy_(f.A)

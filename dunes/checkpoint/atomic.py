@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dunes.staging import staging_folder
+from dunes.units import format_bytes
 
 MANIFEST = "manifest.json"
 LARGE = 1e9
@@ -106,7 +107,7 @@ def room_for(folder: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if free < size:
         raise OSError(
-            errno.ENOSPC, f"{size / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free", str(folder)
+            errno.ENOSPC, f"{format_bytes(size)} are needed and {format_bytes(free)} are free", str(folder)
         )
 
 
@@ -165,7 +166,7 @@ def _seal(card: dict[str, Any]) -> str:
 
 
 def verify_folder(folder: Path) -> None:
-    """Raise ValueError that names the first file that is not what the folder's manifest says."""
+    """Raise ValueError that names the first file whose bytes are not those of the manifest, with its tensors."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{path}: missing")
@@ -177,11 +178,6 @@ def verify_folder(folder: Path) -> None:
         whole = False
     if not whole:
         raise ValueError(f"{path}: damaged")
-    verify(folder, card)
-
-
-def verify(folder: Path, card: dict[str, Any]) -> None:
-    """Raise ValueError that names the first file whose size or SHA-256 is not the card's, and its tensors."""
     for name, expected in card.items():
         file = folder / name
         if not file.is_file():

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from dunes.checkpoint import folder, stream
-from dunes.checkpoint.source import CONFIG, Source, opened
-from dunes.checkpoint.stored import cast, counted, moved
+from dunes.checkpoint.lazy_tensor import cast, renamed, track_reads
+from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
@@ -47,24 +47,24 @@ def convert(
     said = _json_files(source, dtype, tokenizer)
     moves, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
     assert not unknown, "a family has a name for each of its weights"
-    theirs = moved(moves, weights)
+    theirs = renamed(moves, weights)
     size, before = (sum(w.nbytes for w in part.values()) for part in (theirs, source.files))
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
     tick = _ticking(2 * size + before + (size if rounded else 0), show)
     verified: list[Verified] = []
 
     def fill(staged: Path) -> None:
-        stream.write(staged, counted(theirs, partial(tick, "writing")))
+        stream.write(staged, track_reads(theirs, partial(tick, "writing")))
         for name, content in said.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copied(source.folder, staged)
         if tokenizer is not None:
             tokenizer.save(staged)
-        verified.append(verify(source, opened(staged), rounded, partial(tick, "comparing")))
+        verified.append(verify(source, open_source(staged), rounded, partial(tick, "comparing")))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
     with alone(out):
-        folder.write(out, fill, size)
+        folder.write_files(out, fill, size)
     return verified[0]
 
 
@@ -109,7 +109,7 @@ def new(source: Path, out: Path) -> None:
         raise ValueError(f"{there}: is there, and not a folder; choose another name")
     if (ready := out / folder.READY).is_dir():
         # Written whole, but not moved yet: all of it is there still, or the rest is moved now.
-        shutil.rmtree(ready) if _empty(out) else folder.settle(out)
+        shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
     if out.exists() and not _empty(out):
         raise ValueError(f"{out}: is there already; choose another name, or remove it")
 
@@ -136,7 +136,7 @@ def _json_files(
     if tokenizer is None:
         return {CONFIG: words}
     ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
-    return {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context)}
+    return {CONFIG: ids | words, **folder.tokenizer_configs(tokenizer, source.config.context_length)}
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
@@ -157,7 +157,7 @@ def _card(source: Source, verified: Verified, facts: Mapping[str, Any]) -> dict[
     card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
     made = {"form": source.form, "notes": list(source.notes), **facts, "verified": verified.card()}
     before = {"before": card["converted"]} if "converted" in card else {}
-    known = {"family": source.family, "context": source.config.context, "changes": []}
+    known = {"family": source.family, "context": source.config.context_length, "changes": []}
     return known | card | {"converted": made | before}
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dunes.checkpoint.lazy_tensor import LazyTensor
 from dunes.checkpoint.mapped import Mapped, unusable
-from dunes.checkpoint.stored import Stored
 from dunes.text import json_file
 
 LENGTH = 32_000_000
@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 """The dtypes that are read and written, by their names in a header."""
 
 
-def tensors(source: Path | Mapped) -> dict[str, Stored]:
+def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
     """The tensors of a safetensors file by name, in the file's order; their numbers are mapped when they are read.
 
     Who streams a file greater than memory passes a `Mapped` and calls its `forget` between tensors.
@@ -51,33 +51,33 @@ def tensors(source: Path | Mapped) -> dict[str, Stored]:
     mapped = source if isinstance(source, Mapped) else Mapped(source)
     try:
         begin, header = _header(mapped)
-        return {name: _stored(mapped, begin, named(name), entry) for name, entry in header.items()}
+        return {name: _stored(mapped, begin, check_name(name), entry) for name, entry in header.items()}
     except (SafetensorError, OSError) as error:
         reason = ValueError(ascii(str(error))[1:-1][:300])  # it may quote names
     except ValueError as error:
         reason = error
-    raise refused(mapped.path, reason, "fetch the file again or write it anew with the safetensors library")
+    raise refusal(mapped.path, reason, "fetch the file again or write it anew with the safetensors library")
 
 
-def refused(path: Path, error: Exception, remedy: str) -> ValueError:
+def refusal(path: Path, error: Exception, remedy: str) -> ValueError:
     """The one line that a user sees."""
     return ValueError(f"{path}: refused: {str(error).removeprefix(f'{path}: ')}; {remedy}")
 
 
-def named(name: str) -> str:
+def check_name(name: str) -> str:
     """The name of a tensor, if it is a harmless one. Raises ValueError otherwise.
 
     Names become keys, parts of paths and lines on a terminal: 1 to 512 bytes of UTF-8, printable, no "/", "\\\\"
     or "..", and not the format's own `__metadata__`.
     """
     if not name or not name.isprintable() or len(name.encode()) > NAME:
-        raise ValueError(f"{shown(name)} is no name for a tensor: expected 1 to {NAME} bytes of printable text")
+        raise ValueError(f"{quote(name)} is no name for a tensor: expected 1 to {NAME} bytes of printable text")
     if "/" in name or "\\" in name or ".." in name or name == "__metadata__":
-        raise ValueError(f"{shown(name)} is no name for a tensor: it must not be or contain '/', '\\', '..'")
+        raise ValueError(f"{quote(name)} is no name for a tensor: it must not be or contain '/', '\\', '..'")
     return name
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """A value of an untrusted file for a message: short, one line, and never a container's content."""
     if isinstance(value, str):
         return ascii(value[:80]) + ("..." if len(value) > 80 else "")
@@ -106,15 +106,15 @@ def _header(mapped: Mapped) -> tuple[int, dict[str, Any]]:
     return 8 + length, header
 
 
-def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> Stored:
+def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> LazyTensor:
     if not isinstance(entry, dict):  # the library takes a list of the three, too
-        raise ValueError(f"tensor {shown(name)} is described by {shown(entry)}; expected an object")
+        raise ValueError(f"tensor {quote(name)} is described by {quote(entry)}; expected an object")
     if entry["dtype"] not in DTYPES:
         raise ValueError(
-            f"tensor {shown(name)} has the dtype {shown(entry['dtype'])}; expected one of {', '.join(DTYPES)}"
+            f"tensor {quote(name)} has the dtype {quote(entry['dtype'])}; expected one of {', '.join(DTYPES)}"
         )
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     if reason := unusable(shape):
-        raise ValueError(f"tensor {shown(name)} {reason}")
+        raise ValueError(f"tensor {quote(name)} {reason}")
     read = partial(mapped.tensor, begin + entry["data_offsets"][0], shape, dtype)
-    return Stored(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.forget)
+    return LazyTensor(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.forget)

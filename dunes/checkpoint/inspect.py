@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dunes import tree
 from dunes.checkpoint import card
-from dunes.checkpoint.folder import agree
+from dunes.checkpoint.folder import check_vocabulary
+from dunes.checkpoint.lazy_tensor import Weights
 from dunes.checkpoint.source import Source
-from dunes.checkpoint.stored import Weights
-from dunes.models.outline import outline
+from dunes.models.meta import build_on_meta
 from dunes.plural import plural
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count
@@ -46,7 +46,7 @@ def judged(source: Source) -> Verdict:
         reasons.append(str(error))
     try:
         tokenizer = None if Tokenizer.find_file(source.folder) is None else Tokenizer.load(source.folder)
-        agree(source, tokenizer)
+        check_vocabulary(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))
     return Verdict(tokenizer, tuple(reasons))
@@ -91,7 +91,7 @@ def _counted(differences: list[Any]) -> str:
 
 
 def _parameters(source: Source) -> Iterator[str]:
-    model = outline(source.family, source.config)
+    model = build_on_meta(source.family, source.config)
     total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"

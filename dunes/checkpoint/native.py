@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dunes.checkpoint.stored import Stored, Weights
-from dunes.models.names import Change, Names, name, same
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
+from dunes.models.names import Layout, Names, identity, name
 
 PARAMS = "params.json"
 NEEDED = ("dim", "n_layers", "n_heads")
@@ -164,15 +164,15 @@ def _context(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
     if "max_seq_len" in p:
         return int(p["max_seq_len"])
     if mistral:
-        context = 32768
+        context_length = 32768
     elif p.get("use_scaled_rope"):
-        context = 131072
+        context_length = 131072
     elif _real("rope_theta", p.get("rope_theta", 1e4)) > 1e4:
-        context = 8192
+        context_length = 8192
     else:
-        context = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
-    notes.append(f"{PARAMS} has no max_seq_len: taken as {context:,}")
-    return context
+        context_length = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
+    notes.append(f"{PARAMS} has no max_seq_len: taken as {context_length:,}")
+    return context_length
 
 
 def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
@@ -182,8 +182,8 @@ def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
     they stay as they are, for a model whose rotary positions turn adjacent pairs.
     """
 
-    def turn(heads: int) -> Change:
-        return partial(to_halves, heads=heads) if permuted else same
+    def turn(heads: int) -> Layout:
+        return partial(to_halves, heads=heads) if permuted else identity
 
     attention, ours = "layers.{i}.attention", "blocks.{i}.attn"
     return [
@@ -200,7 +200,7 @@ def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
     ]
 
 
-IGNORED = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
+IGNORED_NAMES = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
 """Tables of angles that old files carry; they are computed here."""
 
 
@@ -226,8 +226,8 @@ def _experts(count: int) -> Names:
         name(
             f"layers.{{i}}.block_sparse_moe.{w}",
             *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
-            load=partial(_turned_each, count=count) if w == "w2" else same,
-            save=partial(_turned_each, count=count) if w == "w2" else same,
+            load=partial(_turned_each, count=count) if w == "w2" else identity,
+            save=partial(_turned_each, count=count) if w == "w2" else identity,
         )
         for w, ours in parts.items()
     ]
@@ -248,7 +248,7 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
-def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
+def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
     """One set of tensors from the shards that several machines held; `whole` are the shapes to come.
 
     A tensor that is whole in a shard is taken from the first, others are put together along the one
@@ -258,7 +258,7 @@ def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> d
     return {key: _joined([shard[key] for shard in shards if key in shard], whole.get(key)) for key in keys}
 
 
-def _joined(parts: list[Stored], whole: tuple[int, ...] | None) -> Stored:
+def _joined(parts: list[LazyTensor], whole: tuple[int, ...] | None) -> LazyTensor:
     first = parts[0]
     if len(parts) == 1 or whole is None or first.shape == whole:
         return first
@@ -269,10 +269,13 @@ def _joined(parts: list[Stored], whole: tuple[int, ...] | None) -> Stored:
             part.forget()
 
     shape = _with(parts, along) or first.shape
-    return Stored(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], along), forget)
+
+    return LazyTensor(
+        shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], along), forget
+    )
 
 
-def _with(parts: Sequence[Stored], along: int) -> tuple[int, ...] | None:
+def _with(parts: Sequence[LazyTensor], along: int) -> tuple[int, ...] | None:
     """The shape of the parts put together along a dimension, or None if they do not fit."""
     others = {(p.shape[:along], p.shape[along + 1 :], p.dtype) for p in parts if len(p.shape) > along}
     if len(others) != 1 or any(len(p.shape) <= along for p in parts):

@@ -1,5 +1,6 @@
 """How a model is said in Hugging Face's terms: decided from the tree, never from its history."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,12 +27,12 @@ class Row(NamedTuple):
     tensors: dict[str, tuple[int, ...]]
 
 
-def said(model: nn.Module, context: int) -> Said | str:
+def said(model: nn.Module, context_length: int) -> Said | str:
     """The family and config that build this very tree, or the first difference from the nearest one."""
     reasons = [(-1, "it is no stack of blocks with attention")]
     for family, module in FAMILIES.items():
         try:
-            config = module.read(model, context)
+            config = module.read(model, context_length)
             with torch.device("meta"):
                 twin = module.build(config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
@@ -62,8 +63,9 @@ def _short(a: Row, b: Row) -> str:
 
 
 def _spelled(value: Any) -> str:
-    """The value in words that are the same in each process: the order of a set is not."""
-    return repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    """The value in words that are the same in each process, which the order of a set and addresses are not."""
+    text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from dunes.cli.verbs import Dtype, Model, Out, _open
+from dunes.cli.verbs import AnyBase, Model, Out
+from dunes.runs.config import Dtype, flag
 
 Into = Literal["dequantized", "original"]
 
@@ -14,9 +15,9 @@ def merge(
     model: Model,
     out: Out,
     *,
-    into: Annotated[Into | None, _open("|".join(get_args(Into)), "what it was trained on")] = None,
-    dtype: Annotated[Dtype | None, _open("float32|bfloat16|float16", "as the base is stored")] = None,
-    any_base: bool = False,
+    into: Annotated[Into | None, flag("|".join(get_args(Into)), "what it was trained on")] = None,
+    dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "as the base is stored")] = None,
+    any_base: AnyBase = False,
 ) -> None:
     """Fold an adapter into its base: a plain model, verified, with template and tokenizer.
 
@@ -27,7 +28,6 @@ def merge(
         out: The new folder.
         into: Where the adapter was trained on a quantized base: that one made dense again, or the base as it was.
         dtype: Round the weights.
-        any_base: Take a base that is not proven to be the adapter's own.
     """
     import torch
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from dunes.cli.verbs import _open
+from dunes.runs.config import flag
 
 Paths = Annotated[tuple[Path, ...], tyro.conf.Positional]
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document instead of words.")]
@@ -34,18 +34,18 @@ def _named(name: str, about: str) -> Callable[..., int]:
     """The command of one benchmark."""
 
     def command(
-        models: Annotated[Paths, _open("MODEL", "none")] = (),
+        models: Annotated[Paths, flag("MODEL", "none")] = (),
         *,
-        size: Annotated[tuple[str, ...], _open("SIZE", "none")] = (),
-        family: Annotated[tuple[str, ...], _open("FAMILY", "arcee")] = ("arcee",),
-        batch: Annotated[tuple[int, ...], _open("WINDOWS", "usual for it")] = (),
-        context: Annotated[tuple[int, ...], _open("TOKENS", "the model's")] = (),
-        dtype: Annotated[tuple[str, ...], _open("DTYPE", "usual for it")] = (),
-        threads: Annotated[tuple[int, ...], _open("THREADS", "measured")] = (),
-        rounds: Annotated[int | None, _open("ROUNDS", "10")] = None,
-        out: Annotated[Path | None, _open("FILE", "runs/bench/...")] = None,
+        size: Annotated[tuple[str, ...], flag("SIZE", "none")] = (),
+        family: Annotated[tuple[str, ...], flag("FAMILY", "arcee")] = ("arcee",),
+        batch: Annotated[tuple[int, ...], flag("WINDOWS", "usual for it")] = (),
+        context: Annotated[tuple[int, ...], flag("TOKENS", "the model's")] = (),
+        dtype: Annotated[tuple[str, ...], flag("DTYPE", "usual for it")] = (),
+        threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = (),
+        rounds: Annotated[int | None, flag("ROUNDS", "10")] = None,
+        out: Annotated[Path | None, flag("FILE", "runs/bench/...")] = None,
         by_module: bool = False,
-        picture: Annotated[Path | None, _open("FILE", "none")] = None,
+        picture: Annotated[Path | None, flag("FILE", "none")] = None,
         as_json: Json = False,
     ) -> int:
         """"""
@@ -203,17 +203,17 @@ def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN
 
 
 def memory(
-    models: Annotated[Paths, _open("MODEL", "none")] = (),
+    models: Annotated[Paths, flag("MODEL", "none")] = (),
     *,
-    size: Annotated[tuple[str, ...], _open("SIZE", "none")] = (),
-    family: Annotated[tuple[str, ...], _open("FAMILY", "arcee")] = ("arcee",),
-    batch: Annotated[tuple[int, ...], _open("WINDOWS", "16")] = (16,),
-    context: Annotated[tuple[int, ...], _open("TOKENS", "the model's")] = (),
-    dtype: Annotated[tuple[str, ...], _open("DTYPE", "float32")] = ("float32",),
+    size: Annotated[tuple[str, ...], flag("SIZE", "none")] = (),
+    family: Annotated[tuple[str, ...], flag("FAMILY", "arcee")] = ("arcee",),
+    batch: Annotated[tuple[int, ...], flag("WINDOWS", "16")] = (16,),
+    context: Annotated[tuple[int, ...], flag("TOKENS", "the model's")] = (),
+    dtype: Annotated[tuple[str, ...], flag("DTYPE", "float32")] = ("float32",),
     checkpointing: bool = False,
     inference: bool = False,
     check: bool = False,
-    picture: Annotated[Path | None, _open("FILE", "none")] = None,
+    picture: Annotated[Path | None, flag("FILE", "none")] = None,
     as_json: Json = False,
 ) -> int:
     """Which tensors hold how much memory in a training step, by kind, module and phase.

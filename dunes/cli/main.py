@@ -76,6 +76,10 @@ def run(arguments: list[str], verbs: dict[str, Any]) -> int:
         "Build, train, change and use small transformers on your own machine. --version says which this is."
     )
     chosen = tyro.extras.subcommand_cli_from_dict(
-        verbs, args=arguments, prog="dunes", description=description, config=(tyro.conf.FlagCreatePairsOff,)
+        verbs,
+        args=arguments,
+        prog="dunes",
+        description=description,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
     )
     return int(chosen or 0)

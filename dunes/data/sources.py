@@ -8,6 +8,7 @@ on every machine and after every edit elsewhere; and of files of records it is s
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from dunes.data.document import Document, plain_document
 from dunes.data.files import SourceFile, Walk, passed_over
@@ -30,7 +31,7 @@ class Corpus:
     valid: list[Document] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    split: str = "files"
+    split: Literal["files", "tails"] = "files"
 
     def report(self) -> str:
         """One line: how much was found and what was passed over."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ from dunes import measure, tree
 from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
 from dunes.plural import plural
+from dunes.runs.config import Dtype, T
 from dunes.runs.memory import Shape, largest, process, training
-from dunes.runs.train_config import TrainConfig, config_for
+from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count
 
@@ -56,18 +58,26 @@ class Machine:
     """What was measured: matrix products in FLOP/s in the dtype, memory read in bytes/s."""
 
     threads: int
-    dtype: str
+    dtype: Dtype
     matmul: float
     read: float
 
 
+def with_hardware(config: T) -> T:
+    """The config with its threads, which are set, and its dtype; measured where it leaves them open."""
+    threads = config.threads or measure.threads()
+    torch.set_num_threads(threads)
+    dtype = config.dtype or str(measure.dtype(measure.device())).removeprefix("torch.")
+    return replace(config, threads=threads, dtype=cast(Dtype, dtype))
+
+
 def measured(plan: TrainConfig) -> Machine:
     """This machine, in a few seconds, with the plan's threads and dtype if it has them."""
-    device = measure.device()
-    threads = plan.threads or measure.threads()
-    torch.set_num_threads(threads)
-    dtype = plan.dtype or str(measure.dtype(device)).removeprefix("torch.")
-    return Machine(threads, dtype, measure.matmul_rate(getattr(torch, dtype), device), measure.read_rate(device))
+    plan, device = with_hardware(plan), measure.device()
+    assert plan.threads, "just chosen"
+    assert plan.dtype, "just chosen"
+    matmul = measure.matmul_rate(getattr(torch, plan.dtype), device)
+    return Machine(plan.threads, plan.dtype, matmul, measure.read_rate(device))
 
 
 def chosen(plan: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
@@ -75,7 +85,7 @@ def chosen(plan: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
 
     A plan that has everything is returned as it is, and nothing is measured.
     """
-    if plan.dtype and plan.threads and plan.size and plan.batch and plan.context:
+    if plan.dtype and plan.threads and plan.size and plan.batch and plan.context_length:
         return plan, []
     machine = measured(plan)
     plan = replace(
@@ -84,7 +94,7 @@ def chosen(plan: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
         threads=machine.threads,
         matmul=machine.matmul,
         batch=plan.batch or BATCH,
-        context=plan.context or CONTEXT,
+        context_length=plan.context_length or CONTEXT,
     )
     full, guess = fitted(plan, size, machine)
     return full, explained(full, machine, guess, why="" if plan.size or plan.steps else WHY)
@@ -108,24 +118,35 @@ def fitted(plan: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig,
     suits its tokens.
     """
     unique = unique_tokens(plan, size)
-    plan = replace(plan, size=tree.count(outline(plan))) if plan.depth else plan
-    sizes = [plan.size] if plan.size else [s for s in SIZES if s <= max(SIZES[0], LEARNABLE * unique)]
-    if plan.steps and not plan.size:
-        suiting = plan.steps * plan.batch * plan.context / TOKENS_A_PARAMETER
+    sizes = [s for s in SIZES if s <= max(SIZES[0], LEARNABLE * unique)]
+    if plan.steps:
+        suiting = plan.steps * plan.batch * plan.context_length / TOKENS_A_PARAMETER
         sizes = [min(sizes, key=lambda s: abs(s - suiting))]
-    guesses = [(guessed(replace(plan, size=s), size, machine), s) for s in sizes]
-    best, chosen_size = min(guesses, key=lambda g: g[0].bits)
-    return replace(plan, size=chosen_size), best
+    plans = [plan] if plan.size else [replace(plan, size=str(s)) for s in sizes]
+    guesses = [(guessed(each, size, machine), each) for each in plans]
+    best, fitting = min(guesses, key=lambda pair: pair[0].bits)
+    return fitting, best
 
 
 def guessed(plan: TrainConfig, size: int, machine: Machine) -> Estimate:
     model = outline(plan)
     rate = 1 / second_a_token(model, plan, machine)
-    steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context)
-    tokens = steps * plan.batch * plan.context
+    steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context_length)
+    tokens = steps * plan.batch * plan.context_length
     unique = unique_tokens(plan, size)
     parameters = tree.count(model)
     return Estimate(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
+
+
+def larger_than_asked(plan: TrainConfig) -> str:
+    """A warning where no model with this vocabulary is as small as the size that was asked for; else empty."""
+    count = tree.count(outline(plan))
+    if plan.shape or count < 1.25 * parse_size(plan.size):
+        return ""
+    return (
+        f"warning: --size is {plan.size}, but with a vocabulary of {vocabulary(plan)} the smallest {plan.family} "
+        f"model has {format_count(count)} parameters; set a smaller --vocab-size, or --tokenizer bytes"
+    )
 
 
 def unique_tokens(plan: TrainConfig, size: int) -> float:
@@ -141,9 +162,36 @@ def outline(plan: TrainConfig) -> Decoder:
 
 def build(plan: TrainConfig) -> Decoder:
     """The model of a plan, before anything is known of the text."""
-    vocab = {"bpe": plan.vocab, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
-    model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocab))
+    model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocabulary(plan)))
     return model
+
+
+def vocabulary(plan: TrainConfig) -> int:
+    """The vocabulary size, before anything is known of the text."""
+    return {"bpe": plan.vocab_size, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
+
+
+def config_for(plan: TrainConfig, vocab: int) -> Any:
+    """The family's config of the plan's shape, or whose parameters, embeddings included, come nearest to its size.
+
+    Widths are 32 or multiples of 64, and of those that come near, the one whose depth is
+    nearest to a layer for each 64 of width.
+    """
+    from_size = FAMILIES[plan.family].Config.from_size
+    if plan.shape:
+        layers, width = plan.shape
+        return from_size(vocab, width, layers, plan.context_length)
+    size = parse_size(plan.size)
+
+    def depth(dim: int) -> int:
+        return max(2, round((size - vocab * dim) / (12 * dim * dim)))
+
+    def cost(dim: int) -> float:
+        count = vocab * dim + 12 * dim * dim * depth(dim)
+        return 5 * abs(math.log(count / size)) + abs(math.log(dim / depth(dim) / 64))
+
+    dim = min([32, *range(64, 8193, 64)], key=cost)
+    return from_size(vocab, dim, depth(dim), plan.context_length)
 
 
 def expected_bits(parameters: int, tokens: float, unique: float) -> float:
@@ -156,10 +204,10 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 def second_a_token(model: Decoder, plan: TrainConfig, machine: Machine) -> float:
     """Seconds of training on a token, optimizer included, by the sweep's fit."""
-    tokens = plan.batch * plan.context
-    work = flops(model, plan.context) + orthogonalising(model) / tokens
+    tokens = plan.batch * plan.context_length
+    work = flops(model, plan.context_length) + orthogonalising(model) / tokens
     wide = 1.0 if machine.dtype == "bfloat16" else 2.0
-    return ARITHMETIC * work / machine.matmul + PASSES * wide * traffic(model, plan.context) / machine.read
+    return ARITHMETIC * work / machine.matmul + PASSES * wide * traffic(model, plan.context_length) / machine.read
 
 
 def flops(model: nn.Module, context: int) -> float:
@@ -200,13 +248,13 @@ def traffic(model: nn.Module, context: int) -> float:
 
 def needs(plan: TrainConfig) -> str:
     """The memory that a run takes, its largest parts, and what makes it less, in words."""
-    return f"{largest(memory(plan))}; a smaller --batch, --context or --size needs less"
+    return f"{largest(memory(plan))}; a smaller --batch, --context-length or --size needs less"
 
 
 def memory(plan: TrainConfig) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
     assert plan.dtype, "chosen before"
-    log = training(partial(build, plan), Shape(plan.batch, plan.context, getattr(torch, plan.dtype)))
+    log = training(partial(build, plan), Shape(plan.batch, plan.context_length, getattr(torch, plan.dtype)))
     return process(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
@@ -216,9 +264,9 @@ def explained(plan: TrainConfig, machine: Machine, guess: Estimate, why: str) ->
     return [
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
-        f"chosen for {ends}: {format_count(guess.parameters)} parameters, "
-        f"{plan.batch} x {plan.context} tokens a step",
-        f"at about {format_count(guess.rate)} tokens/s that meets {format_count(guess.tokens)} tokens, the text "
-        f"{guess.epochs:.1f} times{why} (expected: {guess.bits:.2f} bits a byte)",
+        f"chosen for {ends}: {format_count(guess.parameters)} parameters, batch size {plan.batch}, context length "
+        f"{plan.context_length}",
+        f"at about {format_count(guess.rate)} tokens/s, trains on {format_count(guess.tokens)} tokens "
+        f"({guess.epochs:.1f} epochs){why}; estimated: {guess.bits:.2f} bits/byte",
         needs(plan),
     ]

@@ -58,25 +58,25 @@ def tokenize(plan: TrainConfig, corpus: Corpus, kept: Path | None, show: Display
     train: Ids
     valid: Ids
     train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.row for s in shards)
-    for side, tokens, least in (("learn from", train, plan.context + 1), ("validate on", valid, 2)):
+    for side, tokens, least in (("learn from", train, plan.context_length + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
                 f"{plural(len(tokens), 'token')} to {side}, and {least} are needed at least; "
-                "give more text or a smaller --context"
+                "give more text or a smaller --context-length"
             )
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
 
 
 def _tokenizer(plan: TrainConfig, documents: Sequence[Document], show: Display) -> Tokenizer:
     """Trained on the documents; or the one that was before, from the cache beside the tokens."""
-    asked = f"{plan.tokenizer} {plan.vocab} {SAMPLE} " + "".join(d.digest for d in documents)
+    asked = f"{plan.tokenizer} {plan.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
     key = _digest(asked.encode())
     folder = default_cache().parent / "tokenizers"
     for path in folder.glob(f"{key}-*.json"):
         if path.stem.endswith(_digest(text := path.read_bytes())):
             return Tokenizer(tokenizers.Tokenizer.from_str(text.decode()))
     show.detail(f"training a {plan.tokenizer} tokenizer")
-    trained = Tokenizer.train(plan.tokenizer, _sample(documents, plan), plan.vocab)
+    trained = Tokenizer.train(plan.tokenizer, _sample(documents, plan), plan.vocab_size)
     data = trained.json().encode()
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / f"{key}-{_digest(data)}.json", data)

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 
 from dunes import checkpoint, measure
-from dunes.augment import bare
-from dunes.checkpoint.adapter import architecture, sayable
+from dunes.augment import base_model
+from dunes.checkpoint.adapter import architecture, joined_factors
 from dunes.data import Ids
 from dunes.data.examples import coloured
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.finetune_config import METHODS, FinetuneConfig, idle_options
+from dunes.runs.config import RunOptions
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, altered, answered, kept, optimizer
+from dunes.runs.finetune_method import METHODS, idle_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.loop import Make, RunOptions, go
+from dunes.runs.loop import Make, go
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, scheduled
 from dunes.runs.score import held_out
@@ -26,15 +28,13 @@ from dunes.train import Trainer
 BEFORE = Path("state") / "before.json"
 
 
-def finetune(
-    plan: FinetuneConfig, folder: Path, show: Display, again: bool = False, *, examples: int = 0, **how: Any
-) -> int:
-    """Finetune into the folder, or go on with the run there; `how` are fields of `loop.How`.
+def finetune(plan: FinetuneConfig, folder: Path, show: Display, *, examples: int = 0, **options: Any) -> int:
+    """Finetune into the folder, or go on with the run there; `options` are fields of `RunOptions`.
 
     So many `examples` are shown first, in colours that tell what is trained on. Returns and raises what
     `loop.go` does.
     """
-    going = RunOptions(again=again, **how)
+    going = RunOptions(**options)
     if idle := idle_options(plan, going.asked or ()):
         raise ValueError(f"--{idle[0]} is of adapters, and --method {plan.method} has none; leave it out")
 
@@ -45,7 +45,7 @@ def finetune(
             show.coloured(f"--- {example.place}", coloured(example, lesson.tokenizer))
         with spent("choosing"):
             ready, known = lesson.chosen(show), domain(lesson, show)
-        return None if going.dry else lambda: prepare(ready, known, folder, show)
+        return None if going.dry_run else lambda: prepare(ready, known, folder, show)
 
     return go(plan, folder, show, going, prepared)
 
@@ -60,11 +60,11 @@ def prepare(lesson: FinetuneData, known: Ids | None, folder: Path, show: Display
     task = FinetuneTask(lesson, known, stored)
     before = _asked(task, model, folder / BEFORE, show)
     model, notes, base = _changed(model, plan)
-    task = replace(task, before=before, notes=notes, base=base, settings=architecture(bare(model)))
+    task = replace(task, before=before, notes=notes, base=base, settings=architecture(base_model(model)))
     kept(model, plan)
     schedule = scheduled(plan)
-    how: dict[str, Any] = {"rate": schedule.rate, "dtype": dtype, "seed": plan.seed}
-    trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.at_once, **how)
+    how: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": plan.seed}
+    trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.micro_batch, **how)
     return Run(folder, plan, task, model, trainer, schedule)
 
 
@@ -75,7 +75,7 @@ def _changed(model: Decoder, plan: FinetuneConfig) -> tuple[Decoder, list[dict[s
         return model, notes, checkpoint.identity(model)
     base = checkpoint.identity(model)
     model, notes = altered(model, plan)
-    sayable(model)
+    joined_factors(model)
     if any(note["name"] == "quantize" for note in notes):
         base |= checkpoint.identity(model)
     return model, notes, base
@@ -113,12 +113,12 @@ def domain(lesson: FinetuneData, show: Display) -> Ids | None:
     tokenizer = lesson.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"
     try:
-        how = {"follow_links": lesson.plan.follow_links} if lesson.plan.domain else {}
-        ids, files = held_out(tokenizer, lesson.base.card, lesson.plan.domain, **how)
+        how = {"follow_links": lesson.plan.follow_links} if lesson.plan.forgetting_data else {}
+        ids, files = held_out(tokenizer, lesson.base.card, lesson.plan.forgetting_data, **how)
     except (ValueError, OSError):
-        if lesson.plan.domain:
+        if lesson.plan.forgetting_data:
             raise
-        show.line("what is forgotten is not measured: name text of the base's own domain with --domain")
+        show.line("what is forgotten is not measured: name text of the base's own domain with --forgetting-data")
         return None
     show.detail(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
     return ids

@@ -1,104 +1,92 @@
-"""What a finetune is asked to do, and what follows from it for the model: changes, who learns, how fast.
+"""What finetuning is configured with, read by the command line without torch."""
 
-LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
-"""
-
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Literal, get_args
 
-from torch import nn
+import tyro
 
-from dunes import tree
-from dunes.augment import lora
-from dunes.augment.quantize import decide as decide_quantized
-from dunes.augment.quantize import shape as shape_quantized
-from dunes.data.examples import Records
-from dunes.parts import Decoder
-from dunes.runs.train_config import RunConfig
-from dunes.text import Tokenizer, templates
+from dunes.runs.config import Optimization, RunConfig, flag
 
-ADAPTER = lora.NAME
-EPOCHS = 3.0
-"""Times that the examples are met where neither steps nor minutes are said; as Alpaca's own training."""
-
-TOKENS, STEPS = 4096, 32
-"""Tokens in a step, and steps in an epoch at least: LoRA learns less well from large batches
-(https://thinkingmachines.ai/blog/lora/)."""
-
-WIDEST, NARROWEST = 2048, 128
-"""Of a context that is chosen."""
-
-STEEPEST = 0.005
-"""The largest learning rate of adapters that is chosen."""
-
-SPEECH = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""The template of each kind of records; of conversations it is one that the tokenizer has the tokens for."""
-
-BY_THEMSELVES = ("completion", "text")
-"""Kinds whose rows are written as they should be read: a model's own template has nothing to add."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """What is done to the base: how its weights are kept, and which adapter stands beside them, if one does."""
-
-    adapter: Mapping[str, Any] | None = None
-    quantize: Mapping[str, Any] | None = None
-
-
-_NF4 = {"kind": "nf4", "double": True}
-METHODS = {
-    "full": Method(),
-    "lora": Method({}),
-    "rslora": Method({"rslora": True}),
-    "dora": Method({"dora": True}),
-    "pissa": Method({"init": "pissa"}),
-    "qlora": Method({}, _NF4),
-    "qdora": Method({"dora": True}, _NF4),
-    "qlora-int8": Method({}, {"kind": "int8"}),
-}
+Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8"]
+TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
+TrainOn = Literal["answers", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(RunConfig):
-    """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`.
-
-    `where` are globs: the places of the adapter or, for `full`, what is trained. `batch` rows make a step,
-    `at_once` of them at a time. `data` is a file or a folder, of whose records `text_field` is read as plain text,
-    if named. `valid` is one of its own for validation, else a share `held_out` of the data is kept for it.
-    `truncated` is the share of the examples that may be cut, and `domain` is text of the kind that the base knows.
-    """
-
-    model: str = ""
-    data: str = ""
-    text_field: tuple[str, ...] = ()
+class ExampleData:
+    model: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="(required)")
+    ] = ""
+    """Model folder, or a model name on the Hub."""
+    data: Annotated[str, tyro.conf.arg(metavar="FILE|FOLDER", help_behavior_hint="(required)")] = ""
+    """JSON, JSON Lines or Parquet (Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text), plain
+    text, or a folder of such files."""
+    text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
+    """Fields of each record to train on as plain text; several are joined by a blank line."""
     follow_links: bool = False
-    method: str = "lora"
-    where: tuple[str, ...] = ()
-    rank: int = 16
-    alpha: float = 32.0
-    ranks: tuple[str, ...] = ()
-    dropout: float = 0.0
-    minutes: float = 0.0
-    epochs: float = EPOCHS
-    at_once: int = 0
-    template: str | None = None
-    train_on: str = "answers"
-    packed: bool = True
-    valid: str = ""
-    held_out: float = 0.05
-    truncated: float = 0.05
-    domain: tuple[str, ...] = ()
+    """Follow symbolic links that lead outside the data folder."""
+    template: Annotated[
+        TemplateName | None, flag("|".join(get_args(TemplateName)), "the model's own, or by --data")
+    ] = None
+    """Chat template; it is saved with the model."""
+    train_on: Annotated[TrainOn, flag("answers|all")] = "answers"
+    """Compute the loss on answers only, or on prompts as well."""
+    val_data: Annotated[str, flag("FILE|FOLDER", "a part of --data")] = ""
+    """Examples for validation."""
+    val_fraction: Annotated[float, flag("FRACTION")] = 0.05
+    """Fraction of --data that is kept for validation."""
+    forgetting_data: Annotated[
+        tuple[str, ...], flag("SOURCE", "the validation text of the base's own training")
+    ] = ()
+    """Files and folders of text like the base model was trained on, to measure forgetting."""
+    max_truncated: Annotated[float, flag("FRACTION")] = 0.05
+    """Refuse data of which a larger fraction of the examples would be truncated."""
+    packing: Annotated[bool, flag("", "packed")] = True
+    """Put one example into each row instead of packing several."""
 
-    LEAST: ClassVar[dict[str, float]] = {
-        **RunConfig.LEAST, "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "at_once": 1, "held_out": 0, "truncated": 0,
-    }  # fmt: skip
-    CHOSEN = (*RunConfig.CHOSEN, "minutes", "at_once")
-    KNOWN: ClassVar[dict[str, Collection[str]]] = {
-        **RunConfig.KNOWN, "method": METHODS, "template": templates.TEMPLATES, "train_on": ("answers", "all"),
-    }  # fmt: skip
-    PATHS = ("model", "data", "valid", "domain")
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    method: Annotated[Method, flag("|".join(get_args(Method)))] = "lora"
+    """Finetuning method: an adapter beside the frozen (or quantized) base, or all weights (full)."""
+    target_modules: Annotated[
+        tuple[str, ...], flag("GLOB", "all linear layers of the blocks; full: all weights")
+    ] = ()
+    """Modules that get an adapter or, with full, are trained; ! excludes, the last match wins."""
+    rank: Annotated[int, flag("RANK")] = 16
+    """Rank of the adapter (r)."""
+    alpha: Annotated[float, flag("ALPHA")] = 32.0
+    """Scaling: the adapter's output is multiplied by alpha / rank."""
+    ranks: Annotated[tuple[str, ...], flag("GLOB=RANK", "none")] = ()
+    """Ranks of some modules that differ from --rank."""
+    dropout: Annotated[float, flag("P")] = 0.0
+    """Dropout probability of the adapter's input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptimization(Optimization):
+    minutes: Annotated[float, flag("MINUTES", "by --epochs")] = 0.0
+    """Stop after this many minutes instead of --epochs."""
+    steps: Annotated[int | None, flag("STEPS", "by --epochs")] = None
+    """Stop after this many optimizer steps instead of --epochs."""
+    batch: Annotated[int, flag("ROWS", "chosen from the data")] = 0
+    """Rows per optimizer step."""
+    context_length: Annotated[int, flag("TOKENS", "that of the longest example")] = 0
+    """Tokens in a row; longer examples are truncated."""
+    lr: Annotated[float | None, flag("RATE", "chosen from the method and the model's width")] = None
+    """Peak learning rate."""
+    epochs: Annotated[float, flag("EPOCHS")] = 3.0
+    """Number of passes over the data."""
+    micro_batch: Annotated[int, flag("ROWS", "as many as fit into memory")] = 0
+    """Rows per forward and backward pass; gradients are accumulated over --batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
+    """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`."""
+
+    CHOSEN = (*RunConfig.CHOSEN, "minutes")
+    PATHS = ("model", "data", "val_data", "forgetting_data")
     MAY_CHANGE = (
         *RunConfig.MAY_CHANGE,
         *PATHS,
@@ -128,123 +116,3 @@ class FinetuneConfig(RunConfig):
                 raise ValueError(f"--ranks {each}: expected GLOB=RANK, such as blocks.*.mlp.**=8")
             found.append((glob, int(rank)))
         return found
-
-
-def idle_options(plan: FinetuneConfig, asked: Collection[str]) -> list[str]:
-    """What was asked of an adapter where the method has none."""
-    return (
-        [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
-        if METHODS[plan.method].adapter is None
-        else []
-    )
-
-
-def leading(files: Sequence[Records]) -> Records:
-    """The records by which a template is chosen: conversations, which one for single answers could not write, then
-    single answers, then those that are written as they should be read."""
-    order = sorted(files, key=lambda r: (r.kind in BY_THEMSELVES, r.kind == "alpaca"))
-    return order[0]
-
-
-def speaks(
-    plan: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
-) -> templates.Template:
-    """The template: the one asked for, the model's own, or the usual one for such records."""
-    if plan.template:
-        return templates.named(plan.template)
-    own = None if records.kind in BY_THEMSELVES else templates.of(tokenizer, card)
-    if own is not None:
-        return own
-    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.named("chatml").needs)
-    return templates.named(SPEECH.get(records.kind, "chatml" if known else "mistral"))
-
-
-def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
-    """Change the model as the method says, freeze what is not to learn, and return the notes.
-
-    Without `fill` no number is read or drawn, for a model that has none.
-    """
-    method, notes = METHODS[plan.method], []
-    if method.quantize is not None:
-        note = decide_quantized(model, **method.quantize)
-        shape_quantized(model, fill=fill, **note)
-        notes.append(note)
-    if method.adapter is None:
-        only(model, plan.where or ("**",))
-        return notes
-    note = lora.decide(model, **_request(plan), **method.adapter)
-    lora.shape(model, **note)
-    if fill:
-        lora.fill(model, **note)
-    lora.select(model, ADAPTER)
-    only(model, note["new"])
-    return [*notes, note]
-
-
-def _request(plan: FinetuneConfig) -> dict[str, Any]:
-    asked: dict[str, Any] = {"where": plan.where} if plan.where else {}
-    asked |= {"rank": plan.rank, "alpha": plan.alpha, "ranks": plan.pairs, "dropout": plan.dropout}
-    return asked | {"adapter": ADAPTER, "seed": plan.seed}
-
-
-def only(model: nn.Module, where: Sequence[str]) -> None:
-    """Let those parameters learn that the globs select, by their own names or by their modules' places.
-
-    Raises ValueError, with what there is, if these are none.
-    """
-    for name, parameter in model.named_parameters():
-        chosen = False
-        for glob in where:
-            if any(tree.matches(glob.removeprefix("!"), n) for n in (name, name.rpartition(".")[0])):
-                chosen = not glob.startswith("!")
-        parameter.requires_grad_(chosen)
-    if not any(p.requires_grad for p in model.parameters()):
-        some = ", ".join(name for name, _ in model.named_parameters())
-        raise ValueError(f"--where {' '.join(where)} selects nothing to train here; there are {some[:300]}")
-
-
-def learning_rate(plan: FinetuneConfig, width: int) -> float:
-    """The rate that was asked for, or the usual one for a model of this width.
-
-    Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
-    (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
-    full"). Adapters' has the exponent of https://thinkingmachines.ai/blog/lora/ and seven tenths of its rate,
-    since above that validation begins to rise on the way; at most STEEPEST, divided by `_gain`. LOG.md, "Learning
-    rates of finetuning", has what these do from 100 to 5,000 steps, and where they do not hold.
-    """
-    if plan.lr is not None:
-        return plan.lr
-    if METHODS[plan.method].adapter is None:
-        full: float = 2e-5 * (4096 / width) ** 1.28
-        return full
-    lora: float = min(3.5e-4 * (2000 / width) ** 0.78, STEEPEST)
-    return max(lora / _gain(plan), plan.LEAST["lr"])
-
-
-def _gain(plan: FinetuneConfig) -> float:
-    """The adapter's scale over that of LoRA with an alpha of 32: a change of B is multiplied by as much."""
-    adapter = METHODS[plan.method].adapter or {}
-    return plan.alpha / 32 * (plan.rank**0.5 if adapter.get("rslora") else 1.0)
-
-
-def wide_enough(plan: FinetuneConfig, longest: int, model: Decoder, known: int) -> int:
-    """The context asked for, or one that the longest example fits into.
-
-    Where the model learned a vector for each position it can look no further than it `known`; angles go on.
-    """
-    most = known if model.embed.place is not None else max(known, WIDEST)
-    if plan.context > most:
-        raise ValueError(f"--context is {plan.context}; this model looks at {most} tokens")
-    return plan.context or min(most, WIDEST, max(NARROWEST, 1 << (max(1, longest - 2)).bit_length()))
-
-
-def rows_a_step(plan: FinetuneConfig, context: int, epoch: int) -> int:
-    """The rows asked for, or so many that a step has TOKENS and an epoch STEPS."""
-    return plan.batch or max(1, min(TOKENS // context, epoch // STEPS))
-
-
-def steps_of(plan: FinetuneConfig, epoch: int, batch: int) -> int | None:
-    """How many steps, if not the clock ends the run."""
-    if plan.by_time:
-        return None
-    return plan.steps or max(1, round(plan.epochs * epoch / batch))

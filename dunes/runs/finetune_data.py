@@ -22,10 +22,11 @@ from dunes.data.text_windows import large_texts, tails, windows
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.finetune_config import (
+from dunes.runs.autosize import with_hardware
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.finetune_method import (
     BY_THEMSELVES,
     METHODS,
-    FinetuneConfig,
     changed,
     leading,
     learning_rate,
@@ -36,10 +37,10 @@ from dunes.runs.finetune_config import (
 )
 from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
 from dunes.runs.progress import Display
-from dunes.runs.run import learned
+from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Template
-from dunes.train import adamw, halved
+from dunes.train import adamw, cast_frozen
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class FinetuneData:
     """
 
     plan: FinetuneConfig
-    base: checkpoint.Loaded
+    base: checkpoint.LoadedModel
     folder: Path
     tokenizer: Tokenizer
     template: Template
@@ -64,7 +65,9 @@ class FinetuneData:
         if adapts(folder := checkpoint.local(plan.model).folder):
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
         files, lines = read_dataset(plan.data, plan.text_field, plan.follow_links)
-        others, more = read_dataset(plan.valid, plan.text_field, plan.follow_links) if plan.valid else ([], [])
+        others, more = (
+            read_dataset(plan.val_data, plan.text_field, plan.follow_links) if plan.val_data else ([], [])
+        )
         for line in (*lines, *more):
             show.detail(line)
         base, tokenizer = checkpoint.load_with_tokenizer(folder)
@@ -81,35 +84,35 @@ class FinetuneData:
         if held:
             learn, valid = write(rows), write(held)
         else:
-            learn, valid, held = _divided(rows, plan.held_out, write)
+            learn, valid, held = _divided(rows, plan.val_fraction, write)
         if not held:
-            raise ValueError(f"{plan.data}: no example is left for validation; give more, or others with --valid")
+            raise ValueError(
+                f"{plan.data}: no example is left for validation; give more, or others with --val-data"
+            )
         context = _context(plan, [*learn, *valid], base)
         learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
-        return cls(replace(plan, context=context), base, folder, tokenizer, template, learn, valid, held)
+        return cls(replace(plan, context_length=context), base, folder, tokenizer, template, learn, valid, held)
 
     def chosen(self, show: Display) -> "FinetuneData":
         """The same with nothing left open in the plan, after the report on the examples.
 
         Raises ValueError for examples from which a model would not learn what they show.
         """
-        context = self.plan.context
-        if context > self.base.context:
-            show.line(f"look: the base knows {self.base.context} tokens; what lies beyond is learned here alone")
+        context = self.plan.context_length
+        if context > self.base.context_length:
+            show.line(
+                f"look: the base knows {self.base.context_length} tokens; what lies beyond is learned here alone"
+            )
         found = report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
         for line in found.lines():
             show.detail(line)
-        refuse(found, self.plan.truncated)
+        refuse(found, self.plan.max_truncated)
         for line in found.warnings():
             show.line(f"look: {line}")
-        device = measure.device()
-        threads = self.plan.threads or measure.threads()
-        torch.set_num_threads(threads)
-        dtype = self.plan.dtype or str(measure.dtype(device)).removeprefix("torch.")
-        rows = Batches(self.train, context, 1, packed=self.plan.packed).epoch
+        rows = Batches(self.train, context, 1, packed=self.plan.packing).epoch
         batch = rows_a_step(self.plan, context, rows)
         steps, lr = steps_of(self.plan, rows, batch), learning_rate(self.plan, self._width)
-        plan = replace(self.plan, context=context, threads=threads, dtype=dtype, batch=batch, steps=steps, lr=lr)
+        plan = with_hardware(replace(self.plan, batch=batch, steps=steps, lr=lr))
         return replace(self, plan=_fitting(replace(self, plan=plan), show))
 
     @property
@@ -123,7 +126,7 @@ class FinetuneData:
     @property
     def context(self) -> int:
         """What the finetuned model looks at."""
-        return max(self.plan.context, self.base.context)
+        return max(self.plan.context_length, self.base.context_length)
 
     @property
     def _vocab(self) -> int:
@@ -159,20 +162,20 @@ def _divided(
     return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
 
 
-def _context(plan: FinetuneConfig, examples: Sequence[Example], base: checkpoint.Loaded) -> int:
+def _context(plan: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
     """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
-    sizes = (len(e) if e.window is None else min(len(e), base.context + 1) for e in examples)
+    sizes = (len(e) if e.window is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(sizes, default=0)
-    context = wide_enough(plan, longest, base.model, base.context)
+    context = wide_enough(plan, longest, base.model, base.context_length)
     spoken = any(e.window is None for e in examples)
-    return context if plan.context or spoken else min(context, base.context)
+    return context if plan.context_length or spoken else min(context, base.context_length)
 
 
 def _in_windows(example: Example, context: int) -> Iterable[Example]:
     return [example] if example.window is None else windows(example, context)
 
 
-def taught(base: checkpoint.Loaded) -> str | None:
+def taught(base: checkpoint.LoadedModel) -> str | None:
     """The name of the template that a base brings along, if it does."""
     assert base.tokenizer is not None, "it was loaded with one"
     own = chat_template.template_from_files(base.tokenizer.extra_files, base.tokenizer.config_path.parent)
@@ -183,19 +186,19 @@ def taught(base: checkpoint.Loaded) -> str | None:
 def _fitting(lesson: FinetuneData, show: Display) -> FinetuneConfig:
     """The plan with as many rows at once as free memory holds; says what is needed and what there is."""
     plan, free = lesson.plan, measure.free_memory(measure.device())
-    at_once = plan.at_once or plan.batch
+    at_once = plan.micro_batch or plan.batch
     if plan.batch % at_once:
         raise ValueError(
-            f"--at-once is {at_once}, which does not divide the {plural(plan.batch, 'row')} of a step"
+            f"--micro-batch is {at_once}, which does not divide the {plural(plan.batch, 'row')} of a step"
         )
-    parts = memory(replace(lesson, plan=replace(plan, at_once=at_once)))
-    while not plan.at_once and sum(parts.values()) > free and at_once > 1:
+    parts = memory(replace(lesson, plan=replace(plan, micro_batch=at_once)))
+    while not plan.micro_batch and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if plan.batch % n == 0)
-        parts = memory(replace(lesson, plan=replace(plan, at_once=at_once)))
+        parts = memory(replace(lesson, plan=replace(plan, micro_batch=at_once)))
     show.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
-        show.line("look: that may not fit; --method qlora, a smaller --context or --at-once needs less")
-    return replace(plan, at_once=at_once)
+        show.line("look: that may not fit; --method qlora, a smaller --context-length or --micro-batch needs less")
+    return replace(plan, micro_batch=at_once)
 
 
 def memory(lesson: FinetuneData) -> dict[str, float]:
@@ -208,21 +211,21 @@ def memory(lesson: FinetuneData) -> dict[str, float]:
         return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in real)
 
     with torch.device("meta"):
-        size = sum(t.nbytes for t in learned(build()).values())
-    shape = Shape(plan.at_once, plan.context, getattr(torch, plan.dtype))
+        size = sum(t.nbytes for t in trainable_state(build()).values())
+    shape = Shape(plan.micro_batch, plan.context_length, getattr(torch, plan.dtype))
     return process(training(build, shape, True, Learning(partial(optimizer, plan), answered, batch)), size)
 
 
 def _rows(plan: FinetuneConfig) -> Batch:
     """A batch as full as can be: two examples in each row, all trained on."""
-    half = np.zeros(plan.context // 2 + 1, np.int32)
+    half = np.zeros(plan.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
-    return collated([[example] * (2 if plan.packed else 1)] * plan.at_once, plan.context, full=True)
+    return collated([[example] * (2 if plan.packing else 1)] * plan.micro_batch, plan.context_length, full=True)
 
 
 def _shaped(lesson: FinetuneData) -> Decoder:
     """The model that trains, without its numbers."""
-    words = checkpoint.said(lesson.base.model, lesson.base.context)
+    words = checkpoint.said(lesson.base.model, lesson.base.context_length)
     assert not isinstance(words, str), "it came from a folder that says so"
     stored = next(lesson.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[lesson.plan.method].adapter is None else stored
@@ -245,7 +248,7 @@ def kept(model: Decoder, plan: FinetuneConfig) -> None:
     """Round frozen weights to the dtype of products, where they are found again in the base."""
     assert plan.dtype, "chosen before"
     if METHODS[plan.method].adapter is not None:
-        halved(model, getattr(torch, plan.dtype))
+        cast_frozen(model, getattr(torch, plan.dtype))
 
 
 def optimizer(plan: FinetuneConfig, model: nn.Module) -> Optimizer:
@@ -256,4 +259,4 @@ def optimizer(plan: FinetuneConfig, model: nn.Module) -> Optimizer:
 def answered(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The loss of answers: what `Batches` make."""
     assert isinstance(model, Decoder), "runs build nothing else"
-    return model.nats(*batch)
+    return model.loss(*batch)

@@ -17,16 +17,13 @@ from dunes.checkpoint.atomic import write_file
 from dunes.data import Ids
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
-from dunes.generate import below, generate, sampler
+from dunes.generate import generate, limit_vocab, sampler
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
-from dunes.runs.finetune_config import (
-    ADAPTER,
-    METHODS,
-    FinetuneConfig,
-)
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
+from dunes.runs.finetune_method import ADAPTER, METHODS
 from dunes.runs.json_lines import append_text
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
@@ -120,16 +117,16 @@ class FinetuneTask:
 
     @property
     def tokens(self) -> int:
-        return sum(_asked(e, self.plan.context) for e in self.lesson.valid)
+        return sum(_asked(e, self.plan.context_length) for e in self.lesson.valid)
 
     def batches(self, start: int) -> Iterator[Batch]:
         plan = self.plan
-        rows = Batches(self.lesson.train, plan.context, plan.at_once, plan.seed, plan.packed)
+        rows = Batches(self.lesson.train, plan.context_length, plan.micro_batch, plan.seed, plan.packing)
         return rows.batches(start)
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        kept = self.lesson.valid if limit is None else _first(self.lesson.valid, self.plan.context, limit)
-        batches = Batches(kept, self.plan.context, SCORED)
+        kept = self.lesson.valid if limit is None else _first(self.lesson.valid, self.plan.context_length, limit)
+        batches = Batches(kept, self.plan.context_length, SCORED)
         return scored(model, batches.once(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
@@ -150,7 +147,7 @@ class FinetuneTask:
         if self.domain is None:
             return None
         width = widths(self.tokenizer.token_bytes())
-        return evaluate(model, self.domain, width, self.lesson.base.context, dtype, DOMAIN)
+        return evaluate(model, self.domain, width, self.lesson.base.context_length, dtype, DOMAIN)
 
     def _said(self, model: Decoder, talk: Talk) -> str:
         """What the model answers: the likeliest tokens, up to one that ends an answer."""
@@ -160,15 +157,16 @@ class FinetuneTask:
             asked = talk[:-1] if talk[-1].role == "assistant" else talk
             ids = templates.prompt(self.lesson.template, asked, self.tokenizer)
         context = self.lesson.context
-        likeliest, stop = below(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
+        likeliest, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
         room = ids[-max(1, context - ANSWER) :]
         device, dtype = next(model.parameters()).device.type, getattr(torch, self.plan.dtype or "float32")
         with torch.autocast(device, dtype, dtype != torch.float32):
-            tokens = generate(model, room, limit=ANSWER, context=context, sample=likeliest, stop=stop)
+            tokens = generate(model, room, limit=ANSWER, context_length=context, sample=likeliest, stop=stop)
             return self.tokenizer.decode([token.id for token in tokens])
 
     def needs(self) -> str:
-        return f"{largest(memory(self.lesson))}; a smaller --context or --at-once, or --method qlora, needs less"
+        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
+        return f"{largest(memory(self.lesson))}; {remedy}"
 
     def opening(self, run: Run) -> str:
         plan, trained = self.plan, tree.count(run.model, trainable=True)
@@ -178,7 +176,7 @@ class FinetuneTask:
         whole = tree.count(self.lesson.base.model)
         return (
             f"{plan.method} at {plan.lr:.2g}: {format_count(trained)} of {format_count(whole)} parameters; "
-            f"{plural(plan.batch, 'row')} of {plan.context} a step, {plan.at_once} at once; "
+            f"{plural(plan.batch, 'row')} of {plan.context_length} a step, {plan.micro_batch} at once; "
             f"{plan.dtype} on {run.trainer.device.type}, {plural(plan.threads, 'thread')}; for {ends}"
         )
 
@@ -205,7 +203,7 @@ class FinetuneTask:
         if METHODS[self.plan.method].adapter is None:
             checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
             return
-        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context": context, "facts": about}
+        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, made_for=self.base, **beside)
 
     @property

@@ -53,7 +53,7 @@ class Harness(TemplateLM):
         super().__init__()
         self._device = measure.device()
         loaded, tokenizer = checkpoint.load_with_tokenizer(folder, self._device, any_base)
-        self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context, show, 0
+        self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context_length, show, 0
         # Special tokens count in a task's text, as they do for the `hf` backend; in `loaded` they do not.
         self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()
@@ -134,7 +134,8 @@ class Harness(TemplateLM):
         if len(scored) > self.max_length:
             raise ValueError(
                 f"{source[1][:20]!r}...: an answer of {plural(len(scored), 'token')} does not fit into the "
-                f"model's context of {self.max_length}; give shorter answers, or train with a longer --context"
+                f"model's context length of {self.max_length}; shorten the answers, or train with a larger "
+                "--context-length"
             )
         self.cut += len(before) + len(scored) > self.max_length + 1
         return tuple((before + scored)[-(self.max_length + 1) : -1])
@@ -176,7 +177,8 @@ class Harness(TemplateLM):
         if wanted.limit >= self.max_length:
             raise ValueError(
                 f"{place}: {wanted.limit} tokens to write leave no room in the context of {self.max_length}; set "
-                "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a longer --context"
+                "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
+                "--context-length"
             )
         end = self._spelled([self._end])
         return wanted if end in wanted.until else Wanted((*wanted.until, end), wanted.limit, wanted.sample)
@@ -194,7 +196,12 @@ class Harness(TemplateLM):
         spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in wanted.until}
         going = set(range(len(prompts)))
         for row in generate_all(
-            self.model, prompts, limit=wanted.limit, context=self.max_length, sample=wanted.sample, stop=self.ends
+            self.model,
+            prompts,
+            limit=wanted.limit,
+            context_length=self.max_length,
+            sample=wanted.sample,
+            stop=self.ends,
         ):
             for i in tuple(going):
                 token = row[i]

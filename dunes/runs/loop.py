@@ -3,7 +3,7 @@
 import os
 import shlex
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from dunes import checkpoint, measure
 from dunes.plural import plural
 from dunes.runs.autosize import flops
+from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import append_text
 from dunes.runs.picture import loss_picture, smoothed
@@ -27,15 +28,14 @@ from dunes.runs.run import (
     alone,
     begin,
     begun,
+    load_trainable_state,
     note,
     records,
-    relearned,
     resume,
 )
 from dunes.runs.saver import Saver
 from dunes.runs.tensorboard import TensorBoard
 from dunes.runs.timings import Timings, lines
-from dunes.runs.train_config import T
 from dunes.train import Clock, Diverged, Step
 from dunes.units import format_count, format_seconds
 
@@ -55,25 +55,6 @@ DIVERGED = 4
 Make = Callable[[], Run]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How a run is gone about.
-
-    With `again` the run in the folder goes on, and keeps its own plan but for the fields in `override`;
-    `asked` are the fields of the plan that somebody chose. With `strict`, a failed save ends the run and a
-    damaged state is not passed over. With `dry`, it is only said what would be. With `tensorboard`, what is noted
-    goes to event files, too; with `profile`, the end says where the time went.
-    """
-
-    again: bool = False
-    asked: Collection[str] | None = None
-    override: Collection[str] = ()
-    strict: bool = False
-    dry: bool = False
-    profile: bool = False
-    tensorboard: bool = False
-
-
 def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[[T, Timings], Make | None]) -> int:
     """Run the plan into the folder, or go on with the run there.
 
@@ -85,16 +66,16 @@ def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[
     start = monotonic()
     mirror = TensorBoard(folder if how.tensorboard else None, NonFatal(show))
     plan = plan.placed()
-    with _occupied(show, how.dry):
-        plan = admitted(plan, folder, how.again, how.asked, how.override)
+    with _occupied(show, how.dry_run):
+        plan = admitted(plan, folder, how.resume, how.asked, how.override)
     if (folder / "state" / "lock").exists():
-        with _occupied(show, how.dry), alone(folder):  # refused now, not after the text was read
+        with _occupied(show, how.dry_run), alone(folder):  # refused now, not after the text was read
             pass
-    if how.dry and (earlier := begun(folder, type(plan))) is not None:
+    if how.dry_run and (earlier := begun(folder, type(plan))) is not None:
         state = checkpoint.latest(folder, show.line)
         newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
         end = plural(plan.steps, "step") if plan.steps else plural(plan.minutes, "minute")
-        goes_on = f"; with --resume it goes on from there to its end after {end}" if how.again else ""
+        goes_on = f"; with --resume it goes on from there to its end after {end}" if how.resume else ""
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
         if plan.lacks:
             return 0
@@ -109,7 +90,7 @@ def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[
         with alone(folder), Saver(show.line, how.strict) as saver:
             with spent("building the model"):
                 run = make()
-                if how.again:
+                if how.resume:
                     resume(run, show.line, how.override, how.strict)
                 else:
                     begin(run.plan, folder, run.task.tokenizer)
@@ -199,7 +180,7 @@ def loop(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: Tenso
     clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
     run.began, saved, warned = monotonic() - run.elapsed, monotonic(), 0
     told, aside = _teller(run, show), mirror.aside
-    over = run.schedule.over(run.trainer.number)
+    over = run.schedule.is_over(run.trainer.number)
     batches = run.spent.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in steps:
@@ -208,8 +189,8 @@ def loop(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: Tenso
         if clock is not None:
             # What the end takes is known better after each check, and never more than a tenth.
             clock.seconds = plan.seconds - min(plan.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
-            clock.tell(step.number, run.elapsed)
-        over, checked = run.schedule.over(step.number), None
+            clock.update(step.number, run.elapsed)
+        over, checked = run.schedule.is_over(step.number), None
         with run.spent("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
         if checked and warned != run.best_step and (words := rising(run)):
@@ -278,11 +259,13 @@ def _note(folder: Path, step: Step, checked: Score | None) -> None:
 def _teller(run: Run, show: Display) -> Callable[[Step], None]:
     """What the display is told after each step."""
     losses: list[float] = []
-    work = flops(run.model, run.plan.context)
+    work = flops(run.model, run.plan.context_length)
 
     def told(step: Step) -> None:
         if step.skipped:
-            show.line(f"step {step.number}: loss {step.loss}, gradient norm {step.norm}; this step was skipped")
+            show.line(
+                f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; this step was skipped"
+            )
         else:
             losses[:] = [*losses[-100:], step.loss]
         left = run.elapsed * (1 / max(run.done(step.number), 1e-9) - 1)
@@ -290,7 +273,7 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
             f"step {step.number}",
             f"loss {smoothed(losses)[-1]:.3f}" if losses else "",
             f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
-            f"lr {run.trainer.base[0] * step.rate:.2g}",
+            f"lr {run.trainer.base_lrs[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} tok/s",
             f"{work * step.count / step.seconds / run.plan.matmul:.0%} of matmul" if run.plan.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
@@ -355,7 +338,7 @@ def _finish(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: Te
 def _last_score(run: Run, hurried: bool) -> Score:
     """The score of the best weights, which the model has from here on; somebody who stops a run waits less."""
     if run.best_weights:
-        relearned(run.model, run.best_weights)
+        load_trainable_state(run.model, run.best_weights)
     if hurried and run.best:
         return run.best
     return run.score(FINAL_TOKENS)
@@ -370,7 +353,7 @@ def rising(run: Run) -> str:
     return (
         f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
         f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} checks; the best "
-        f"weights are kept. A lower learning rate (it is {run.trainer.base[0]:.2g}) helps if it jumped, fewer "
+        f"weights are kept. A lower learning rate (it is {run.trainer.base_lrs[0]:.2g}) helps if it jumped, fewer "
         "steps or more data if it crept up"
     )
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dunes import checkpoint
+from dunes.runs.config import RunConfig
 from dunes.runs.evaluate import Score
-from dunes.runs.train_config import RunConfig
 from dunes.train import Record
 
 

@@ -12,30 +12,31 @@ from torch import Tensor
 from dunes import checkpoint, measure, tree
 from dunes.data import Windows
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.autosize import chosen, needs
+from dunes.runs.autosize import chosen, config_for, larger_than_asked, needs
+from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.loop import Make, RunOptions, go
+from dunes.runs.loop import Make, go
 from dunes.runs.memory import nats
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, facts, scheduled
 from dunes.runs.timings import Timings
-from dunes.runs.train_config import TrainConfig, config_for
+from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
 from dunes.units import format_count
 
 
-def train(plan: TrainConfig, folder: Path, show: Display, again: bool = False, **how: Any) -> int:
-    """Run the plan into the folder, or go on with the run there (`again`); `how` are fields of `loop.How`.
+def train(plan: TrainConfig, folder: Path, show: Display, **options: Any) -> int:
+    """Run the plan into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
     Returns and raises what `loop.go` does.
     """
-    going = RunOptions(again=again, **how)
+    going = RunOptions(**options)
 
     def prepared(plan: TrainConfig, spent: Timings) -> Make | None:
         with spent("reading the text"):
@@ -47,10 +48,12 @@ def train(plan: TrainConfig, folder: Path, show: Display, again: bool = False, *
             plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
         for line in reasons:
             show.detail(line)
-        if going.dry:
+        if words := larger_than_asked(plan):
+            show.line(words)
+        if going.dry_run:
             return None
         with spent("tokenizing"):
-            tokens = tokenize(plan, corpus, folder / "state" if again else None, show)
+            tokens = tokenize(plan, corpus, folder / "state" if going.resume else None, show)
         return lambda: prepare(plan, folder, tokens)
 
     return go(plan, folder, show, going, prepared)
@@ -66,7 +69,7 @@ def prepare(plan: TrainConfig, folder: Path, tokens: Tokens) -> Run:
     model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
     schedule = scheduled(plan)
     optimizer = muon(model) if plan.lr is None else muon(model, plan.lr, plan.lr / 2)
-    trainer = Trainer(model, optimizer, nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    trainer = Trainer(model, optimizer, nats, lr_scale=schedule.lr_scale, dtype=dtype, seed=plan.seed)
     return Run(folder, plan, TrainTask(plan, tokens), model, trainer, schedule)
 
 
@@ -94,15 +97,15 @@ class TrainTask:
         return len(self.text.valid)
 
     def batches(self, start: int) -> Iterator[Tensor]:
-        return Windows(self.text.train, self.plan.context, self.plan.batch, self.plan.seed).batches(start)
+        return Windows(self.text.train, self.plan.context_length, self.plan.batch, self.plan.seed).batches(start)
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
         return evaluate(
-            model, self.text.valid, widths(self.tokenizer.token_bytes()), self.plan.context, dtype, limit
+            model, self.text.valid, widths(self.tokenizer.token_bytes()), self.plan.context_length, dtype, limit
         )
 
     def sample(self, model: Decoder) -> str:
-        return sample_text(model, self.tokenizer, self.plan.context, seed=self.plan.seed)
+        return sample_text(model, self.tokenizer, self.plan.context_length, seed=self.plan.seed)
 
     def needs(self) -> str:
         return needs(self.plan)
@@ -112,12 +115,14 @@ class TrainTask:
         ends = plural(self.plan.steps, "step") if self.plan.steps else plural(self.plan.minutes, "minute")
         return (
             f"{self.plan.family}, {format_count(tree.count(run.model))} parameters; "
-            f"{format_count(len(self.text.train))} tokens of {self.tokenizer.vocab} kinds; "
-            f"{self.plan.batch} x {self.plan.context} a step; "
+            f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.tokenizer.vocab}; "
+            f"batch size {self.plan.batch}, context length {self.plan.context_length}; "
             f"{self.plan.dtype} on {run.trainer.device.type}, {plural(self.plan.threads, 'thread')}; for {ends}"
         )
 
     def close(self, run: Run, score: Score, hurried: bool) -> list[str]:
-        checkpoint.save(run.model, run.folder, self.tokenizer, self.plan.context, facts(run, score, "trained"))
+        checkpoint.save(
+            run.model, run.folder, self.tokenizer, self.plan.context_length, facts(run, score, "trained")
+        )
         folder = shlex.quote(str(run.folder))
         return [f"model {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]

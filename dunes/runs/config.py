@@ -1,0 +1,184 @@
+"""What every run is configured with.
+
+These classes import no torch: the command line reads its flags, their defaults and their help from them.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+
+import tyro
+
+MEASURED = ("dtype", "threads", "device")
+STDLIB = "stdlib"
+
+Device = Literal["cpu", "cuda", "mps"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+T = TypeVar("T", bound="RunConfig")
+
+
+def flag(metavar: str, default: str = "") -> Any:
+    """How help shows a flag's value and, where the value in the class would not say it, its default."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else None)
+
+
+_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number below 2^63", lambda v: type(v) is int and abs(v) < 1 << 63),
+    float: ("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e300),
+    bool: ("true or false", lambda v: isinstance(v, bool)),
+    str: ("a text", lambda v: isinstance(v, str)),
+    tuple[str, ...]: ("a tuple of texts", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
+    type(None): ("none", lambda v: v is None),
+}
+"""What a field of each type may hold, in words and checked: a plan may come from a file that somebody edited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:  # what is None or 0 is chosen when the run begins
+    minutes: Annotated[float, flag("MINUTES")] = 15.0
+    """Stop after this many minutes."""
+    steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
+    """Stop after this many optimizer steps instead."""
+    batch: Annotated[int, flag("SEQUENCES", "chosen")] = 0
+    """Sequences per optimizer step."""
+    context_length: Annotated[int, flag("TOKENS", "chosen")] = 0
+    """Sequence length in tokens."""
+    lr: Annotated[float | None, flag("RATE", "chosen")] = None
+    """Peak learning rate."""
+    seed: Annotated[int, flag("SEED")] = 0
+    """Random seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:  # None is measured; `matmul` is the measured rate of matrix products in FLOP/s
+    device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
+    """Device to train on."""
+    dtype: Annotated[Dtype | None, tyro.conf.Suppress] = None
+    threads: Annotated[int | None, tyro.conf.Suppress] = None
+    matmul: Annotated[float | None, tyro.conf.Suppress] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:  # `asked` are the fields of the config that somebody chose: resuming compares these alone
+    resume: bool = False
+    """Resume the run in --out from its last state, with the options it was started with."""
+    override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
+    """Options that may differ from the original run's when resuming."""
+    dry_run: bool = False
+    """Report what would be done and how much memory it would take, then exit."""
+    strict: bool = False
+    """Stop when saving the training state fails, and refuse to resume past a damaged state."""
+    profile: bool = False
+    """Print a breakdown of the wall-clock time at the end."""
+    tensorboard: bool = False
+    """Also write metrics and samples for TensorBoard (tensorboard --logdir RUN)."""
+    asked: Annotated[Collection[str] | None, tyro.conf.Suppress] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Optimization, Hardware):
+    """What any run is asked, stored in the run. It ends after `steps`, else after `minutes`."""
+
+    LEAST: ClassVar[dict[str, float]] = {
+        "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
+        "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,
+    }  # fmt: skip
+    CHOSEN: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch")
+    """Fields in which 0 leaves it open."""
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
+    """What a run may change when it goes on. All else is built into its weights or its order of data."""
+    PATHS: ClassVar[tuple[str, ...]] = ()
+    """Fields that name files and folders."""
+    VERB: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be done, before anything is."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            _check_type(f.name, value, _alternatives(f.type))
+            least = self.LEAST.get(f.name)
+            left_open = value is None or (value == 0 and f.name in self.CHOSEN)
+            if least is not None and not left_open and not value >= least:
+                raise ValueError(f"--{option(f.name)} is {value}; it must be at least {least}")
+
+    @property
+    def seconds(self) -> float:
+        """How long it may take, if it does not end by steps."""
+        return self.minutes * 60
+
+    @property
+    def about(self) -> str:
+        """What the run is, in words."""
+        return ""
+
+    @property
+    def lacks(self) -> str:
+        """What a new run cannot do without, in words; empty if it is all there."""
+        return ""
+
+    def placed(self: T) -> T:
+        """The same with whole paths, so that the run can go on from another working directory."""
+        found = {name: getattr(self, name) for name in self.PATHS}
+        told: dict[str, Any] = {
+            k: _whole(v) if isinstance(v, str) else (*map(_whole, v),) for k, v in found.items()
+        }
+        return replace(self, **told)
+
+    def changed(self) -> set[str]:
+        """The fields that are not at their defaults."""
+        return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def names(self) -> set[str]:
+        """All fields."""
+        return {f.name for f in fields(self)}
+
+    def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
+        """What earlier terms say differently, in words by field; of the fields `asked` for, if given."""
+        found = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
+        return {
+            name: f"{name} was {was!r}, now {now!r}"
+            for name, (was, now) in found.items()
+            if was != now and name != "matmul" and (asked is None or name in asked)
+        }
+
+    @classmethod
+    def of(cls: type[T], stored: Mapping[str, Any]) -> T:
+        """From their JSON. Raises ValueError if that is of another kind of run."""
+        if not isinstance(stored, Mapping):
+            raise ValueError(f"holds no plan, but a {type(stored).__name__}")
+        if odd := stored.keys() - {f.name for f in fields(cls)}:
+            raise ValueError(
+                f"holds a run of another kind, or of another version: it has {', '.join(sorted(odd))}"
+            )
+        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return cls(**told)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows, what it tells the command line left out."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
+    """Raise ValueError unless the value is of one of the types, or one of a Literal's."""
+    first = types[0]
+    if get_origin(first) is Literal:
+        if value not in (*get_args(first), *([None] if type(None) in types else [])):
+            raise ValueError(f"--{option(name)} is {value!r:.60}; it must be one of {', '.join(get_args(first))}")
+    elif not any(_TYPES[t][1](value) for t in types):
+        raise ValueError(f"--{option(name)} is {value!r:.60}; it must be {_TYPES[first][0]}")
+
+
+def _whole(name: str) -> str:
+    """The whole path of what is there; another name, as of the standard library or on the Hub, as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if name not in ("", STDLIB) and path.exists() else name
+
+
+def option(field: str) -> str:
+    """How a field is spelled on the command line."""
+    return field.replace("_", "-")

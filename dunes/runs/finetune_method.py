@@ -1,0 +1,180 @@
+"""What follows for a model from a finetune's config: its changes, which weights train, and how fast.
+
+LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dunes import tree
+from dunes.augment import lora
+from dunes.augment.quantize import decide as decide_quantized
+from dunes.augment.quantize import shape as shape_quantized
+from dunes.data.examples import Records
+from dunes.parts import Decoder
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.text import Tokenizer, templates
+
+ADAPTER = lora.NAME
+
+TOKENS, STEPS = 4096, 32
+"""Tokens in a step, and steps in an epoch at least: LoRA learns less well from large batches
+(https://thinkingmachines.ai/blog/lora/)."""
+
+WIDEST, NARROWEST = 2048, 128
+"""Of a context that is chosen."""
+
+STEEPEST = 0.005
+"""The largest learning rate of adapters that is chosen."""
+
+SPEECH = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
+"""The template of each kind of records; of conversations it is one that the tokenizer has the tokens for."""
+
+BY_THEMSELVES = ("completion", "text")
+"""Kinds whose rows are written as they should be read: a model's own template has nothing to add."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is done to the base: how its weights are kept, and which adapter stands beside them, if one does."""
+
+    adapter: Mapping[str, Any] | None = None
+    quantize: Mapping[str, Any] | None = None
+
+
+_NF4 = {"kind": "nf4", "double": True}
+METHODS = {
+    "full": Method(),
+    "lora": Method({}),
+    "rslora": Method({"rslora": True}),
+    "dora": Method({"dora": True}),
+    "pissa": Method({"init": "pissa"}),
+    "qlora": Method({}, _NF4),
+    "qdora": Method({"dora": True}, _NF4),
+    "qlora-int8": Method({}, {"kind": "int8"}),
+}
+
+
+def idle_options(plan: FinetuneConfig, asked: Collection[str]) -> list[str]:
+    """What was asked of an adapter where the method has none."""
+    return (
+        [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
+        if METHODS[plan.method].adapter is None
+        else []
+    )
+
+
+def leading(files: Sequence[Records]) -> Records:
+    """The records by which a template is chosen: conversations, which one for single answers could not write, then
+    single answers, then those that are written as they should be read."""
+    order = sorted(files, key=lambda r: (r.kind in BY_THEMSELVES, r.kind == "alpaca"))
+    return order[0]
+
+
+def speaks(
+    plan: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
+) -> templates.Template:
+    """The template: the one asked for, the model's own, or the usual one for such records."""
+    if plan.template:
+        return templates.named(plan.template)
+    own = None if records.kind in BY_THEMSELVES else templates.of(tokenizer, card)
+    if own is not None:
+        return own
+    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.named("chatml").needs)
+    return templates.named(SPEECH.get(records.kind, "chatml" if known else "mistral"))
+
+
+def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
+    """Change the model as the method says, freeze what is not to learn, and return the notes.
+
+    Without `fill` no number is read or drawn, for a model that has none.
+    """
+    method, notes = METHODS[plan.method], []
+    if method.quantize is not None:
+        note = decide_quantized(model, **method.quantize)
+        shape_quantized(model, fill=fill, **note)
+        notes.append(note)
+    if method.adapter is None:
+        only(model, plan.target_modules or ("**",))
+        return notes
+    note = lora.decide(model, **_request(plan), **method.adapter)
+    lora.shape(model, **note)
+    if fill:
+        lora.fill(model, **note)
+    lora.set_adapter(model, ADAPTER)
+    only(model, note["new"])
+    return [*notes, note]
+
+
+def _request(plan: FinetuneConfig) -> dict[str, Any]:
+    asked: dict[str, Any] = {"where": plan.target_modules} if plan.target_modules else {}
+    asked |= {"rank": plan.rank, "alpha": plan.alpha, "ranks": plan.pairs, "dropout": plan.dropout}
+    return asked | {"adapter": ADAPTER, "seed": plan.seed}
+
+
+def only(model: nn.Module, where: Sequence[str]) -> None:
+    """Let those parameters learn that the globs select, by their own names or by their modules' places.
+
+    Raises ValueError, with what there is, if these are none.
+    """
+    for name, parameter in model.named_parameters():
+        chosen = False
+        for glob in where:
+            if any(tree.matches(glob.removeprefix("!"), n) for n in (name, name.rpartition(".")[0])):
+                chosen = not glob.startswith("!")
+        parameter.requires_grad_(chosen)
+    if not any(p.requires_grad for p in model.parameters()):
+        some = ", ".join(name for name, _ in model.named_parameters())
+        raise ValueError(
+            f"--target-modules {' '.join(where)} selects nothing to train here; there are {some[:300]}"
+        )
+
+
+def learning_rate(plan: FinetuneConfig, width: int) -> float:
+    """The rate that was asked for, or the usual one for a model of this width.
+
+    Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
+    (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
+    full"). Adapters' has the exponent of https://thinkingmachines.ai/blog/lora/ and seven tenths of its rate,
+    since above that validation begins to rise on the way; at most STEEPEST, divided by `_gain`. LOG.md, "Learning
+    rates of finetuning", has what these do from 100 to 5,000 steps, and where they do not hold.
+    """
+    if plan.lr is not None:
+        return plan.lr
+    if METHODS[plan.method].adapter is None:
+        full: float = 2e-5 * (4096 / width) ** 1.28
+        return full
+    lora: float = min(3.5e-4 * (2000 / width) ** 0.78, STEEPEST)
+    return max(lora / _gain(plan), plan.LEAST["lr"])
+
+
+def _gain(plan: FinetuneConfig) -> float:
+    """The adapter's scale over that of LoRA with an alpha of 32: a change of B is multiplied by as much."""
+    adapter = METHODS[plan.method].adapter or {}
+    return plan.alpha / 32 * (plan.rank**0.5 if adapter.get("rslora") else 1.0)
+
+
+def wide_enough(plan: FinetuneConfig, longest: int, model: Decoder, known: int) -> int:
+    """The context asked for, or one that the longest example fits into.
+
+    Where the model learned a vector for each position it can look no further than it `known`; angles go on.
+    """
+    most = known if model.embed.place is not None else max(known, WIDEST)
+    if plan.context_length > most:
+        raise ValueError(f"--context-length is {plan.context_length}; this model looks at {most} tokens")
+    return plan.context_length or min(most, WIDEST, max(NARROWEST, 1 << (max(1, longest - 2)).bit_length()))
+
+
+def rows_a_step(plan: FinetuneConfig, context: int, epoch: int) -> int:
+    """The rows asked for, or so many that a step has TOKENS and an epoch STEPS."""
+    return plan.batch or max(1, min(TOKENS // context, epoch // STEPS))
+
+
+def steps_of(plan: FinetuneConfig, epoch: int, batch: int) -> int | None:
+    """How many steps, if not the clock ends the run."""
+    if plan.by_time:
+        return None
+    return plan.steps or max(1, round(plan.epochs * epoch / batch))
