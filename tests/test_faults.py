@@ -236,7 +236,7 @@ class Disk:
 
 @pytest.mark.parametrize("forced", [True, False], ids=["as it is", "without fsync"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_five_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_path, monkeypatch):
+def test_a_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_path, monkeypatch):
     save, read = KINDS[kind]
     run, chance, found = tmp_path / "run", random.Random(0), []
     run.mkdir()
@@ -250,7 +250,7 @@ def test_five_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_pa
     disk.notice()
     for handle in disk.held.values():
         os.close(handle)
-    for i in range(500):
+    for i in range(100):
         disk.fail(chance, tmp_path / f"{i}")
         try:
             found.append(read(tmp_path / f"{i}"))
@@ -536,9 +536,9 @@ def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
             return inside
 
 
-def test_twelve_kills_end_bit_for_bit_as_none(code, tmp_path):
+def test_three_kills_end_bit_for_bit_as_none(code, tmp_path):
     assert training(code, tmp_path / "straight").wait(timeout=120) == 0
-    killed(code, tmp_path / "killed", 12, seed=0)
+    killed(code, tmp_path / "killed", 3, seed=0)
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "killed")
     assert same(straight[0], resumed[0])
     assert straight[1:] == resumed[1:]

@@ -230,7 +230,7 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     monkeypatch.chdir(tmp_path / "there")
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     (tmp_path / "here" / "rows.json").rename("moved.json")
-    again = {"again": True, "asked": ["data"], "override": ["data"]}
+    again = {"resume": True, "asked": ["data"], "override": ["data"]}
     assert finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
     (tmp_path / "there" / "moved.json").write_text(json.dumps(ROWS[1:]))
     with pytest.raises(ValueError, match="cannot go on: examples changed"):
@@ -681,9 +681,6 @@ def test_the_verb(base, examples, tmp_path):
     config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert config["use_rslora"]
     assert config["r"] == 2
-    done = subprocess.run([*map(str, command), "--steps", "3"], **how)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"dunes: {tmp_path / 'run'}: holds a run already")
 
 
 def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, tmp_path):
