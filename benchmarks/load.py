@@ -69,7 +69,7 @@ from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.inspect import values
 from dunes.checkpoint.source import opened
-from dunes.checkpoint.stored import held
+from dunes.checkpoint.lazy_tensor import in_memory
 folder, scratch = map(Path, sys.argv[1:])
 cpu = torch.device("cpu")
 
@@ -93,7 +93,7 @@ found["largest"] = max(w.nbytes for w in source.files.values())
 one, two = torch.ones(size // 8), torch.empty(size // 8)
 found["copied"] = max(one.nbytes / timed(lambda: two.copy_(one)) for _ in range(3))
 found["scanned"] = max(size / timed(lambda: list(values(source.files))) for _ in range(3))
-here = held({k: w.read().clone() for k, w in list(source.files.items())[:40]})
+here = in_memory({k: w.read().clone() for k, w in list(source.files.items())[:40]})
 size = sum(w.nbytes for w in here.values())
 found["scanned here"] = max(size / timed(lambda: list(values(here))) for _ in range(3))
 print(json.dumps(found))
@@ -103,7 +103,7 @@ print(json.dumps(found))
 def make(folder: Path, layers: int) -> int:
     """The folder; returns the bytes of its weights."""
     from dunes.checkpoint import stream
-    from dunes.checkpoint.stored import Stored, moved
+    from dunes.checkpoint.lazy_tensor import LazyTensor, renamed
     from dunes.models import FAMILIES
     from dunes.models.names import to_theirs
 
@@ -111,12 +111,12 @@ def make(folder: Path, layers: int) -> int:
     with torch.device("meta"):
         state = llama.build(llama.from_hf(SHAPE | {"num_hidden_layers": layers})).state_dict()
 
-    def made(key: str, shape: torch.Size) -> Stored:
-        return Stored(tuple(shape), torch.bfloat16, key, lambda: torch.randn(shape).mul_(0.02).bfloat16())
+    def made(key: str, shape: torch.Size) -> LazyTensor:
+        return LazyTensor(tuple(shape), torch.bfloat16, key, lambda: torch.randn(shape).mul_(0.02).bfloat16())
 
     ours = {key: made(key, t.shape) for key, t in state.items()}
     folder.mkdir(parents=True)
-    stream.write(folder, moved(to_theirs(llama.NAMES, ours)[0], ours))
+    stream.write(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     return sum(w.nbytes for w in ours.values())
 

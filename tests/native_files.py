@@ -25,7 +25,7 @@ RENAMED = {
 }
 
 
-def renamed(name):
+def native_name(name):
     """Their name for one of Hugging Face's."""
     for old, new in RENAMED.items():
         name = name.replace(old, new)
@@ -74,7 +74,7 @@ def write_native(source, out):
     tensors = {}
     for name, weight in load_file(source / "model.safetensors").items():
         part = name.split(".")[-2]
-        tensors[renamed(name)] = to_pairs(weight, heads[part]) if part in heads else weight
+        tensors[native_name(name)] = to_pairs(weight, heads[part]) if part in heads else weight
     out.mkdir()
     save_file(tensors, out / "consolidated.safetensors")
     (out / "params.json").write_text(json.dumps(params(config)))

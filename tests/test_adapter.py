@@ -13,7 +13,7 @@ from adapters import difference, trained
 from dunes import checkpoint
 from dunes.augment import Adapted, attach, bare, detach, quantize, select
 from dunes.checkpoint import atomic
-from dunes.checkpoint.stored import held, moved
+from dunes.checkpoint.lazy_tensor import in_memory, renamed
 from dunes.models import FAMILIES, spellings
 from dunes.models.names import to_ours
 from dunes.train import halved
@@ -64,7 +64,7 @@ def pair(shape):
     moves, unknown = to_ours(spellings(family), {k: tuple(w.shape) for k, w in state.items()})
     assert not unknown
     ours = FAMILIES[family].build(FAMILIES[family].from_hf(theirs.config.to_dict())).eval()
-    ours.load_state_dict({k: w.read() for k, w in moved(moves, held(state)).items()})
+    ours.load_state_dict({k: w.read() for k, w in renamed(moves, in_memory(state)).items()})
     return theirs, ours
 
 

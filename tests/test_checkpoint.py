@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from dunes import checkpoint
 from dunes.checkpoint import card, inspect, state, stream
 from dunes.checkpoint.folder import verified
+from dunes.checkpoint.lazy_tensor import in_memory
 from dunes.checkpoint.source import opened
-from dunes.checkpoint.stored import held
 from dunes.models import FAMILIES, llama
 from dunes.models.start import initialise
 from dunes.parts import MLP, RMSNorm
@@ -76,7 +76,7 @@ def stage(folder, weights, shard):
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
             shutil.copy(file, ready)
-    stream.write(ready, held(weights), shard=shard)
+    stream.write(ready, in_memory(weights), shard=shard)
     folders.write_card(ready, {"note": str(shard)})
     return ready
 

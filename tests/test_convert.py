@@ -19,8 +19,8 @@ from dunes.checkpoint import atomic, folder, native, stream
 from dunes.checkpoint import convert as conversion
 from dunes.checkpoint.convert import convert, table
 from dunes.checkpoint.inspect import values
+from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.checkpoint.source import opened
-from dunes.checkpoint.stored import Stored, held, moved
 from dunes.checkpoint.verify import logits
 from dunes.cli.main import main
 from dunes.models import FAMILIES
@@ -363,10 +363,10 @@ def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
     llama = FAMILIES["llama"]
     state = outline("llama", llama.from_hf(words)).state_dict()
     noise = {
-        k: Stored(tuple(t.shape), torch.bfloat16, k, partial(torch.full, t.shape, 0.01, dtype=torch.bfloat16))
+        k: LazyTensor(tuple(t.shape), torch.bfloat16, k, partial(torch.full, t.shape, 0.01, dtype=torch.bfloat16))
         for k, t in state.items()
     }
-    stream.write(tmp_path / "hf", moved(to_theirs(llama.NAMES, noise)[0], noise))
+    stream.write(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
     command = [sys.executable, "-c", dedent(MEMORY), str(tmp_path / "hf"), str(tmp_path / "out"), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown = int(done.stdout)
@@ -390,7 +390,7 @@ def test_every_family_through_here_bit_for_bit(form, tmp_path):
             p.add_(torch.randn_like(p) * 0.1)
     moves, _ = to_theirs(module.NAMES, model.state_dict())
     (tmp_path / "hf").mkdir()
-    stream.write(tmp_path / "hf", moved(moves, held(model.state_dict())))
+    stream.write(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(config)))
     found = convert(opened(tmp_path / "hf"), tmp_path / "out")
     assert found.largest_difference == 0.0
@@ -449,7 +449,7 @@ def test_more_than_a_file_holds_goes_into_several(tmp_path):
     theirs("llama", tmp_path / "hf")
     weights = bits(tmp_path / "hf")
     (tmp_path / "many").mkdir()
-    stream.write(tmp_path / "many", held(weights), shard=40_000)
+    stream.write(tmp_path / "many", in_memory(weights), shard=40_000)
     (tmp_path / "many" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) >= 4
@@ -463,7 +463,7 @@ def test_what_we_write_is_what_the_library_reads(tmp_path):
     kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     tensors = {f"t{i}": torch.randn(3, i + 1).mul(9).to(kind) for i, kind in enumerate(kinds)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.randn(4, 3).T}
-    stream.write(tmp_path, held(tensors))
+    stream.write(tmp_path, in_memory(tensors))
     assert same(load_file(tmp_path / "model.safetensors"), tensors)
 
 
@@ -472,7 +472,7 @@ def test_a_model_with_a_smaller_file_than_before_is_the_new_one(tmp_path):
     theirs("llama", tmp_path / "hf")
     ready = tmp_path / "hf" / folder.READY
     ready.mkdir()
-    stream.write(ready, held(bits(tmp_path / "hf")), shard=40_000)
+    stream.write(ready, in_memory(bits(tmp_path / "hf")), shard=40_000)
     folder.settle(tmp_path / "hf")
     assert not (tmp_path / "hf" / "model.safetensors").exists()
     assert (tmp_path / "hf" / stream.INDEX).exists()
@@ -601,7 +601,7 @@ def test_odd_numbers_are_found_by_name_and_count(dtype):
     tensors = {"odd": odd, "fine": fine, "none": torch.zeros(0, 3, dtype=dtype), "whole": torch.arange(3)}
     tensors |= {"bias": torch.zeros(4, dtype=dtype), "scalar": torch.tensor(torch.inf, dtype=dtype)}
     by_hand = int(((odd != 0) & (odd.abs() < limits.smallest_normal)).sum())
-    assert list(values(held(tensors))) == [
+    assert list(values(in_memory(tensors))) == [
         f"odd: 2 not finite, {by_hand} denormal, 1 row of zeros",
         "scalar: 1 not finite",
     ]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dunes import checkpoint
-from dunes.checkpoint.stored import held, moved
+from dunes.checkpoint.lazy_tensor import in_memory, renamed
 from dunes.generate import generate
 from dunes.models import FAMILIES, spellings
 from dunes.models.names import to_ours, to_theirs
@@ -28,13 +28,13 @@ LIMIT = 1e-5
 def from_theirs(family, weights):
     moves, unknown = to_ours(spellings(family), {k: tuple(w.shape) for k, w in weights.items()})
     assert not unknown
-    return {k: w.read() for k, w in moved(moves, held(weights)).items()}
+    return {k: w.read() for k, w in renamed(moves, in_memory(weights)).items()}
 
 
 def back_to_theirs(family, weights):
     moves, unknown = to_theirs(FAMILIES[family].NAMES, weights)
     assert not unknown
-    return {k: w.read() for k, w in moved(moves, held(weights)).items()}
+    return {k: w.read() for k, w in renamed(moves, in_memory(weights)).items()}
 
 
 COMMON = {

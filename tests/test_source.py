@@ -19,9 +19,9 @@ from dunes.checkpoint import folder as folders
 from dunes.checkpoint.differences import SHOWN, Difference, report
 from dunes.checkpoint.folder import filled
 from dunes.checkpoint.inspect import inspect
+from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.mapped import Mapped
 from dunes.checkpoint.source import opened
-from dunes.checkpoint.stored import Stored, cast, held, moved
 from dunes.cli import main as cli
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from native_files import renamed
+from native_files import native_name
 
 WORDS = {
     "vocab_size": 97,
@@ -871,7 +871,7 @@ PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 160, "vocab_size
 @linux
 def test_no_params_json_costs_memory_or_time(made, tmp_path):
     folder = made("llama")
-    tensors = {renamed(k): v for k, v in load_file(folder / WEIGHTS).items()}
+    tensors = {native_name(k): v for k, v in load_file(folder / WEIGHTS).items()}
     for file in (CONFIG, WEIGHTS):
         (folder / file).unlink()
     tensors["output.weight"] = tensors["tok_embeddings.weight"].clone()
@@ -919,8 +919,8 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     module = FAMILIES["llama"]
     config = module.Config.sized(32000, 5120, 100, 4096)
     config = type(config)(**vars(config) | {"tied": False})
-    source = held(outline("llama", config).state_dict())
-    theirs = moved(to_theirs(module.NAMES, source)[0], cast(source, torch.bfloat16))
+    source = in_memory(outline("llama", config).state_dict())
+    theirs = renamed(to_theirs(module.NAMES, source)[0], cast(source, torch.bfloat16))
     header, end = {}, 0
     for key, stored in theirs.items():
         header[key] = {
@@ -981,4 +981,4 @@ def test_nothing_is_read_where_all_dtypes_agree(copy):
     source = opened(copy())
     weights = source.weights()
     assert folders._alike(source, weights) is weights
-    assert isinstance(next(iter(weights.values())), Stored)
+    assert isinstance(next(iter(weights.values())), LazyTensor)

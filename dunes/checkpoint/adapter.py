@@ -25,9 +25,9 @@ from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, tar
 from dunes.checkpoint.base import ANYWAY, BaseWeights, Record, identity, prove, recorded
 from dunes.checkpoint.folder import verified, write, write_card, write_tokenizer
 from dunes.checkpoint.header import shown
+from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory
 from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
-from dunes.checkpoint.stored import Stored, held
 from dunes.models import spellings
 from dunes.plural import plural
 from dunes.text import Tokenizer, json_file
@@ -119,7 +119,7 @@ def save_adapter(
     config = _config([t for t, _ in whole], about) | _ranks(whole, form.rslora)
     config |= {"use_rslora": form.rslora, "use_dora": form.dora, "base_model_name_or_path": _named(base)}
     config["lora_dropout"] = 0.0 if config["target_parameters"] else form.dropout  # PEFT has none on experts
-    weights = held({PREFIX + k: w for k, w in _all_keys(whole, about)})
+    weights = in_memory({PREFIX + k: w for k, w in _all_keys(whole, about)})
     note = _loadable(whole, Words.told(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
@@ -449,12 +449,12 @@ PARTS = {
 }
 
 
-def _grouped(folder: Path) -> dict[str, dict[str, Stored]]:
+def _grouped(folder: Path) -> dict[str, dict[str, LazyTensor]]:
     """The tensors of the file by module and part. Raises ValueError that lists the names that are no adapter's."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(f"{folder}: no weights; looked for {' and '.join(WEIGHTS)}")
-    groups: dict[str, dict[str, Stored]] = {}
+    groups: dict[str, dict[str, LazyTensor]] = {}
     unknown = []
     for key, stored in tensors(path).items():
         end = next((e for e in PARTS if key.endswith(f".{e}")), None)
@@ -509,7 +509,7 @@ def _complete(folder: Path, words: Words, seen: set[str], named: Mapping[str, Ta
 
 
 def _target(
-    folder: Path, module: str, group: Mapping[str, Stored], named: Mapping[str, Target], base: Base
+    folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: Base
 ) -> Target:
     """What a module of the file is here. Of stacked experts the shapes tell it: nesting depends on the writer."""
     path = module.removeprefix(PREFIX)
@@ -527,7 +527,7 @@ def _target(
     )
 
 
-def _shapes(target: Target, group: Mapping[str, Stored], base: Base) -> dict[str, tuple[int, ...]]:
+def _shapes(target: Target, group: Mapping[str, LazyTensor], base: Base) -> dict[str, tuple[int, ...]]:
     """What the shapes must be, for the rank that A has."""
     wide = base.sizes[target.places[0]][0]
     tall = sum(base.sizes[place][1] for place in target.rows[0])
@@ -536,7 +536,7 @@ def _shapes(target: Target, group: Mapping[str, Stored], base: Base) -> dict[str
     return {part: shapes[part] for part in group if part in shapes}
 
 
-def _whole(module: str, group: Mapping[str, Stored], target: Target, words: Words, base: Base) -> Factors:
+def _whole(module: str, group: Mapping[str, LazyTensor], target: Target, words: Words, base: Base) -> Factors:
     """The factors of a target, read. Raises ValueError for a shape, rank or number that cannot be."""
     rank, scale = words.of(target)
     expected = _shapes(target, group, base)
@@ -556,7 +556,7 @@ def _whole(module: str, group: Mapping[str, Stored], target: Target, words: Word
     return Factors(read["A"], read["B"], scale, read.get("magnitude"))
 
 
-def _same_table(folder: Path, module: str, stored: Stored, base: nn.Module) -> None:
+def _same_table(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
     """PEFT writes embeddings beside their adapters. Raises ValueError if this one was trained, too."""
     table = dense(base)
     if tuple(stored.shape) != tuple(table.shape) or not torch.equal(stored.read().to(table), table):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dunes.checkpoint.atomic import tensor_digest
 from dunes.checkpoint.differences import Difference
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.say import rows
-from dunes.checkpoint.stored import Stored, Weights, held
 from dunes.checkpoint.stream import CODES
 
 Build: TypeAlias = Callable[..., nn.Module]
@@ -25,7 +25,7 @@ Build: TypeAlias = Callable[..., nn.Module]
 
 def describe(
     model: nn.Module, build: Build, arguments: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Stored]]:
+) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """What the card says of a model, and its tensors, each that has several names under the first of them.
 
     `build(**arguments)` must give this very model, but for the values of tensors that are kept: parameters and
@@ -125,13 +125,13 @@ def _names(structure: Any, key: str, path: Path) -> dict[str, str]:
     return table
 
 
-def _weights(model: nn.Module) -> dict[str, Stored]:
+def _weights(model: nn.Module) -> dict[str, LazyTensor]:
     """The tensors that are kept. Raises ValueError that names those that no file can hold."""
     state, tied = model.state_dict(), _tied(model)
     odd = [k for k, t in state.items() if not isinstance(t, Tensor) or t.dtype not in CODES or t.is_meta]
     if odd:
         raise ValueError(f"{', '.join(odd)}: no tensors with numbers of a kind that safetensors can hold")
-    return held({k: t for k, t in state.items() if k not in tied})
+    return in_memory({k: t for k, t in state.items() if k not in tied})
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

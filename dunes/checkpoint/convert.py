@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from dunes.checkpoint import folder, stream
+from dunes.checkpoint.lazy_tensor import cast, renamed, track_reads
 from dunes.checkpoint.source import CONFIG, Source, opened
-from dunes.checkpoint.stored import cast, counted, moved
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
@@ -47,14 +47,14 @@ def convert(
     said = _json_files(source, dtype, tokenizer)
     moves, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
     assert not unknown, "a family has a name for each of its weights"
-    theirs = moved(moves, weights)
+    theirs = renamed(moves, weights)
     size, before = (sum(w.nbytes for w in part.values()) for part in (theirs, source.files))
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
     tick = _ticking(2 * size + before + (size if rounded else 0), show)
     verified: list[Verified] = []
 
     def fill(staged: Path) -> None:
-        stream.write(staged, counted(theirs, partial(tick, "writing")))
+        stream.write(staged, track_reads(theirs, partial(tick, "writing")))
         for name, content in said.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copied(source.folder, staged)

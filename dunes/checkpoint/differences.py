@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from dunes.checkpoint.stored import Stored, Weights, moved
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, renamed
 from dunes.models.names import Name, Names, filled, numbers, to_ours, to_theirs
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
@@ -41,20 +41,20 @@ class _Spelling(NamedTuple):
 
 def compare(
     expected: Weights, files: Weights, names: Names, ignored: Sequence[str]
-) -> tuple[dict[str, Stored], list[Difference]]:
+) -> tuple[dict[str, LazyTensor], list[Difference]]:
     """The files' tensors by our names, and every difference from what is expected under our names."""
     kept = {k: w for k, w in files.items() if not any(numbers(t, k) is not None for t in ignored)}
     heads = {k: kept.pop(k) for k in HEADS if k in kept and HEAD not in expected}
     spellings = _spellings(expected, names)
     by_ours: dict[str, str] = {}
-    fitting, differences = dict[str, Stored](), list[Difference]()
+    fitting, differences = dict[str, LazyTensor](), list[Difference]()
     for key, stored in kept.items():
         if (difference := _difference(key, stored, spellings.get(key), by_ours)) is None:
             fitting[key] = stored
         else:
             differences.append(difference)
     moves, _ = to_ours(names, {k: w.shape for k, w in fitting.items()})
-    weights = moved(moves, fitting)
+    weights = renamed(moves, fitting)
     differences += _missing(spellings, [key for key in expected if key not in by_ours])
     differences += [d for k, w in heads.items() if (d := _second_head(k, w, weights.get(EMBEDDING)))]
     return weights, sorted(differences, key=lambda d: KINDS.index(d.kind))
@@ -71,7 +71,7 @@ def _spellings(expected: Weights, names: Names) -> dict[str, _Spelling]:
 
 def _plain(expected: Weights, rule: Name) -> dict[str, _Spelling]:
     moves, _ = to_theirs([rule], expected)
-    shapes = {name: stored.shape for name, stored in moved(moves, expected).items()}
+    shapes = {name: stored.shape for name, stored in renamed(moves, expected).items()}
     return {move.to: _Spelling(shapes[move.to], move.sources) for move in moves}
 
 
@@ -91,7 +91,7 @@ def _stacks(expected: Weights, rule: Name) -> dict[str, _Spelling]:
 
 
 def _difference(
-    name: str, stored: Stored, spelling: _Spelling | None, by_ours: dict[str, str]
+    name: str, stored: LazyTensor, spelling: _Spelling | None, by_ours: dict[str, str]
 ) -> Difference | None:
     """How a tensor of the files differs from what it should be; `by_ours` notes which one each of ours lies in."""
     if spelling is None:
@@ -117,7 +117,7 @@ def _missing(spellings: Mapping[str, _Spelling], keys: Sequence[str]) -> Iterato
         yield Difference("missing", name, str(spellings[name].shape), "nothing")
 
 
-def _second_head(name: str, head: Stored, embedding: Stored | None) -> Difference | None:
+def _second_head(name: str, head: LazyTensor, embedding: LazyTensor | None) -> Difference | None:
     """A tied model's files may hold the head, too, if it is the embedding."""
     if embedding is None:
         return None

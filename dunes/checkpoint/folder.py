@@ -21,9 +21,9 @@ from dunes.checkpoint import card as cards
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.header import shown
+from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.say import Said, said
 from dunes.checkpoint.source import CONFIG, Source, indexed, opened, tensors
-from dunes.checkpoint.stored import Stored, cast, held, moved
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.models.outline import outline
@@ -109,12 +109,12 @@ def _fits(tokenizer: Tokenizer | None, rows: int) -> None:
         )
 
 
-def _in_their_terms(model: nn.Module, words: Said) -> tuple[dict[str, Any], dict[str, Any], dict[str, Stored]]:
+def _in_their_terms(model: nn.Module, words: Said) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """What the card and config.json say of a model of a family, and its tensors by Hugging Face's names."""
-    family, state = FAMILIES[words.family], held(model.state_dict())
+    family, state = FAMILIES[words.family], in_memory(model.state_dict())
     moves, unknown = to_theirs(family.NAMES, state)
     assert not unknown, "a family has a name for each of its weights"
-    return {"family": words.family}, family.to_hf(words.config), moved(moves, state)
+    return {"family": words.family}, family.to_hf(words.config), renamed(moves, state)
 
 
 def write(folder: Path, fill: Callable[[Path], None], size: int) -> None:
@@ -339,7 +339,7 @@ def settled(folder: Path) -> Path:
     return folder
 
 
-def _alike(source: Source, weights: dict[str, Stored]) -> dict[str, Stored]:
+def _alike(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The weights in one dtype: of several in the files the config's, or else one that holds them all."""
     kinds = {w.dtype for w in weights.values()}
     if len(kinds) == 1:

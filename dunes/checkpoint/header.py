@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dunes.checkpoint.lazy_tensor import LazyTensor
 from dunes.checkpoint.mapped import Mapped, unusable
-from dunes.checkpoint.stored import Stored
 from dunes.text import json_file
 
 LENGTH = 32_000_000
@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 """The dtypes that are read and written, by their names in a header."""
 
 
-def tensors(source: Path | Mapped) -> dict[str, Stored]:
+def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
     """The tensors of a safetensors file by name, in the file's order; their numbers are mapped when they are read.
 
     Who streams a file greater than memory passes a `Mapped` and calls its `forget` between tensors.
@@ -106,7 +106,7 @@ def _header(mapped: Mapped) -> tuple[int, dict[str, Any]]:
     return 8 + length, header
 
 
-def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> Stored:
+def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> LazyTensor:
     if not isinstance(entry, dict):  # the library takes a list of the three, too
         raise ValueError(f"tensor {shown(name)} is described by {shown(entry)}; expected an object")
     if entry["dtype"] not in DTYPES:
@@ -117,4 +117,4 @@ def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> Stored:
     if reason := unusable(shape):
         raise ValueError(f"tensor {shown(name)} {reason}")
     read = partial(mapped.tensor, begin + entry["data_offsets"][0], shape, dtype)
-    return Stored(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.forget)
+    return LazyTensor(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.forget)

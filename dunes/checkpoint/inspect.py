@@ -15,8 +15,8 @@ from torch import Tensor
 from dunes import tree
 from dunes.checkpoint import card
 from dunes.checkpoint.folder import agree
+from dunes.checkpoint.lazy_tensor import Weights
 from dunes.checkpoint.source import Source
-from dunes.checkpoint.stored import Weights
 from dunes.models.outline import outline
 from dunes.plural import plural
 from dunes.text import Tokenizer

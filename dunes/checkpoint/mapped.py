@@ -59,7 +59,7 @@ class Mapped:
         reason = unusable(shape)
         if reason:
             raise ValueError(f"{self.path}: a tensor at byte {offset} {reason}")
-        steps = contiguous(shape) if stride is None else tuple(stride)
+        steps = torch.empty(shape, device="meta").stride() if stride is None else tuple(stride)
         count = span(shape, steps)
         end = offset + count * dtype.itemsize
         if len(steps) != len(shape) or min(steps, default=0) < 0 or not 0 <= offset <= end <= self.size:
@@ -112,11 +112,6 @@ def unusable(shape: Sequence[int]) -> str:
     if prod(max(size, 1) for size in shape) >= 1 << 59:
         return "has more numbers than can be addressed"
     return ""
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a row-major tensor."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:

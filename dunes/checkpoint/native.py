@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dunes.checkpoint.stored import Stored, Weights
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
 from dunes.models.names import Change, Names, name, same
 
 PARAMS = "params.json"
@@ -248,7 +248,7 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
-def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
+def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
     """One set of tensors from the shards that several machines held; `whole` are the shapes to come.
 
     A tensor that is whole in a shard is taken from the first, others are put together along the one
@@ -258,7 +258,7 @@ def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> d
     return {key: _joined([shard[key] for shard in shards if key in shard], whole.get(key)) for key in keys}
 
 
-def _joined(parts: list[Stored], whole: tuple[int, ...] | None) -> Stored:
+def _joined(parts: list[LazyTensor], whole: tuple[int, ...] | None) -> LazyTensor:
     first = parts[0]
     if len(parts) == 1 or whole is None or first.shape == whole:
         return first
@@ -269,10 +269,13 @@ def _joined(parts: list[Stored], whole: tuple[int, ...] | None) -> Stored:
             part.forget()
 
     shape = _with(parts, along) or first.shape
-    return Stored(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], along), forget)
+
+    return LazyTensor(
+        shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], along), forget
+    )
 
 
-def _with(parts: Sequence[Stored], along: int) -> tuple[int, ...] | None:
+def _with(parts: Sequence[LazyTensor], along: int) -> tuple[int, ...] | None:
     """The shape of the parts put together along a dimension, or None if they do not fit."""
     others = {(p.shape[:along], p.shape[along + 1 :], p.dtype) for p in parts if len(p.shape) > along}
     if len(others) != 1 or any(len(p.shape) <= along for p in parts):

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import torch
 
 from dunes.checkpoint.header import NAME, TENSORS, named, refused, shown
+from dunes.checkpoint.lazy_tensor import LazyTensor
 from dunes.checkpoint.mapped import RANK, Mapped, span, unusable
-from dunes.checkpoint.stored import Stored
 from dunes.checkpoint.zipped import entries
 from dunes.plural import plural
 
@@ -96,7 +96,7 @@ _STORAGES: dict[Name, torch.dtype] = {
 }
 
 
-def tensors(source: Path | Mapped) -> dict[str, Stored]:
+def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
     """The tensors of a file of torch.save by name, in the file's order, of either of torch's two formats.
 
     The file holds a dict; dicts in it are joined with dots. If it has a dict under "state_dict" or "model",
@@ -109,7 +109,7 @@ def tensors(source: Path | Mapped) -> dict[str, Stored]:
         with mapped.open() as file:
             found, places = (_zipped if file.read(4) == b"PK\3\4" else _legacy)(file, mapped.size)
         return {
-            name: Stored(
+            name: LazyTensor(
                 held.shape,
                 held.storage.dtype,
                 f"{mapped.path.name}: {name}",

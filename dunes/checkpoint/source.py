@@ -13,7 +13,7 @@ from dunes.checkpoint import header, native, pickled
 from dunes.checkpoint.built import function_of, loading_hint
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.inside import inside
-from dunes.checkpoint.stored import Stored, Weights, held, moved
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory, renamed
 from dunes.models import FAMILIES, family_of, spellings
 from dunes.models.names import Names, filled, numbers, to_theirs
 from dunes.models.outline import described, outline
@@ -56,15 +56,15 @@ class Source:
             return FAMILIES[self.family].from_hf(dict(self.words))
 
     @cached_property
-    def expected(self) -> dict[str, Stored]:
+    def expected(self) -> dict[str, LazyTensor]:
         """The tensors that the config asks for, by our names, without numbers.
 
         Raises ValueError if they are far more than the files hold, before anything is built.
         """
         self._bounded(self.files.values())
-        return held(outline(self.family, self.config).state_dict(), self.form)
+        return in_memory(outline(self.family, self.config).state_dict(), self.form)
 
-    def _bounded(self, files: Iterable[Stored]) -> None:
+    def _bounded(self, files: Iterable[LazyTensor]) -> None:
         """Raise ValueError if these files hold far less than the config describes."""
         sizes = [_numbers(w) for w in files]
         there, slack = sum(sizes), 1 << 20
@@ -87,11 +87,11 @@ class Source:
             )
 
     @cached_property
-    def compared(self) -> tuple[dict[str, Stored], list[Difference]]:
+    def compared(self) -> tuple[dict[str, LazyTensor], list[Difference]]:
         """The files' tensors by our names, and all that keeps them from being this model."""
         return compare(self.expected, self.files, self.names, self.ignored)
 
-    def weights(self) -> dict[str, Stored]:
+    def weights(self) -> dict[str, LazyTensor]:
         """The tensors by our names. Raises ValueError that lists every difference."""
         weights, differences = self.compared
         if differences:
@@ -99,7 +99,7 @@ class Source:
         return weights
 
 
-def _numbers(stored: Stored) -> int:
+def _numbers(stored: LazyTensor) -> int:
     return prod(stored.shape)
 
 
@@ -115,17 +115,17 @@ def _blaming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {said if len(said) < 400 else said[:400] + '...'}") from None
 
 
-def opened(folder: Path, renamed: Mapping[str, str] | None = None) -> Source:
+def opened(folder: Path, renames: Mapping[str, str] | None = None) -> Source:
     """A model folder in any of the forms read here. Raises ValueError that says what was looked for.
 
-    `renamed` maps foreign names of tensors (with `{i}` for a number) to Hugging Face's.
+    `renames` maps foreign names of tensors (with `{i}` for a number) to Hugging Face's.
     """
     if (function := function_of(cards.read(folder), folder / cards.CARD)) is not None:
         raise ValueError(loading_hint(folder, function[0]))
     if (folder / CONFIG).is_file() and (files := _weights(folder, *SINGLE)) is not None:
-        return _hugging_face(folder, _renamed(files, renamed or {}, folder))
+        return _hugging_face(folder, _renamed(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
-        if renamed:
+        if renames:
             raise ValueError(f"{folder}: a native folder, whose names are known; leave out the table of names")
         return _native(folder)
     if (folder / ADAPTER).is_file():
@@ -146,7 +146,7 @@ def _adapter(folder: Path) -> str:
     return f"{folder}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {folder} OUT"
 
 
-def _hugging_face(folder: Path, files: dict[str, Stored]) -> Source:
+def _hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     words = json_file.read(folder / CONFIG, json_file.CONFIG)
     if (quantized := words.get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -159,16 +159,16 @@ def _hugging_face(folder: Path, files: dict[str, Stored]) -> Source:
     return Source(folder, "Hugging Face", words, files, spellings(family), ignored)
 
 
-def _renamed(files: dict[str, Stored], renamed: Mapping[str, str], folder: Path) -> dict[str, Stored]:
+def _renamed(files: dict[str, LazyTensor], renames: Mapping[str, str], folder: Path) -> dict[str, LazyTensor]:
     """The tensors under the names that a user's table gives them.
 
     Raises ValueError for two under one name, and for a line of the table that names none.
     """
-    if idle := [k for k in renamed if all(numbers(k, key) is None for key in files)]:
+    if idle := [k for k in renames if all(numbers(k, key) is None for key in files)]:
         raise ValueError(f"{folder}: no tensor is called {idle[0]}, which the table of names has")
-    result: dict[str, Stored] = {}
+    result: dict[str, LazyTensor] = {}
     for key, stored in files.items():
-        hit = next(((to, at) for at_, to in renamed.items() if (at := numbers(at_, key)) is not None), None)
+        hit = next(((to, at) for at_, to in renames.items() if (at := numbers(at_, key)) is not None), None)
         name = key if hit is None else filled(*hit)
         if name in result:
             raise ValueError(f"{folder}: two tensors are called {name} by the table of names, one of them {key}")
@@ -192,13 +192,13 @@ def _native(folder: Path) -> Source:
     unnamed = Source(folder, "native", words, shards[0], [], native.IGNORED, tuple(notes))
     unnamed._bounded(w for s in shards for w in s.values())
     names = native.names(words)
-    expected = held(outline(unnamed.family, unnamed.config).state_dict())
+    expected = in_memory(outline(unnamed.family, unnamed.config).state_dict())
     moves, _ = to_theirs(names, expected)
-    shapes = {key: stored.shape for key, stored in moved(moves, expected).items()}
+    shapes = {key: stored.shape for key, stored in renamed(moves, expected).items()}
     return replace(unnamed, files=native.joined(shards, shapes), names=names)
 
 
-def _consolidated(folder: Path) -> list[dict[str, Stored]]:
+def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
     """The tensors of each native file, in order. Raises ValueError if one is missing between others."""
     if (files := _weights(folder, "consolidated.safetensors")) is not None:
         return [files]
@@ -211,7 +211,7 @@ def _consolidated(folder: Path) -> list[dict[str, Stored]]:
     return [tensors(path) for path in found]
 
 
-def _weights(folder: Path, *names: str) -> dict[str, Stored] | None:
+def _weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
     """The tensors in the first of these files, or of those that its index names; None if none is there."""
     for name in names:
         if (folder / name).exists():
@@ -221,7 +221,7 @@ def _weights(folder: Path, *names: str) -> dict[str, Stored] | None:
     return None
 
 
-def indexed(index: Path) -> dict[str, Stored]:
+def indexed(index: Path) -> dict[str, LazyTensor]:
     """The tensors of all shards that an index names.
 
     Raises ValueError for a name outside of the folder, for what is no plain file, and where the index
@@ -236,7 +236,7 @@ def indexed(index: Path) -> dict[str, Stored]:
     if len(said) > MOST_SHARDS:
         raise ValueError(f"{index}: names {len(said):,} files; {MOST_SHARDS:,} are the limit")
     paths = {name: inside(index.parent, name, index) for name in sorted(said)}
-    files: dict[str, Stored] = {}
+    files: dict[str, LazyTensor] = {}
     for name, path in paths.items():
         there = tensors(path)
         if (odd := min(there.keys() ^ said[name], default=None)) is not None:
@@ -246,6 +246,6 @@ def indexed(index: Path) -> dict[str, Stored]:
     return files
 
 
-def tensors(path: Path) -> dict[str, Stored]:
+def tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of one file, safetensors or pickle by its name."""
     return header.tensors(path) if path.suffix == ".safetensors" else pickled.tensors(path)

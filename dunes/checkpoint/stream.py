@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dunes.checkpoint import atomic, header
-from dunes.checkpoint.stored import Stored, Weights
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,8 +41,8 @@ def write(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHA
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _parted(weights: Weights, shard: int) -> Iterator[dict[str, Stored]]:
-    part: dict[str, Stored] = {}
+def _parted(weights: Weights, shard: int) -> Iterator[dict[str, LazyTensor]]:
+    part: dict[str, LazyTensor] = {}
     size = 0
     for key, stored in weights.items():
         if part and size + stored.nbytes > shard:

@@ -16,8 +16,8 @@ from dunes.augment.adapted import Adapted, dense, embeds, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import native
 from dunes.checkpoint.differences import compare
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.checkpoint.source import Source
-from dunes.checkpoint.stored import Stored, Weights, cast, counted, held
 from dunes.models.outline import outline
 from dunes.parts import Attention, Decoder
 from dunes.plural import plural
@@ -147,7 +147,7 @@ def held_logits(model: nn.Module, context: int, folded: torch.dtype | None = Non
             setattr(place.parent, place.key, (_Rows if embeds(inner) else _Linear)(_own(place.module, kind)))
         elif isinstance(inner, Quantized):
             tree.replace(twin, [place.name], lambda m: _Linear(_own(m, kind)), reach="inner")
-    _read_when_used(twin, cast(held(twin.state_dict()), kind))
+    _read_when_used(twin, cast(in_memory(twin.state_dict()), kind))
     with torch.no_grad():
         result: Tensor = twin(_prompts(vocab, context))
     return result
@@ -163,9 +163,9 @@ def _own(module: nn.Module, dtype: torch.dtype) -> Weights:
             return (dense(module) if changed is None else changed()).to(dtype)
 
     size = sides(module)
-    weight = Stored(size if embeds(module) else size[::-1], dtype, "memory", read)
+    weight = LazyTensor(size if embeds(module) else size[::-1], dtype, "memory", read)
     bias = getattr(module, "bias", None)
-    return {"weight": weight} | ({} if bias is None else cast(held({"bias": bias}), dtype))
+    return {"weight": weight} | ({} if bias is None else cast(in_memory({"bias": bias}), dtype))
 
 
 def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
@@ -180,7 +180,7 @@ def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
         for module in model.modules():
             if isinstance(module, Attention) and module.position is not None:
                 module.position = replace(module.position, adjacent=True)
-    weights = counted(compare(source.expected, source.files, names, source.ignored)[0], tick)
+    weights = track_reads(compare(source.expected, source.files, names, source.ignored)[0], tick)
     if model.head is None:
         model.head = nn.Linear(1, 1, bias=False, device="meta")
         weights["head.weight"] = weights["embed.token.weight"]

@@ -12,7 +12,7 @@ from dunes.models.names import Move
 
 
 @dataclass(frozen=True)
-class Stored:
+class LazyTensor:
     """One tensor of a file. `origin` says where it lies, for messages; `read` brings its numbers.
 
     `forget` gives back the memory that a mapped file takes after reading; nobody may use the tensor then.
@@ -30,23 +30,23 @@ class Stored:
         return torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
 
 
-Weights: TypeAlias = Mapping[str, Stored]
+Weights: TypeAlias = Mapping[str, LazyTensor]
 
 
-def held(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str, Stored]:
+def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str, LazyTensor]:
     """Tensors that are here already, as if they were stored."""
     return {
-        key: Stored(tuple(t.shape), t.dtype, f"{origin}: {key}", lambda t=t: t.detach())  # type: ignore[misc]
+        key: LazyTensor(tuple(t.shape), t.dtype, f"{origin}: {key}", lambda t=t: t.detach())  # type: ignore[misc]
         for key, t in tensors.items()
     }
 
 
-def moved(moves: Iterable[Move], weights: Weights) -> dict[str, Stored]:
+def renamed(moves: Iterable[Move], weights: Weights) -> dict[str, LazyTensor]:
     """The tensors that these moves make, made when they are read."""
     return {move.to: _made(move, [weights[s] for s in move.sources]) for move in moves}
 
 
-def _made(move: Move, sources: list[Stored]) -> Stored:
+def _made(move: Move, sources: list[LazyTensor]) -> LazyTensor:
     shape = tuple(move.make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
     origin = ", ".join(s.origin for s in sources)
 
@@ -57,22 +57,22 @@ def _made(move: Move, sources: list[Stored]) -> Stored:
         for source in sources:
             source.forget()
 
-    return Stored(shape, sources[0].dtype, origin, read, forget)
+    return LazyTensor(shape, sources[0].dtype, origin, read, forget)
 
 
-def counted(weights: Weights, tick: Callable[[int], None]) -> dict[str, Stored]:
+def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:
     """The same tensors; `tick` is told the bytes of each when it is let go."""
 
-    def forget(stored: Stored) -> None:
+    def forget(stored: LazyTensor) -> None:
         stored.forget()
         tick(stored.nbytes)
 
     return {k: replace(w, forget=partial(forget, w)) for k, w in weights.items()}
 
 
-def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Stored]:
+def cast(weights: Weights, dtype: torch.dtype) -> dict[str, LazyTensor]:
     """The same tensors in another dtype."""
     return {
-        key: Stored(w.shape, dtype, w.origin, lambda w=w: w.read().to(dtype), w.forget)  # type: ignore[misc]
+        key: LazyTensor(w.shape, dtype, w.origin, lambda w=w: w.read().to(dtype), w.forget)  # type: ignore[misc]
         for key, w in weights.items()
     }
