@@ -129,7 +129,7 @@ def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
 
 @pytest.mark.parametrize("name", sorted(benchmarks.BENCHMARKS))
 def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model_folder, tmp_path):
-    reads = {"batch": "batches", "context": "contexts", "dtype": "dtypes"}
+    reads = {"batch": "batches", "context-length": "contexts", "dtype": "dtypes"}
     idle = {fields: [] for option, fields in reads.items() if option not in benchmarks.BENCHMARKS[name].reads}
     kept = measured(name, tmp_path / "out.jsonl", models=[model_folder], sizes=[], **idle)
     assert rows.read(tmp_path / "out.jsonl") == kept
@@ -209,7 +209,7 @@ def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypa
         ("complete", {"batches": []}, "a shape has no tokenizer"),
         ("complete", {}, "--batch means nothing to complete; leave it out"),
         ("tokenize", {"batches": [], "contexts": [], "dtypes": []}, "a shape has no tokenizer"),
-        ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context means nothing to load"),
+        ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context-length means nothing to load"),
         ("train", {"models": [Path("nowhere")]}, "nowhere is not a model folder"),
     ],
 )
@@ -219,7 +219,7 @@ def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):
 
 
 def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"was made for 32 tokens; --context 64 is more"):
+    with pytest.raises(ValueError, match=r"was made for 32 tokens; --context-length 64 is more"):
         measured("prefill", tmp_path / "o.jsonl", models=[model_folder], sizes=[], contexts=[64])
 
 
@@ -458,7 +458,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_table_or_one_json_document_is_printed(tmp_path):
-    shape = ("--size", "300k", "600k", "--context", 32, "--batch", 2, "--dtype", "float32", "--threads", 1)
+    shape = ("--size", "300k", "600k", "--context-length", 32, "--batch", 2, "--dtype", "float32", "--threads", 1)
     done = command("prefill", *shape, "--rounds", 2, "--out", tmp_path / "a.jsonl")
     assert done.returncode == 0, done.stderr
     assert "middle half" in done.stdout.splitlines()[1]
@@ -488,7 +488,7 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
         "prefill",
         "--size",
         "300k",
-        "--context",
+        "--context-length",
         "32",
         "--rounds",
         "10000",

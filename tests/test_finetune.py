@@ -427,6 +427,8 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
     assert domain["before"] != domain["after"]
     page = (folder / "samples.md").read_text()
+    assert finetune(FinetuneConfig(), folder, display()[0], resume=True) == 0
+    assert (folder / "samples.md").read_text() == page, "the table is written once"
     _, held = split(read(examples).rows)
     for record in held[:3]:
         assert f"| {record.talk[0].text} | {record.talk[1].text} |" in page
