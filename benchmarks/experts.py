@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dunes.models.experts import mixture
+from dunes.models.mixture import mixture
 from dunes.ops import experts as forms
 from dunes.parts import GatedMLP, MoE
 

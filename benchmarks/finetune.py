@@ -87,7 +87,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
     records = examples.read(data).rows[:2000]
     tokenizer = Tokenizer.train("bpe", [turn.whole for r in records for turn in r.talk], VOCAB)
     dim, depth = SHAPES[size]
-    config = llama.Config.sized(VOCAB, dim, depth, CONTEXT)
+    config = llama.Config.from_size(VOCAB, dim, depth, CONTEXT)
     kv_heads = config.heads // (3 if config.heads % 3 == 0 else 2)
     model = rough(llama.build(replace(config, kv_heads=kv_heads, tied=False)))
     checkpoint.save(model, folder / "model", tokenizer, CONTEXT)
@@ -119,7 +119,8 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
 
 def batches(made: Any) -> list[list[list[list[int]]]]:
     return [
-        [[list(map(int, p)) for p in row] for row in zip(*made.at(i)[:3], strict=True)] for i in range(BATCHES)
+        [[list(map(int, p)) for p in row] for row in zip(*made.positions(i)[:3], strict=True)]
+        for i in range(BATCHES)
     ]
 
 

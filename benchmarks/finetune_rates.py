@@ -72,7 +72,7 @@ def losses(lesson: FinetuneData, method: str, steps: int, rate: float | None, be
     schedule, adam = scheduled(plan), optimizer(plan, model)
     for group in adam.param_groups:
         group["betas"] = (group["betas"][0], beta2 or group["betas"][1])
-    trainer = Trainer(model, adam, answered, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    trainer = Trainer(model, adam, answered, lr_scale=schedule.lr_scale, dtype=dtype, seed=plan.seed)
     checks, start = list[float](), time.perf_counter()
     try:
         for step in trainer.run(task.batches(0)):

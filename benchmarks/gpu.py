@@ -99,15 +99,15 @@ def our_side(work: Work) -> dict[str, float]:
 
     from dunes import measure
     from dunes.models import arcee
-    from dunes.models.start import initialise
+    from dunes.models.initialise import initialise
     from dunes.runs.autosize import flops
     from dunes.train import Trainer, muon
 
     device = measure.device()
-    config = arcee.Config.sized(work.vocab, work.dim, work.depth, work.context)
+    config = arcee.Config.from_size(work.vocab, work.dim, work.depth, work.context)
     size = {"heads": work.heads, "kv_heads": work.heads, "head_dim": work.dim // work.heads}
     model = initialise(arcee.build(replace(config, **size))).to(device)
-    loss = torch.compile(lambda m, b: m.nats(b[:, :-1], b[:, 1:]))
+    loss = torch.compile(lambda m, b: m.loss(b[:, :-1], b[:, 1:]))
     trainer = Trainer(model, muon(model), loss, accumulate=work.accumulate, dtype=torch.bfloat16)
     steps = trainer.run(stream(work, device))
     row = timed(lambda: next(steps), work)

@@ -105,13 +105,13 @@ def batches(sweep: Sweep, loaded: Loaded) -> tuple[Batches, Batches]:
     rows = (sides[0][sweep.skip :][: sweep.examples or None], sides[1])
     learn, held = (list(examples.tokenized(r, named("plain"), loaded.tokenizer)) for r in rows)
     return (
-        Batches(learn, loaded.context, sweep.batch, sweep.seed),
-        Batches(held, loaded.context, 16, sweep.seed),
+        Batches(learn, loaded.context_length, sweep.batch, sweep.seed),
+        Batches(held, loaded.context_length, 16, sweep.seed),
     )
 
 
 def nats(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    summed: tuple[torch.Tensor, torch.Tensor] = model.nats(*batch)
+    summed: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
     return summed
 
 
@@ -126,7 +126,7 @@ def held_out(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
 def own_text(loaded: Loaded, dtype: torch.dtype) -> float:
     """Bits a byte of what the base's training held out, in windows spread over it."""
     width, ids = widths(loaded.tokenizer.pieces()), score.held_out(loaded.tokenizer, loaded.card)[0]
-    return evaluate(loaded.model, ids, width, loaded.context, dtype, OWN).bits_per_byte
+    return evaluate(loaded.model, ids, width, loaded.context_length, dtype, OWN).bits_per_byte
 
 
 @torch.no_grad()
@@ -168,9 +168,9 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
     prepared(run, model)
     total = run.sweep.epochs * learn.epoch // run.sweep.batch
     checks, seconds, start = list[float](), 0.0, time.perf_counter()
-    rate = Schedule.steps(total, warmup=total // 20, fall=1.0).rate
+    rate = Schedule.steps(total, warmup=total // 20, decay=1.0).lr_scale
     optimizer = adamw(model, run.rate, decay=0.0)
-    trainer = Trainer(model, optimizer, nats, rate=rate, dtype=dtype, seed=run.sweep.seed)
+    trainer = Trainer(model, optimizer, nats, lr_scale=rate, dtype=dtype, seed=run.sweep.seed)
     for step in trainer.run(learn.batches()):
         seconds += step.seconds
         if step.number % max(1, total // CHECKS) == 0 or step.number == total:
@@ -179,7 +179,7 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
         if step.number == total:
             break
     if tuned is not None and not run.rank:
-        checkpoint.save(model, tuned, loaded.tokenizer, loaded.context, {"trained": loaded.card["trained"]})
+        checkpoint.save(model, tuned, loaded.tokenizer, loaded.context_length, {"trained": loaded.card["trained"]})
     return run.key | {
         "trainable": tree.count(model, trainable=True),
         "parameters": size,

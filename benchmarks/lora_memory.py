@@ -42,13 +42,13 @@ def prepared(build: Callable[[], Decoder], method: str, rank: int) -> Decoder:
     if method != "full":
         note = lora.decide(model, rank=rank)
         lora.shape(model, **note)
-        lora.select(model, note["request"]["adapter"])
+        lora.set_adapter(model, note["request"]["adapter"])
         tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
     return model
 
 
 def nats(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    summed: tuple[torch.Tensor, torch.Tensor] = model.nats(*batch)
+    summed: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
     return summed
 
 

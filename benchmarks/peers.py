@@ -150,7 +150,7 @@ def prepared(folder: Path, size: str) -> Work:
     from dunes.text import Tokenizer
 
     dim, depth, context = SHAPES[size]
-    config = llama.Config.sized(VOCAB, dim, depth, context)
+    config = llama.Config.from_size(VOCAB, dim, depth, context)
     kv_heads = config.heads // (3 if config.heads % 3 == 0 else 2)
     config = replace(config, kv_heads=kv_heads, tied=False)
     checkpoint.save(rough(llama.build(config)), folder / "model", Tokenizer.train("bytes", []), context)

@@ -59,7 +59,7 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     from dunes import measure
     from dunes.data import Windows
     from dunes.models import arcee
-    from dunes.models.start import initialise
+    from dunes.models.initialise import initialise
     from dunes.runs.evaluate import evaluate, widths
     from dunes.train import Schedule, Trainer, muon
 
@@ -67,11 +67,11 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     measure.keep_memory()
     torch.set_num_threads(measure.threads())
     dtype = measure.dtype(measure.device())
-    config = replace(arcee.Config.sized(tokenizer.vocab, 128, 2, CONTEXT), heads=2, kv_heads=2, head_dim=64)
+    config = replace(arcee.Config.from_size(tokenizer.vocab, 128, 2, CONTEXT), heads=2, kv_heads=2, head_dim=64)
     model = initialise(arcee.build(config), seed)
-    schedule = Schedule.steps(steps, warmup=5, fall=0.6)
-    loss = lambda m, b: m.nats(b[:, :-1], b[:, 1:])
-    trainer = Trainer(model, muon(model, momentum=0.85), loss, rate=schedule.rate, dtype=dtype, seed=seed)
+    schedule = Schedule.steps(steps, warmup=5, decay=0.6)
+    loss = lambda m, b: m.loss(b[:, :-1], b[:, 1:])
+    trainer = Trainer(model, muon(model, momentum=0.85), loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=seed)
     start = time.perf_counter()
     for step in trainer.run(Windows(train, CONTEXT, 32, seed).batches()):
         if schedule.over(step.number):

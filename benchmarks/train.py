@@ -73,7 +73,7 @@ def our_side(size: str, batch: int) -> dict[str, float]:
 
     from dunes import measure
     from dunes.models import arcee
-    from dunes.models.start import initialise
+    from dunes.models.initialise import initialise
     from dunes.runs.autosize import flops
     from dunes.train import Trainer, muon
 
@@ -81,7 +81,7 @@ def our_side(size: str, batch: int) -> dict[str, float]:
     torch.set_num_threads(measure.threads())
     dtype = measure.dtype(measure.device())
     dim, depth, heads = SHAPES[size]
-    config = arcee.Config.sized(VOCAB, dim, depth, CONTEXT)
+    config = arcee.Config.from_size(VOCAB, dim, depth, CONTEXT)
     model = initialise(arcee.build(replace(config, heads=heads, kv_heads=heads, head_dim=dim // heads)))
     optimizer, spent = muon(model), []
     plain_step = optimizer.step
@@ -92,7 +92,7 @@ def our_side(size: str, batch: int) -> dict[str, float]:
         spent.append(time.perf_counter() - start)
 
     optimizer.step = watched
-    loss = lambda m, b: m.nats(b[:, :-1], b[:, 1:])
+    loss = lambda m, b: m.loss(b[:, :-1], b[:, 1:])
     row = timed(Trainer(model, optimizer, loss, dtype=dtype).run(batches(batch)))
     rate = measure.matmul_rate(dtype, measure.device())
     return row | {"optimizer": median(spent[3:]), "matmul": rate, "flops": flops(model, CONTEXT)}

@@ -1,9 +1,9 @@
-"""Walk, exchange, freeze, watch and count the modules of any `nn.Module`.
+"""Find, replace, freeze, watch and count the modules of any `nn.Module`.
 
-A *place* is a module's dotted name as it reads without wrappers: a module with a `.base` (LoRA,
-say, or a quantized linear) is transparent, so `blocks.3.attn.q` names the same spot before and
-after a change. Places are addressed by globs, which unlike functions can be written to a file and
-repeated: `*` stays inside one segment, `**` crosses segments, `!` excludes, the last match wins.
+A *place* is a module's dotted name without its wrappers: a module with a `.base` (LoRA, for example) is
+transparent, so `blocks.3.attn.q` names the same place before and after a change. Places are selected by globs,
+which unlike functions can be saved to a file: `*` stays inside one segment, `**` crosses segments, `!` excludes,
+the last match wins.
 """
 
 import re
@@ -18,7 +18,7 @@ Kind = Callable[[nn.Module], bool]
 
 
 class Place(NamedTuple):
-    """`parent.key` holds `module`; `name` is where that is in the tree without wrappers."""
+    """`parent.key` holds `module`; `name` is its place in the tree without wrappers."""
 
     name: str
     module: nn.Module
@@ -51,7 +51,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
-    """Every place below `model`, parents before children, the outermost module of each wrapping."""
+    """All places below `model`, parents before children, each with its outermost module."""
     for key, module in model.named_children():
         yield Place(prefix + key, module, model, key)
         yield from places(_innermost(module, model, key)[0], f"{prefix}{key}.")
@@ -64,20 +64,20 @@ def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Modul
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """What stands below all wrappers."""
+    """The module below all wrappers."""
     return _innermost(module, module, "")[0]
 
 
 def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[Place]:
     """The places that `where` selects and whose module is of that kind.
 
-    Raises ValueError if there is none: a change that hits nothing is a mistake, not a change.
+    Raises ValueError if there is none: a change that applies to nothing is a mistake.
     """
-    found = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
-    if not found:
+    selected = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
+    if not selected:
         some = ", ".join(p.name for p in places(model) if kind(p.module)) or "none"
-        raise ValueError(f"{where!r} selects nothing here; the places of that kind are: {some[:300]}")
-    return found
+        raise ValueError(f"{where!r} selects nothing; the places of that kind are: {some[:300]}")
+    return selected
 
 
 def replace(
@@ -87,25 +87,25 @@ def replace(
     kind: Kind = anything,
     reach: Literal["outer", "inner"] = "outer",
 ) -> list[str]:
-    """Put `make(module)` where `module` stood, and return the names of the places.
+    """Replace each selected `module` by `make(module)`, and return the names of the places.
 
-    `reach` says which module of a wrapped place is meant: the outermost wrapper, or the innermost
-    base (the one that holds the dense weights). Raises ValueError if nothing is selected.
+    `reach` selects the module of a wrapped place: the outermost wrapper, or the innermost base, which holds the
+    weights. Raises ValueError if nothing is selected.
     """
 
-    def reached(p: Place) -> Place:
+    def resolve(p: Place) -> Place:
         return p if reach == "outer" else Place(p.name, *_innermost(p.module, p.parent, p.key))
 
-    found = [r for p in find(model, where) if kind((r := reached(p)).module)]
-    if not found:
-        raise ValueError(f"{where!r} selects places, but none of the kind asked for")
-    for place in found:
+    targets = [r for p in find(model, where) if kind((r := resolve(p)).module)]
+    if not targets:
+        raise ValueError(f"{where!r} selects places, but none of the requested kind")
+    for place in targets:
         setattr(place.parent, place.key, make(place.module))
-    return [place.name for place in found]
+    return [place.name for place in targets]
 
 
 def freeze(model: nn.Module, where: Where = "**") -> list[str]:
-    """Stop training the parameters whose dotted names are selected, and return those names."""
+    """Set requires_grad=False on the parameters whose dotted names are selected, and return those names."""
     names = [name for name, _ in model.named_parameters() if matches(where, name)]
     if not names:
         raise ValueError(f"{where!r} selects no parameter")
@@ -115,21 +115,21 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """How many numbers the parameters hold; a parameter used in two places counts once."""
+    """The number of parameters; one that is used at several places counts once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
 
 
 @contextmanager
 def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
-    """`with watch(model, "blocks.*.mlp") as seen: model(ids)` leaves each place's last output in `seen`."""
-    seen: dict[str, Any] = {}
+    """`with watch(model, "blocks.*.mlp") as outputs: model(ids)` stores each place's last output in `outputs`."""
+    outputs: dict[str, Any] = {}
 
     def remember(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: seen.__setitem__(name, output)
+        return lambda module, inputs, output: outputs.__setitem__(name, output)
 
     hooks = [p.module.register_forward_hook(remember(p.name)) for p in find(model, where)]
     try:
-        yield seen
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -137,7 +137,7 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Training or evaluation mode for a while; a model already in it is left alone, another put back."""
+    """Training or evaluation mode inside; each module's mode is restored afterwards."""
     if model.training == training:
         yield
         return

@@ -11,7 +11,7 @@ from dunes import checkpoint, tree
 from dunes.cli.recipe import run_recipe
 from dunes.data import Windows
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs.evaluate import evaluate, widths
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
@@ -23,10 +23,10 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
     tokenizer = Tokenizer.train("chars", [text])
     ids = np.array(tokenizer.encode(text))
     cut = int(0.9 * len(ids))
-    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, dim=128, depth=4, context=64)))
+    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, dim=128, depth=4, context_length=64)))
     print(f"{tree.count(model):,} parameters")
     schedule = Schedule.steps(steps, warmup=10)
-    trainer = Trainer(model, muon(model), lambda m, b: m.nats(b[:, :-1], b[:, 1:]), rate=schedule.rate)
+    trainer = Trainer(model, muon(model), lambda m, b: m.loss(b[:, :-1], b[:, 1:]), lr_scale=schedule.lr_scale)
     for step in trainer.run(Windows(ids[:cut], length=64, batch=32).batches()):
         if step.number % 100 == 0:
             score = evaluate(model, ids[cut:], widths(tokenizer.pieces()), 64, limit=20_000)

@@ -4,14 +4,14 @@ import torch
 
 from dunes.augment.adapted import Adapted
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 
 IDS = torch.arange(40).view(2, 20)
 
 
 def build(family="llama"):
     module = FAMILIES[family]
-    model = initialise(module.build(module.Config.sized(50, 32, 2, 32)), seed=3)
+    model = initialise(module.build(module.Config.from_size(50, 32, 2, 32)), seed=3)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.05)

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, MoE, RMSNorm, Rotary
-from dunes.parts.position import Dynamic
 
 VOCAB = 50
 
@@ -111,10 +110,6 @@ def plain_attention(dim):
     return Attention(dim, 4, 2, position=Rotary(8))
 
 
-def dynamic_attention(dim):
-    return Attention(dim, 4, 2, position=Rotary(8, scaling=Dynamic(8.0, 4)))
-
-
 def moved_by_column(x, ctx):
     """A user's own positions, which go by the row and not by the context."""
     return x + 0.3 * torch.arange(x.shape[2], dtype=x.dtype)[:, None]
@@ -147,7 +142,6 @@ OWN = {
     "attention without a context": {"attention": Average},
     "attention in one of ours": {"attention": lambda dim: ShiftedAttention(dim, 4, 2, position=Rotary(8))},
     "attention with a context": {"attention": OwnAttention},
-    "angles that follow the length": {"attention": dynamic_attention},
     "beside a mixture": {"attention": Average, "mlp": mixture},
     "per token": {"mlp": OwnMLP},
     "head": {"head": lambda dim: ShiftedLinear(dim, VOCAB)},

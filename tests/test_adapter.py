@@ -11,12 +11,12 @@ from torch import nn
 
 from adapters import difference, trained
 from dunes import checkpoint
-from dunes.augment import Adapted, attach, bare, detach, quantize, select
+from dunes.augment import Adapted, attach, base_model, detach, quantize, set_adapter
 from dunes.checkpoint import atomic
 from dunes.checkpoint.lazy_tensor import in_memory, renamed
-from dunes.models import FAMILIES, spellings
+from dunes.models import FAMILIES, weight_names
 from dunes.models.names import to_ours
-from dunes.train import halved
+from dunes.train import cast_frozen
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -61,7 +61,7 @@ def pair(shape):
     state = {
         k: v for k, v in theirs.state_dict().items() if "lm_head" not in k or not theirs.config.tie_word_embeddings
     }
-    moves, unknown = to_ours(spellings(family), {k: tuple(w.shape) for k, w in state.items()})
+    moves, unknown = to_ours(weight_names(family), {k: tuple(w.shape) for k, w in state.items()})
     assert not unknown
     ours = FAMILIES[family].build(FAMILIES[family].from_hf(theirs.config.to_dict())).eval()
     ours.load_state_dict({k: w.read() for k, w in renamed(moves, in_memory(state)).items()})
@@ -92,7 +92,7 @@ def test_peft_opens_ours(shape, kind, tmp_path):
     print(f"{shape} {kind}: {difference(said, there):.1e}, base {difference(said, base):.1e}")
     assert difference(said, there) <= LIMIT * base.abs().max()
     assert difference(said, base) > 0.1
-    select(ours, None)
+    set_adapter(ours, None)
     assert difference(ours(IDS), base) <= LIMIT * base.abs().max()
     detach(ours)
     checkpoint.load_adapter(ours, tmp_path / "a", "again")
@@ -214,7 +214,7 @@ def test_parts_of_fused_matrices_are_enough(tmp_path):
 
 def test_an_adapter_learnt_on_a_quantized_base_opens_on_the_dense_one(tmp_path):
     theirs, ours = pair("llama")
-    dense = bare(ours)
+    dense = base_model(ours)
     before = checkpoint.identity(dense)
     quantize(ours, kind="nf4")
     attach(ours, rank=2)
@@ -350,7 +350,7 @@ def test_the_card_tells_other_weights_and_damage(saved):
     with pytest.raises(ValueError, match="there is an adapter 'first' already"):
         checkpoint.load_adapter(ours, folder, "first")
     checkpoint.load_adapter(ours, folder, "second")  # the digest is the base's, whatever stands beside it
-    other = bare(ours)
+    other = base_model(ours)
     with torch.no_grad():
         other.norm.weight[0] += 1  # which is shared
     with pytest.raises(ValueError, match="made for other weights"):
@@ -413,7 +413,7 @@ def test_what_was_rounded_and_made_wide_again_is_known(dtype, saved, tmp_path):
     attach(rounded, where="blocks.*.attn.[qv]", rank=2)
     checkpoint.save_adapter(trained(rounded), tmp_path / "b")
     checkpoint.load_adapter(deepcopy(ours), tmp_path / "b")  # of which that base was made
-    halved(rounded.float(), torch.bfloat16)  # linear maps alone
+    cast_frozen(rounded.float(), torch.bfloat16)  # linear maps alone
     checkpoint.load_adapter(rounded, folder, "other")
     with pytest.raises(ValueError, match="made for other weights"):
         checkpoint.load_adapter(random_like(ours, torch.float32), tmp_path / "b")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from adapters import difference, trained
 from dunes import checkpoint
-from dunes.augment import attach, bare, quantize
+from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import checked
@@ -79,7 +79,7 @@ def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path)
     loaded = checkpoint.load(tmp_path / "a")
     assert difference(loaded.model(IDS), said) <= LIMIT * plain.abs().max()
     assert difference(plain, said) > 0.1
-    assert loaded.context == 24
+    assert loaded.context_length == 24
     assert not loaded.model.training
     template = of(loaded.tokenizer, loaded.card)
     assert template is named("chatml")
@@ -134,7 +134,7 @@ def test_a_folder_of_pefts_opens_with_the_tokenizer_of_the_base(tmp_path):
     loaded = checkpoint.load(tmp_path / "a")
     with torch.no_grad():
         assert difference(loaded.model(IDS), adapted(IDS).logits) <= LIMIT * 10
-    assert loaded.context == 32
+    assert loaded.context_length == 32
     assert loaded.card == {}
     assert loaded.tokenizer.encode("ab") == TOKENS.encode("ab")
     lines, reason = about(tmp_path / "a")
@@ -289,28 +289,24 @@ def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_verbs_take_adapter_folders(made, tmp_path):
+def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     folder, _ = made
-
-    def dunes(*arguments):
-        line = [sys.executable, "-m", "dunes", *map(str, arguments)]
-        return subprocess.run(line, capture_output=True, text=True, timeout=200)
-
     (tmp_path / "text.txt").write_text("abc def. " * 40)
     shutil.copytree(folder, tmp_path / "no card")
     (tmp_path / "no card" / "dunes.json").unlink()
-    written = dunes("generate", tmp_path / "no card", "ab", "--tokens", 4)
+    line = [sys.executable, "-m", "dunes", "generate", tmp_path / "no card", "ab", "--tokens", "4"]
+    written = subprocess.run(line, capture_output=True, text=True, timeout=200)
     assert written.returncode == 0
     assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: says nothing of its base's weights")
     assert written.stderr.count("\n") == 1
-    assert "bits a byte" in dunes("eval", folder, tmp_path / "text.txt").stdout
-    looked = dunes("inspect", folder)
-    assert looked.returncode == 0, looked.stderr
+    assert verbs.evaluate(str(folder), (str(tmp_path / "text.txt"),)) in (0, None)
+    assert "bits a byte" in capsys.readouterr().out
+    assert verbs.inspect(str(folder)) == 0
+    printed = capsys.readouterr().out
     for line in ("LoRA, rank 4, alpha 32", "q_proj 2 times", "template    chatml", str(tmp_path / "base")):
-        assert line in looked.stdout
-    refused = dunes("export", folder, tmp_path / "out")
-    assert refused.returncode == 2
-    assert "dunes augment merge" in refused.stderr
+        assert line in printed
+    with pytest.raises(ValueError, match="dunes augment merge"):
+        verbs.export(str(folder), tmp_path / "out")
 
 
 def test_the_structure_is_the_same_in_another_process(made):
@@ -455,7 +451,7 @@ def test_a_base_is_digested_once_and_in_one_dtype(made, monkeypatch):
 
     monkeypatch.setattr(atomic, "tensor_digests", counting)
     model = checkpoint.load(folder).model
-    tensors = len(bare(model).state_dict())
+    tensors = len(base_model(model).state_dict())
     assert digested == [[torch.bfloat16]] * tensors
     digested.clear()
     speaker(str(folder.parent / "base"), [folder, folder.parent / "b"])

@@ -95,7 +95,7 @@ def test_flops_are_what_pytorch_counts(tied, monkeypatch):
     monkeypatch.setattr(
         attention, "form", lambda q, k: attention.plain
     )  # the fused kernel is not counted on a CPU
-    config = replace(arcee.Config.sized(300, 64, 3, 32), tied=tied)
+    config = replace(arcee.Config.from_size(300, 64, 3, 32), tied=tied)
     model, batch = arcee.build(config), torch.randint(300, (2, 33))
     with FlopCounterMode(display=False) as counter:
         torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
@@ -103,14 +103,14 @@ def test_flops_are_what_pytorch_counts(tied, monkeypatch):
 
 
 def test_orthogonalising_is_what_muon_computes():
-    from dunes.train.optim import orthogonal
+    from dunes.train.optim import orthogonalise
 
-    model = llama.build(llama.Config.sized(300, 64, 1, 32))
+    model = llama.build(llama.Config.from_size(300, 64, 1, 32))
     with FlopCounterMode(display=False) as counter:
         for m in model.modules():
             if isinstance(m, torch.nn.Linear):
                 short, long = sorted(m.weight.shape)
-                orthogonal(torch.randn(1, short, long))
+                orthogonalise(torch.randn(1, short, long))
     assert counter.get_total_flops() == orthogonalising(model)
 
 

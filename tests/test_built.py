@@ -16,7 +16,7 @@ from dunes.checkpoint.built import name_of
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.text import Tokenizer
 
@@ -78,9 +78,9 @@ def test_what_is_kept_is_loaded_bit_for_bit(kept):
     assert torch.equal(loaded.model(IDS), model(IDS))
     assert loaded.model.head.weight is loaded.model.embed.token.weight
     assert loaded.tokenizer.json() == TOKENIZER.json()
-    assert (loaded.context, loaded.card["note"], loaded.model.training) == (64, "x", False)
+    assert (loaded.context_length, loaded.card["note"], loaded.model.training) == (64, "x", False)
     assert loaded.card["family"] == {"function": "test_built:build", "arguments": {}}
-    assert len(list(generate(loaded.model, [1, 2], limit=3, context=loaded.context))) == 3
+    assert len(list(generate(loaded.model, [1, 2], limit=3, context_length=loaded.context_length))) == 3
     assert sorted(p.name for p in kept.iterdir() if p.name.startswith("model")) == ["model.safetensors"]
 
 
@@ -265,7 +265,7 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
 
 
 def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):
-    make = lambda: initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)))
+    make = lambda: initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)))
     save(make(), tmp_path, build=make)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
     for loaded in (checkpoint.load(tmp_path), checkpoint.load(tmp_path, build=make)):
@@ -274,7 +274,7 @@ def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):
 
 
 def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
-    model = initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)))
+    model = initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)))
     save(model, kept)
     assert checkpoint.load(kept).card["family"] == "llama"
     save(learned(build()), kept)

@@ -19,7 +19,7 @@ from dunes.checkpoint.folder import verified
 from dunes.checkpoint.lazy_tensor import in_memory
 from dunes.checkpoint.source import opened
 from dunes.models import FAMILIES, llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.parts import MLP, RMSNorm
 from dunes.text import Tokenizer
 
@@ -28,7 +28,7 @@ TOKENIZER = Tokenizer.train("bytes", [])
 
 def build(family="qwen3"):
     module = FAMILIES[family]
-    return initialise(module.build(module.Config.sized(TOKENIZER.vocab, 32, 2, 16)))
+    return initialise(module.build(module.Config.from_size(TOKENIZER.vocab, 32, 2, 16)))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
     assert loaded.model.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in loaded.model.state_dict().items())
     assert loaded.card["note"] == "x"
-    assert loaded.context == 16
+    assert loaded.context_length == 16
     assert not loaded.model.training
     assert loaded.tokenizer.json() == TOKENIZER.json()
 
@@ -55,7 +55,7 @@ def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
     module = FAMILIES["llama"]
     with pytest.raises(ValueError, match=words):
         checkpoint.save(
-            initialise(module.build(module.Config.sized(vocab, 32, 2, 16))), folder, TOKENIZER, context
+            initialise(module.build(module.Config.from_size(vocab, 32, 2, 16))), folder, TOKENIZER, context
         )
     assert checkpoint.load(folder).card["trained"] == {"steps": 3}
 
@@ -316,7 +316,7 @@ def test_an_unknown_family_is_refused(folder):
 
 def test_what_a_model_is_called_follows_from_its_tree():
     for family, module in FAMILIES.items():
-        config = module.Config.sized(50, 64, 2, 16)
+        config = module.Config.from_size(50, 64, 2, 16)
         assert checkpoint.said(module.build(config), 16) == (family, config)
     changed = build()
     changed.blocks[1].mlp = MLP(32, 64)
@@ -328,7 +328,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
     changed.blocks[0].attn.q_norm = RMSNorm(32, 1e-2)
     reason = checkpoint.said(changed, 16)
     assert "eps" in reason
-    shorter = llama.build(llama.Config.sized(50, 64, 3, 16))
+    shorter = llama.build(llama.Config.from_size(50, 64, 3, 16))
     shorter.blocks = shorter.blocks[:2]
     assert checkpoint.said(shorter, 16).config.depth == 2
 

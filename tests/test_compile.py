@@ -20,7 +20,7 @@ INDUCTOR = ("llama", "mistral")
 def build(family, depth=1, **sizes):
     """Six heads of four that share two key/value heads, a window shorter than the text, experts."""
     module = FAMILIES[family]
-    config = module.Config.sized(VOCAB, 24, depth, 16)
+    config = module.Config.from_size(VOCAB, 24, depth, 16)
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 4, "hidden": 32, "window": 5, "experts": 4} | sizes
     model = module.build(replace(config, **{k: v for k, v in sizes.items() if hasattr(config, k)}))
     draw = torch.Generator().manual_seed(0)
@@ -35,7 +35,7 @@ def tokens(rows=2, length=13):
 
 
 def loss(model, ids):
-    return model.nats(ids[:, :-1], ids[:, 1:])
+    return model.loss(ids[:, :-1], ids[:, 1:])
 
 
 def loss_and_logits(model, ids):
@@ -124,10 +124,13 @@ def test_texts_of_other_lengths_need_no_other_graph():
 
 
 def test_packed_documents_are_one_graph():
-    at = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 0, -1], [*range(12)]])
-    targets = tokens(2, 12).where(at >= 0, cross_entropy.IGNORE)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 0, -1], [*range(12)]])
+    targets = tokens(2, 12).where(positions >= 0, cross_entropy.IGNORE)
     assert_compiles(
-        build("mistral"), "aot_eager", lambda model, *batch: model.nats(*batch), (tokens(2, 12), targets, at)
+        build("mistral"),
+        "aot_eager",
+        lambda model, *batch: model.loss(*batch),
+        (tokens(2, 12), targets, positions),
     )
 
 

@@ -24,9 +24,9 @@ from dunes.checkpoint.source import opened
 from dunes.checkpoint.verify import logits
 from dunes.cli.main import main
 from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.models.meta import build_on_meta
 from dunes.models.names import to_theirs
-from dunes.models.outline import outline
-from dunes.models.start import initialise
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -361,7 +361,7 @@ def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(words, default=str))
     llama = FAMILIES["llama"]
-    state = outline("llama", llama.from_hf(words)).state_dict()
+    state = build_on_meta("llama", llama.from_hf(words)).state_dict()
     noise = {
         k: LazyTensor(tuple(t.shape), torch.bfloat16, k, partial(torch.full, t.shape, 0.01, dtype=torch.bfloat16))
         for k, t in state.items()
@@ -381,7 +381,7 @@ FORMS = [*FAMILIES, "llama tied", "qwen3 tied"]
 def test_every_family_through_here_bit_for_bit(form, tmp_path):
     family, _, tied = form.partition(" ")
     module = FAMILIES[family]
-    config = module.Config.sized(97, 64, 2, 48)
+    config = module.Config.from_size(97, 64, 2, 48)
     if hasattr(config, "tied"):
         config = replace(config, tied=bool(tied))
     model = initialise(module.build(config), 1)

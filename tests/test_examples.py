@@ -879,8 +879,8 @@ def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypat
 
 
 def test_large_texts_are_those_that_are_more_than_the_share():
-    sized = [Record((Turn("text", "a" * n),), f"{n}", "text") for n in (1000, 60, 40, 40)]
+    from_size = [Record((Turn("text", "a" * n),), f"{n}", "text") for n in (1000, 60, 40, 40)]
     spoken = [Record(chat("user", "assistant"), "x", "messages")]
-    assert large_texts([*sized, *spoken], 0.05) == sized[:2]
-    assert large_texts(sized, 0.5) == sized[:1]
+    assert large_texts([*from_size, *spoken], 0.05) == from_size[:2]
+    assert large_texts(from_size, 0.5) == from_size[:1]
     assert large_texts(spoken, 0.05) == []

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dunes import tree
-from dunes.models import FAMILIES, family_of, spellings
-from dunes.models.names import numbers, to_ours
-from dunes.models.outline import described
+from dunes.models import FAMILIES, family_of, weight_names
+from dunes.models.meta import weight_counts
+from dunes.models.names import match_indices, to_ours
 from dunes.ops import rotary
-from dunes.parts import Attention, Context, Rotary
-from dunes.parts.position import Dynamic, Linear, Llama3, Yarn
+from dunes.parts import Attention, ForwardContext, Rotary
+from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.runs.autosize import config_for
 from dunes.runs.train_config import TrainConfig
 
@@ -20,12 +20,12 @@ MOE = ["mixtral", "qwen3_moe"]
 
 
 def ignored(family, key):
-    return any(numbers(template, key) is not None for template in FAMILIES[family].IGNORED)
+    return any(match_indices(template, key) is not None for template in FAMILIES[family].IGNORED_NAMES)
 
 
 def words(family):
     module = FAMILIES[family]
-    return module.to_hf(module.Config.sized(97, 64, 2, 48))
+    return module.to_hf(module.Config.from_size(97, 64, 2, 48))
 
 
 def without(hf, *keys):
@@ -38,10 +38,6 @@ OLD_AND_NEW = {
     "linear": (
         {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}},
         {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-    ),
-    "dynamic": (
-        {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
-        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
     ),
     "yarn": (
         {
@@ -73,7 +69,7 @@ OLD_AND_NEW = {
         },
     ),
 }
-SCALED = {"linear": Linear, "dynamic": Dynamic, "yarn": Yarn, "llama3": Llama3}
+SCALED = {"linear": Linear, "yarn": Yarn, "llama3": Llama3}
 
 
 @pytest.mark.parametrize("family", LLAMA)
@@ -135,6 +131,7 @@ ROPE = {"rope_type": "yarn", "factor": 2.0}
 REFUSED = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "longrope"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "'dynamic' is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
@@ -158,8 +155,8 @@ REFUSED = [
     ("llama", {"intermediate_size": 64.0}, "intermediate_size"),
     ("llama", {"intermediate_size": True}, "intermediate_size"),
     ("llama", {"hidden_size": {"a": [1]}}, "hidden_size"),
-    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 2}, "does not divide"),
-    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "does not divide"),
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 2}, "not divisible"),
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None}, "not divisible"),
     ("llama", {"num_key_value_heads": 0}, "num_key_value_heads"),
     ("llama", {"head_dim": 15}, "head_dim"),
     ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
@@ -181,7 +178,7 @@ REFUSED = [
     ("gpt2", {"activation_function": "relu"}, "activation_function"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
-    ("gpt2", {"n_head": 5}, "does not divide"),
+    ("gpt2", {"n_head": 5}, "not divisible"),
     ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop"),
     ("gpt2", {"resid_pdrop": [0.1]}, "resid_pdrop"),
     ("gpt2", {"n_layer": 10**9}, "n_layer"),
@@ -207,28 +204,28 @@ def test_a_model_type_that_is_none(kind):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_counted_without_the_model(family):
     module = FAMILIES[family]
-    config = module.Config.sized(97, 64, 5, 48)
-    assert described(family, config)[0] == tree.count(module.build(config))
-    assert described(family, replace(config, depth=1))[0] == tree.count(module.build(replace(config, depth=1)))
+    config = module.Config.from_size(97, 64, 5, 48)
+    assert weight_counts(family, config)[0] == tree.count(module.build(config))
+    assert weight_counts(family, replace(config, depth=1))[0] == tree.count(module.build(replace(config, depth=1)))
     absurd = replace(config, depth=10**9, hidden=2**24)
-    assert described(family, absurd)[0] > 10**18
+    assert weight_counts(family, absurd)[0] > 10**18
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sized_holds_about_what_was_asked_for(family):
     for size in (300_000, 3_000_000, 30_000_000):
         config = config_for(TrainConfig(sources=(), family=family, size=str(size), context_length=128), 512)
-        assert size / 1.6 < described(family, config)[0] < 1.6 * size
+        assert size / 1.6 < weight_counts(family, config)[0] < 1.6 * size
 
 
 def test_gpt2_without_its_prefix_and_masks_that_are_no_weights():
     family = FAMILIES["gpt2"]
     keys = {n.theirs.replace("{i}", "3"): (8, 24) for n in family.NAMES}
-    with_prefix, unknown = to_ours(spellings("gpt2"), keys)
+    with_prefix, unknown = to_ours(weight_names("gpt2"), keys)
     assert not unknown
-    short, unknown = to_ours(spellings("gpt2"), {k.removeprefix("transformer."): s for k, s in keys.items()})
+    short, unknown = to_ours(weight_names("gpt2"), {k.removeprefix("transformer."): s for k, s in keys.items()})
     assert not unknown
-    assert [m.to for m in short] == [m.to for m in with_prefix]
+    assert [m.target for m in short] == [m.target for m in with_prefix]
     for mask in ("h.11.attn.bias", "transformer.h.0.attn.masked_bias"):
         assert ignored("gpt2", mask)
     assert not ignored("gpt2", "h.0.attn.c_attn.bias")
@@ -277,6 +274,6 @@ def test_a_rotary_can_be_compared_and_a_context_shares_its_angles():
     assert hash(a) == hash(b)
     assert a != Rotary(8, scaling=Yarn(4.0, 16, 1.2))
     assert "Yarn(factor=4.0" in repr(a)
-    ctx = Context.of(torch.zeros(1, 4, dtype=torch.long))
+    ctx = ForwardContext.of(torch.zeros(1, 4, dtype=torch.long))
     a(torch.randn(1, 1, 4, 8), ctx), b(torch.randn(1, 1, 4, 8), ctx)
-    assert len(ctx._made) == 1
+    assert len(ctx._memo) == 1

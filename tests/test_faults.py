@@ -20,7 +20,7 @@ from conftest import display, toy
 from dunes import checkpoint
 from dunes.checkpoint import atomic
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
@@ -80,7 +80,7 @@ TOKENIZER = Tokenizer.train("bytes", [])
 
 
 def small(seed: int):
-    return initialise(llama.build(llama.Config.sized(TOKENIZER.vocab, 32, 2, 16)), seed)
+    return initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)), seed)
 
 
 def save_model(folder: Path, value: int) -> None:
@@ -236,7 +236,8 @@ class Disk:
 
 @pytest.mark.parametrize("forced", [True, False], ids=["as it is", "without fsync"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_path, monkeypatch):
+@pytest.mark.parametrize("losses", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_power_losses_leave_the_old_or_the_new(kind, forced, losses, tmp_path, monkeypatch):
     save, read = KINDS[kind]
     run, chance, found = tmp_path / "run", random.Random(0), []
     run.mkdir()
@@ -250,7 +251,7 @@ def test_a_hundred_power_losses_leave_the_old_or_the_new(kind, forced, tmp_path,
     disk.notice()
     for handle in disk.held.values():
         os.close(handle)
-    for i in range(100):
+    for i in range(losses):
         disk.fail(chance, tmp_path / f"{i}")
         try:
             found.append(read(tmp_path / f"{i}"))
@@ -285,7 +286,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
     free = shutil.disk_usage(tmp_path)._replace(free=500)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     monkeypatch.setattr(atomic, "write_tensors", lambda path, tensors: pytest.fail("written"))
-    with pytest.raises(OSError, match=r"MB are needed and 0\.0 MB are free.*" + str(tmp_path)):
+    with pytest.raises(OSError, match=r"B are needed and \S+ k?B are free.*" + str(tmp_path)):
         save(tmp_path, 2)
     assert read(tmp_path) == 1
 
@@ -313,7 +314,7 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
         checkpoint.restore(old)
 
 
-def test_a_hundred_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
+def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
     """The writer is ten times slower than the steps."""
     plan, real = toy(code, steps=5000), checkpoint.store
     run = prepare(plan, tmp_path, tokenize(plan, gather(plan), None, display()[0].__enter__()))
@@ -336,10 +337,10 @@ def test_a_hundred_background_saves_are_each_of_their_own_step(code, tmp_path, m
             if not saver.start(run):
                 del expected[step.number]
             saver.look()
-            if len(seen) >= 200:
+            if len(seen) >= 80:
                 break
     assert all(seen)
-    assert step.number > 200, "training went on meanwhile"
+    assert step.number > 80, "training went on meanwhile"
 
 
 def full(times):
@@ -500,7 +501,7 @@ def outcome(folder: Path):
     state = checkpoint.restore(checkpoint.latest(folder))
     state.pop("elapsed"), state.pop("spent")
     lines = [
-        (r["step"], r["exact"], r["norm"], r["rate"], r.get("bits_per_byte"))
+        (r["step"], r["exact"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
         for r in records(folder / "metrics.jsonl")
     ]
     return state, lines, (folder / "model.safetensors").read_bytes()

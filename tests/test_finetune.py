@@ -17,7 +17,7 @@ from dunes.augment import Adapted
 from dunes.data import Batches
 from dunes.data.examples import read, split
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
 from dunes.runs import loop as loop_module
 from dunes.runs.evaluate import Score
@@ -27,7 +27,7 @@ from dunes.runs.finetune_data import FinetuneData, answered, memory, optimizer
 from dunes.runs.finetune_method import METHODS, learning_rate, rows_a_step, steps_of
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.memory import Learning, Shape, training
-from dunes.runs.run import Run, learned, records
+from dunes.runs.run import Run, records, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
 from test_runs import stopping_at, weights
@@ -47,7 +47,7 @@ def tokenizer():
 
 def base_in(folder, tokenizer, family="llama", context=128, dtype=torch.float32):
     module = FAMILIES[family]
-    model = initialise(module.build(module.Config.sized(tokenizer.vocab, 32, 2, context)), seed=3)
+    model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 32, 2, context)), seed=3)
     with torch.no_grad():  # projections that begin as zeros would let nothing through, which PiSSA cannot change
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
@@ -316,7 +316,7 @@ REFUSED = {
     "too long": ({"context_length": 16}, "of the examples are longer than the context of 16"),
     "odd batch": ({"batch": 4, "micro_batch": 3}, "--micro-batch is 3, which does not divide the 4 rows"),
     "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),
-    "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing here"),
+    "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
         {"method": "full", "target_modules": ("blocks.9.**",)},
         "--target-modules blocks.9.** selects nothing to train here",
@@ -380,7 +380,7 @@ def test_only_what_was_named_learns(base, examples, tmp_path):
     assert changed == {n for n in before if n.startswith("blocks.1.") and ".attn.k." not in n}
     finetuned(asked(base, examples, target_modules=("**.mlp.**",), ranks=("**.up=2",)), tmp_path / "lora")
     there = tree.places(checkpoint.load(tmp_path / "lora").model)
-    ranks = {p.name: p.module["default"].form.rank for p in there if isinstance(p.module, Adapted)}
+    ranks = {p.name: p.module["default"].config.rank for p in there if isinstance(p.module, Adapted)}
     assert all(".mlp." in name for name in ranks)
     assert {name.split(".")[-1]: rank for name, rank in ranks.items()} == {"gate": 4, "up": 2, "down": 4}
 
@@ -409,9 +409,9 @@ def test_other_families(family, tokenizer, examples, tmp_path):
 def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
     assert "look: the base knows 16 tokens" in finetuned(asked(narrow, examples), tmp_path / "run")
-    assert checkpoint.load(tmp_path / "run").context >= 32
+    assert checkpoint.load(tmp_path / "run").context_length >= 32
     finetuned(asked(narrow, examples, method="full"), tmp_path / "full")
-    assert checkpoint.load(tmp_path / "full").context >= 32
+    assert checkpoint.load(tmp_path / "full").context_length >= 32
     learnt = base_in(tmp_path / "learnt", tokenizer, "gpt2", context=16)
     with pytest.raises(ValueError, match="longer than the context of 16"):
         finetune(asked(learnt, examples), tmp_path / "no", display()[0])
@@ -509,7 +509,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     plan = lesson.plan
     ids = [*tokenizer.begin, *tokenizer.encode(book.read_text()), tokenizer.end]
     assert len(ids) > 3 * plan.context_length
-    assert plan.context_length == lesson.base.context == 128
+    assert plan.context_length == lesson.base.context_length == 128
     rows = Batches(lesson.train, plan.context_length, 1, packed=plan.packing)
     asked_for = [t for e in lesson.train for t in e.ids[1:].tolist()]
     held = [t for e in lesson.valid for t in e.ids[1:].tolist()]
@@ -650,7 +650,7 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
     model = checkpoint.load(base).model
-    assert learned(model).keys() == model.state_dict().keys()
+    assert trainable_state(model).keys() == model.state_dict().keys()
 
 
 def test_what_is_chosen(base, examples):

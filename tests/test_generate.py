@@ -3,16 +3,14 @@
 import itertools
 import math
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 
-from dunes.generate import begun, generate, generate_all, sampler
+from dunes.generate import force_prefix, generate, generate_all, sampler
 from dunes.models import FAMILIES, qwen3
-from dunes.models.start import initialise
-from dunes.parts import IdCache, Rolling, cache_for
-from dunes.parts.position import Dynamic
+from dunes.models.initialise import initialise
+from dunes.parts import IdCache, RollingCache, cache_for
 from own_parts import OWN, of_own_parts
 
 with warnings.catch_warnings():
@@ -30,7 +28,7 @@ def model(request):
 
 def made(family):
     module = FAMILIES[family]
-    model = initialise(module.build(module.Config.sized(VOCAB, 64, 2, CONTEXT)))
+    model = initialise(module.build(module.Config.from_size(VOCAB, 64, 2, CONTEXT)))
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -49,33 +47,33 @@ def greedy(model, prompt, limit):
 
 def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(model):
     want = [greedy(model, p, 20) for p in PROMPTS]
-    assert [[t.id for t in generate(model, p, limit=20, context=CONTEXT)] for p in PROMPTS] == want
-    rows = list(generate_all(model, PROMPTS, limit=20, context=CONTEXT))
+    assert [[t.id for t in generate(model, p, limit=20, context_length=CONTEXT)] for p in PROMPTS] == want
+    rows = list(generate_all(model, PROMPTS, limit=20, context_length=CONTEXT))
     assert [[row[i].id for row in rows] for i in range(3)] == want
     assert len({i for ids in want for i in ids}) > 4, "the text must not be trivial"
 
 
 @torch.no_grad()
 def test_logprobs_are_the_models_own(model):
-    for token, step in zip(generate(model, [3, 4], limit=5, context=CONTEXT), range(5), strict=True):
+    for token, step in zip(generate(model, [3, 4], limit=5, context_length=CONTEXT), range(5), strict=True):
         ids = [3, 4, *greedy(model, [3, 4], step)]
         want = model(torch.tensor([ids]))[0, -1].log_softmax(-1)[token.id]
         assert token.logprob == pytest.approx(float(want), abs=1e-5)
 
 
 def test_a_text_longer_than_the_context_goes_on_from_its_last_half(model):
-    text = [t.id for t in generate(model, [1], limit=100, context=CONTEXT)]
+    text = [t.id for t in generate(model, [1], limit=100, context_length=CONTEXT)]
     assert len(text) == 100
     assert text[: CONTEXT - 1] == greedy(model, [1], CONTEXT - 1)
     long = list(range(60))
-    first = next(generate(model, long, limit=1, context=CONTEXT))
+    first = next(generate(model, long, limit=1, context_length=CONTEXT))
     assert first.id == greedy(model, long[-CONTEXT:], 1)[0]
 
 
 def test_a_row_that_stops_does_not_disturb_the_others(model):
     want = [greedy(model, p, 12) for p in PROMPTS]
     stop = want[0][3]
-    rows = list(generate_all(model, PROMPTS, limit=12, context=CONTEXT, stop={stop}))
+    rows = list(generate_all(model, PROMPTS, limit=12, context_length=CONTEXT, stop={stop}))
     for i, ids in enumerate(want):
         ended = ids.index(stop) if stop in ids else 12
         assert [row[i].id for row in rows if row[i]] == ids[:ended]
@@ -85,11 +83,11 @@ def alone(model, prompts, **settings):
     """The text of each prompt by itself, by a sampler that draws as the row in the batch does."""
     samplers = settings.pop("samplers", [None] * len(prompts))
     pairs = zip(prompts, samplers, strict=True)
-    return [[t.id for t in generate(model, p, context=CONTEXT, sample=s, **settings)] for p, s in pairs]
+    return [[t.id for t in generate(model, p, context_length=CONTEXT, sample=s, **settings)] for p, s in pairs]
 
 
 def together(model, prompts, **settings):
-    rows = list(generate_all(model, prompts, context=CONTEXT, **settings))
+    rows = list(generate_all(model, prompts, context_length=CONTEXT, **settings))
     return [[row[i].id for row in rows if row[i]] for i in range(len(prompts))]
 
 
@@ -122,17 +120,10 @@ def test_a_row_that_crosses_the_context_draws_as_it_does_alone():
     assert drawn == alone(model, CROSSING, limit=36, samplers=samplers)
 
 
-def test_a_dynamic_base_follows_from_the_length_of_its_own_row():
-    model = made("llama")
-    for block in model.blocks:
-        block.attn.position = replace(block.attn.position, scaling=Dynamic(8.0, 6))
-    assert together(model, CROSSING, limit=20) == alone(model, CROSSING, limit=20)
-
-
 @pytest.mark.parametrize("window", [5, 20])
 def test_a_row_crosses_the_context_by_itself_in_a_rolling_cache_too(window):
     model = windowed(window)
-    assert type(cache_for(model, 1, CONTEXT)) is Rolling
+    assert type(cache_for(model, 1, CONTEXT)) is RollingCache
     assert together(model, CROSSING, limit=36) == alone(model, CROSSING, limit=36)
 
 
@@ -144,7 +135,7 @@ def test_the_smallest_contexts(context, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
-@pytest.mark.parametrize("name", sorted(OWN.keys() - {"angles that follow the length"}))
+@pytest.mark.parametrize("name", sorted(OWN))
 def test_parts_of_ones_own_write_what_the_full_forward_does(name):
     module = of_own_parts(name).float()
     with torch.no_grad():
@@ -179,12 +170,12 @@ def test_a_wrapped_model_writes_what_it_does_by_itself():
 
 def test_a_cache_of_ids_serves_rollback_and_picked_rows():
     module, ids = of_own_parts("shift").float().eval(), torch.randint(VOCAB - 20, (2, 12))
-    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so the whole text is read again"):
+    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so the whole text is computed again"):
         cache = cache_for(module, 2, CONTEXT)
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         module(ids, cache=cache)
-        assert cache.keep(torch.tensor([7, 5])).tolist() == [7, 5]
-        picked = cache.take(torch.tensor([1, 0, 1]))
+        assert cache.truncate(torch.tensor([7, 5])).tolist() == [7, 5]
+        picked = cache.select_rows(torch.tensor([1, 0, 1]))
         new = torch.stack([ids[1, 5:9], ids[0, 7:11], ids[1, 5:9]])
         want = module(ids)
         got = module(new, cache=picked)
@@ -194,7 +185,7 @@ def test_a_cache_of_ids_serves_rollback_and_picked_rows():
 def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
     def text(prompts, seed):
         sample = sampler(1.0, seed=seed)
-        rows = list(generate_all(model, prompts, limit=10, context=CONTEXT, sample=sample))
+        rows = list(generate_all(model, prompts, limit=10, context_length=CONTEXT, sample=sample))
         return [[row[i].id for row in rows] for i in range(len(prompts))]
 
     assert text(PROMPTS, 1) == text(PROMPTS, 1)
@@ -204,7 +195,7 @@ def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
 
 def test_mode_and_gradients_are_left_as_they_were(model):
     model.train()
-    tokens = generate(model, [1], limit=3, context=CONTEXT)
+    tokens = generate(model, [1], limit=3, context_length=CONTEXT)
     next(tokens)
     assert model.training
     assert torch.is_grad_enabled()
@@ -316,17 +307,17 @@ def test_settings_without_a_meaning_are_refused_by_name(bad):
 
 
 def test_an_empty_prompt_is_refused():
-    model = qwen3.build(qwen3.Config.sized(VOCAB, 64, 2, CONTEXT))
+    model = qwen3.build(qwen3.Config.from_size(VOCAB, 64, 2, CONTEXT))
     for prompts in ([], [[]], [[1], []]):
         with pytest.raises(ValueError, match="a prompt has no tokens"):
-            next(generate_all(model, prompts, limit=1, context=CONTEXT))
+            next(generate_all(model, prompts, limit=1, context_length=CONTEXT))
 
 
 def test_a_begun_sampler_spells_what_it_must_begin_with():
     pieces = [b"im", b"port", b"import", b"i", b"x", b"mp", b"", b"importer"]
     logits = torch.zeros(1, 8)
     logits[0, 4], logits[0, 6] = 9.0, 9.0  # what the model would like does not fit
-    sample = begun(sampler(0.0), pieces, b"impo")
+    sample = force_prefix(sampler(0.0), pieces, b"impo")
     text, history = b"", []
     for _ in range(4):
         chosen = int(sample(logits, [history]))

@@ -21,7 +21,7 @@ from huggingface_hub import _tree_cache, constants, snapshot_download, utils
 from dunes import checkpoint
 from dunes.checkpoint import hub
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.text import Tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -117,7 +117,7 @@ class Answer(BaseHTTPRequestHandler):
 def tiny(tmp_path_factory) -> Path:
     """A model folder."""
     folder, tokenizer = tmp_path_factory.mktemp("model") / "tiny", Tokenizer.train("bytes", [])
-    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 32, 2, 16)), 0)
+    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 16)), 0)
     checkpoint.save(model, folder, tokenizer, 16)
     return folder
 
@@ -302,7 +302,7 @@ def test_no_weights_is_said_before_anything_is_fetched(site):
 def test_a_full_disk_is_said_before_anything_is_fetched(site, monkeypatch):
     free = len(site.files[WEIGHTS])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    assert re.search("MB are needed and .* MB are free", refused("org/tiny"))
+    assert re.search("kB are needed and .* kB are free", refused("org/tiny"))
     assert site.fetched() == set()
 
 

@@ -23,7 +23,7 @@ from dunes.runs.tensorboard import written
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
-METRIC = {"step": 1, "loss": 2.0, "count": 9, "norm": 1.0, "rate": 1.0, "skipped": False, "seconds": 0.5}
+METRIC = {"step": 1, "loss": 2.0, "count": 9, "grad_norm": 1.0, "lr_scale": 1.0, "skipped": False, "seconds": 0.5}
 DAMAGED = {
     "cut short": b'{"step": 3, "lo',
     "not UTF-8": b'{"step": 3, "word": "caf\xe9"}',

@@ -10,12 +10,23 @@ from torch import nn
 
 from adapters import IDS, build, difference, trained
 from dunes import checkpoint, tree
-from dunes.augment import Adapted, attach, bare, detach, lora, merge, quantize, select, unmerge, using
-from dunes.augment.adapted import Adapter, Form, dense
+from dunes.augment import (
+    Adapted,
+    adapter_active,
+    attach,
+    base_model,
+    detach,
+    lora,
+    merge,
+    quantize,
+    set_adapter,
+    unmerge,
+)
+from dunes.augment.adapted import Adapter, LoraConfig, dense
 from dunes.models import llama, mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
-from dunes.train import Trainer, adamw, halved, next_token
+from dunes.train import Trainer, adamw, cast_frozen, next_token
 
 KINDS = {
     "lora": {},
@@ -53,14 +64,14 @@ def test_it_begins_as_nothing_and_can_be_folded_in_and_taken_out(family, kind):
 
 
 def dora_by_the_book(adapter, weight):
-    whole = weight + adapter.form.scale * adapter.B @ adapter.A
+    whole = weight + adapter.config.scale * adapter.B @ adapter.A
     return adapter.magnitude[:, None] * whole / whole.norm(dim=1, keepdim=True).detach()
 
 
 def test_dora_equals_its_formula_in_values_and_gradients():
     linear = nn.Linear(12, 7).double()
     outer = Adapted(linear)
-    outer.adapters["a"] = adapter = Adapter(linear, Form(3, 5.0, dora=True), torch.float64)
+    outer.adapters["a"] = adapter = Adapter(linear, LoraConfig(3, 5.0, dora=True), torch.float64)
     outer.active = "a"
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -76,8 +87,8 @@ def test_dora_equals_its_formula_in_values_and_gradients():
 
 
 def test_scales_are_those_of_the_papers():
-    assert Form(16, 32).scale == 2
-    assert Form(16, 32, rslora=True).scale == 8
+    assert LoraConfig(16, 32).scale == 2
+    assert LoraConfig(16, 32, rslora=True).scale == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,16 +121,16 @@ def test_training_moves_only_the_adapter_and_keeps_no_copy_of_the_base(few_bits)
     note = attach(model, rank=4, dropout=0.1)
     tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
     optimizer = adamw(model, 1e-2)
-    losses = [s.loss for s in Trainer(model, optimizer, lambda m, b: m.nats(b[:, :-1], b[:, 1:])).run([IDS] * 20)]
+    losses = [s.loss for s in Trainer(model, optimizer, lambda m, b: m.loss(b[:, :-1], b[:, 1:])).run([IDS] * 20)]
     print(f"base {few_bits}: loss {losses[0]:.2f} to {losses[-1]:.2f}, {len(optimizer.state)} tensors learnt")
     assert losses[-1] < losses[0] - 0.3
-    bases = bare(model).state_dict()
+    bases = base_model(model).state_dict()
     assert bases.keys() == weights.keys()
     assert all(torch.equal(bases[k], w) for k, w in weights.items()), "L7"
     assert {w.data_ptr() for w in bases.values()} == pointers
     adapters = {id(p) for n, p in model.named_parameters() if ".adapters." in n}
     assert {id(p) for p in optimizer.state} == adapters, "L7"
-    held = tree.count(model) - tree.count(bare(model))
+    held = tree.count(model) - tree.count(base_model(model))
     assert held == tree.count(model, trainable=True) == sum(p.numel() for p in optimizer.state)
 
 
@@ -150,24 +161,24 @@ def test_several_adapters_share_one_wrapper_and_take_turns():
     trained(model, "one")
     trained(model, "two", seed=2)
     two = model(IDS)
-    with using(model, "one"):
+    with adapter_active(model, "one"):
         one = model(IDS)
-        with using(model, None):
+        with adapter_active(model, None):
             assert torch.equal(model(IDS), base)
     assert torch.equal(model(IDS), two)
     assert min(difference(one, two), difference(one, base), difference(two, base)) > 0.01
-    alone = bare(model)
+    alone = base_model(model)
     attach(alone, where="**.attn.*", rank=2, adapter="one")
     trained(alone, "one")
     assert torch.equal(alone(IDS), one)
-    with pytest.raises(ValueError, match="no adapter three in this model; there are: one, two"):
-        select(model, "three")
+    with pytest.raises(ValueError, match="no adapter 'three'; its adapters are: one, two"):
+        set_adapter(model, "three")
     with pytest.raises(ValueError, match="detach all but"):
         merge(model, "one")
     detach(model, "two")
     assert torch.equal(model(IDS), base), "what was active is gone"
     assert model.blocks[0].attn.q.active is None
-    select(model, "one")
+    set_adapter(model, "one")
     assert torch.equal(model(IDS), one)
     assert isinstance(model.blocks[0].mlp.up, nn.Linear)
 
@@ -181,12 +192,12 @@ def test_a_note_repeats_the_change_without_numbers(kind):
     assert torch.equal(torch.random.get_rng_state(), drawn)
     trained(model)
     with torch.device("meta"):
-        other = mixtral.build(mixtral.Config.sized(50, 32, 2, 32)).eval()
+        other = mixtral.build(mixtral.Config.from_size(50, 32, 2, 32)).eval()
     lora.shape(other, **note)
     assert all(t.is_meta for t in other.state_dict().values())
     assert list(other.state_dict()) == list(model.state_dict())
     other.load_state_dict(model.state_dict(), assign=True)
-    select(other, "default")
+    set_adapter(other, "default")
     assert torch.equal(other(IDS), model(IDS))
     assert torch.equal(deepcopy(model)(IDS), model(IDS))
 
@@ -196,9 +207,9 @@ def test_a_step_copies_no_buffer_that_never_changes():
     quantize(model)
     attach(model, rank=2, init="pissa")
     tree.freeze(model, ["**", "!**.adapters.**"])
-    assert not Trainer(model, adamw(model), next_token).changing
+    assert not Trainer(model, adamw(model), next_token).mutable_buffers
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert len(Trainer(net, adamw(net), next_token).changing) == 3
+    assert len(Trainer(net, adamw(net), next_token).mutable_buffers) == 3
 
 
 def test_first_numbers_depend_on_seed_name_and_place_alone():
@@ -218,7 +229,7 @@ def test_pissa_begins_with_the_greatest_part_of_the_matrix():
     attach(model, where="blocks.0.attn.q", rank=4, init="pissa", alpha=8)
     adapter, weight = model.blocks[0].attn.q["default"], model.blocks[0].attn.q.base.weight
     values = torch.linalg.svdvals(weight)
-    left = weight - adapter.form.scale * adapter.B @ adapter.A
+    left = weight - adapter.config.scale * adapter.B @ adapter.A
     assert torch.allclose(left.norm(), values[4:].norm(), rtol=1e-4)
     assert torch.allclose(adapter.A.norm(dim=1), adapter.B.norm(dim=0), rtol=1e-4)
 
@@ -259,7 +270,7 @@ def test_a_merge_is_taken_back_exactly_by_what_was_kept_and_by_subtraction_only_
     lost = 0.0
     for place, outer in merged.kept.items():
         a, b = outer["default"].factors()
-        change = (outer["default"].form.scale * (b @ a)).to(dtype)
+        change = (outer["default"].config.scale * (b @ a)).to(dtype)
         lost = max(lost, difference(model.get_submodule(place).weight - change, outer.base.weight))
     unmerge(model, merged)
     detach(model)
@@ -313,7 +324,7 @@ def test_dropout_acts_in_training_only():
 
 
 def test_head_and_embedding_when_asked():
-    config = llama.Config.sized(50, 32, 2, 32)
+    config = llama.Config.from_size(50, 32, 2, 32)
     model = llama.build(llama.Config(**{**config.__dict__, "tied": False})).eval()
     before = model(IDS)
     note = attach(model, where=["head", "embed.token"], rank=4)
@@ -321,13 +332,13 @@ def test_head_and_embedding_when_asked():
     assert torch.equal(model(IDS), before)
     trained(model)
     after = model(IDS)
-    total, count = model.nats(IDS[:, :-1], IDS[:, 1:])
+    total, count = model.loss(IDS[:, :-1], IDS[:, 1:])
     loss, number = next_token(model, IDS)
     assert (count, torch.allclose(total, loss)) == (number, True)
     assert max(merge(model).errors.values()) < 1e-5
     assert difference(model(IDS), after) < 1e-5
     assert "embed.token" not in lora.decide(model, where="**")["places"], "not by a star"
-    with pytest.raises(ValueError, match=r"embed.token: the embedding is this model's head, too"):
+    with pytest.raises(ValueError, match=r"embed.token: the embedding is tied to the head"):
         attach(build("gpt2"), where=["embed.token"], rank=2)
     gpt = build("gpt2")
     attach(gpt, where="embed.place", rank=2)
@@ -360,17 +371,17 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
     assert max(merge(first).errors.values()) < 1e-5
     assert difference(first(IDS), after) < 1e-4
     assert checkpoint.said(first, 32).family == "mixtral", "dense again"
-    with pytest.raises(ValueError, match=r"blocks.0.attn.q: quantized already"):
+    with pytest.raises(ValueError, match=r"blocks.0.attn.q: already quantized"):
         quantize(second, kind="int8")
 
 
 BAD = {
-    "no place": ({"where": "blocks.*.attention.q"}, "selects nothing here"),
+    "no place": ({"where": "blocks.*.attention.q"}, "selects nothing"),
     "no rank": ({"rank": 0}, r"blocks.0.attn.q: rank 0; expected 1 to 32"),
     "too great a rank": ({"ranks": {"**.k": 33}}, r"blocks.0.attn.k: rank 33; expected 1 to 32"),
-    "no scale": ({"alpha": float("nan")}, "alpha nan; a positive number"),
-    "a name with a dot": ({"adapter": "a.b"}, "cannot be called 'a.b'"),
-    "a name that is taken": ({"adapter": "keys"}, "cannot be called 'keys'"),
+    "no scale": ({"alpha": float("nan")}, "alpha nan; expected a positive number"),
+    "a name with a dot": ({"adapter": "a.b"}, "adapter name 'a.b'"),
+    "a name that is taken": ({"adapter": "keys"}, "adapter name 'keys'"),
     "no dropout": ({"dropout": 1.0}, "dropout is 1.0"),
     "no start": ({"init": "zero"}, "init is 'zero'"),
     "dora of an embedding": ({"where": ["embed.place"], "dora": True}, "plain LoRA only"),
@@ -389,13 +400,13 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(case):
 def test_more_refusals():
     model = build()
     note = attach(model, where="**.q", rank=2)
-    with pytest.raises(ValueError, match="there is an adapter 'default' already"):
+    with pytest.raises(ValueError, match="already has an adapter 'default'"):
         attach(model, where="**.q", rank=2)
-    with pytest.raises(ValueError, match=r"blocks.0.attn.q: there is no such place"):
+    with pytest.raises(ValueError, match=r"blocks.0.attn.q: this model has no such place"):
         lora.shape(nn.Sequential(nn.Linear(2, 2)), **note)
-    with pytest.raises(ValueError, match="kept nothing"):
+    with pytest.raises(ValueError, match="kept no modules"):
         unmerge(model, merge(model))
-    with pytest.raises(ValueError, match="there are: none"):
+    with pytest.raises(ValueError, match="its adapters are: none"):
         merge(model)
     attach(model, where="**.q", rank=2, adapter="a")
     attach(model, where="**.k", rank=2, adapter="b")
@@ -430,7 +441,7 @@ def test_the_matrix_of_a_frozen_base_is_not_held_for_the_way_back(kind):
     adapter = outer["default"]
     nn.init.normal_(adapter.B)
     weight = dense(outer.base).detach()
-    want = low_rank.plain(x, adapter.A, adapter.B, lambda: weight, outer.bias, adapter.form.scale)
+    want = low_rank.plain(x, adapter.A, adapter.B, lambda: weight, outer.bias, adapter.config.scale)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         got = outer(x)
@@ -469,12 +480,12 @@ def test_halved_frozen_maps_train_to_the_same_numbers(kind):
         note = attach(model, rank=4)
         tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
         if half:
-            assert halved(model, torch.bfloat16) == 2 * 7 + (model.head is not None)
-            assert halved(model, torch.bfloat16) == 0
+            assert cast_frozen(model, torch.bfloat16) == 2 * 7 + (model.head is not None)
+            assert cast_frozen(model, torch.bfloat16) == 0
             assert dense(model.blocks[0].attn.q.base).dtype == torch.bfloat16
             assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
             assert model.embed.token.weight.dtype == torch.float32
-        trainer = Trainer(model, adamw(model), lambda m, b: m.nats(b[:, :-1], b[:, 1:]), dtype=torch.bfloat16)
+        trainer = Trainer(model, adamw(model), lambda m, b: m.loss(b[:, :-1], b[:, 1:]), dtype=torch.bfloat16)
         losses.append([s.loss for s in trainer.run([IDS] * 5)])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 5

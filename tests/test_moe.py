@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dunes import tree
 from dunes.generate import generate, generate_all
 from dunes.models import FAMILIES
-from dunes.models.experts import mixture
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
+from dunes.models.mixture import mixture
 from dunes.ops import experts as forms
-from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, Rolling, cache_for
-from dunes.parts.moe import load_balance, routing
+from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
+from dunes.parts.moe import load_balance, record_routing
 from dunes.train import adamw
 
 
@@ -116,7 +116,7 @@ def test_renormalised_or_not():
     for renormalise in (True, False):
         _, weights = moe(renormalise=renormalise).route(logits)
         assert torch.allclose(weights.sum(-1), torch.ones(7)) == renormalise
-    with pytest.raises(ValueError, match="3 of 2 experts"):
+    with pytest.raises(ValueError, match="top_k is 3; expected 1 to 2"):
         moe(experts=2, top_k=3)
 
 
@@ -211,7 +211,7 @@ def test_balance_is_that_of_transformers_and_padding_does_not_count():
 
 def small(family="mixtral", **changes):
     module = FAMILIES[family]
-    config = module.Config.sized(61, 64, 2, 40)
+    config = module.Config.from_size(61, 64, 2, 40)
     model = initialise(module.build(type(config)(**{**vars(config), **changes})))
     with torch.no_grad():
         for p in model.parameters():
@@ -225,29 +225,29 @@ def ids(rows=2, length=17):
 
 def test_the_loss_has_the_balance_in_training_only():
     model, x, y = small(balance=0.5), ids()[:, :-1], ids()[:, 1:]
-    plain, count = model.eval().nats(x, y)
-    total, _ = model.train().nats(x, y)
-    with routing(model) as routed:
+    plain, count = model.eval().loss(x, y)
+    total, _ = model.train().loss(x, y)
+    with record_routing(model) as routed:
         model(x)
     want = sum(load_balance([logits], 2) for _, logits in routed) / 2
     assert len(routed) == 2
     assert float((total - plain).detach()) == pytest.approx(0.5 * float(want.detach()) * int(count), rel=1e-3)
     assert all(m._routed is None for m in model.modules() if isinstance(m, MoE))
-    without, _ = small(balance=0.0).train().nats(x, y)
+    without, _ = small(balance=0.0).train().loss(x, y)
     assert float(without.detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
-    at = torch.arange(16).repeat(2, 1)
-    at[1, 9:] = -1
-    padded, _ = model.nats(x, y.where(at >= 0, -100), at)
+    positions = torch.arange(16).repeat(2, 1)
+    positions[1, 9:] = -1
+    padded, _ = model.loss(x, y.where(positions >= 0, -100), positions)
     other = x.clone()
     other[1, 9:] = 7
-    again, _ = model.nats(other, y.where(at >= 0, -100), at)
+    again, _ = model.loss(other, y.where(positions >= 0, -100), positions)
     assert float(again.detach()) == pytest.approx(float(padded.detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_checkpointed_gives_the_same_gradients(family):
     def grads(model):
-        model.train().nats(ids()[:, :-1], ids()[:, 1:])[0].backward()
+        model.train().loss(ids()[:, :-1], ids()[:, 1:])[0].backward()
         return [p.grad for p in model.parameters()]
 
     plain, other = small(family), small(family)
@@ -258,7 +258,7 @@ def test_checkpointed_gives_the_same_gradients(family):
 
 def test_the_task_alone_moves_the_router():
     model = small(balance=0.0)
-    model.nats(ids()[:, :-1], ids()[:, 1:])[0].backward()
+    model.loss(ids()[:, :-1], ids()[:, 1:])[0].backward()
     assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in model.blocks)
 
 
@@ -266,7 +266,7 @@ SHARDED = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
-from dunes.models.experts import mixture
+from dunes.models.mixture import mixture
 from dunes.parts import GatedMLP
 torch.set_num_threads(1)
 def make():
@@ -309,22 +309,22 @@ def windowed(window=5):
 def test_rolling_is_full_in_any_chunks_and_ragged_rows(cuts, slack):
     model, text = windowed(), ids(3, 40)
     want = model(text)
-    cache = Rolling(3, 5, slack=slack)
+    cache = RollingCache(3, 5, slack=slack)
     got = torch.cat([model(part, cache=cache) for part in text.split(cuts, 1)], 1)
     assert (got - want).abs().max() <= 1e-5
     assert all(k.shape[2] == 5 + slack + 1 for k in cache.keys), "constant memory, and a slot for padding"
 
-    lengths, width, cache = [21, 4, 1], 21, Rolling(3, 5, slack=slack)
+    lengths, width, cache = [21, 4, 1], 21, RollingCache(3, 5, slack=slack)
     real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
     padded = torch.zeros(3, width, dtype=torch.long)
     for row, n in enumerate(lengths):
         padded[row, width - n :] = text[row, :n]
-    model(padded, at=cache.start(real), cache=cache)
+    model(padded, positions=cache.start(real), cache=cache)
     for step in range(12):  # one by one, where a row now and then has nothing to say
         now = torch.tensor([[True], [step % 3 > 0], [True]])
         new = text.gather(1, cache.length[:, None])
         held = cache.length.clone()
-        got = model(new, at=cache.start(now), cache=cache)
+        got = model(new, positions=cache.start(now), cache=cache)
         for row in range(3):
             if now[row]:
                 assert (got[row, -1] - want[row, held[row]]).abs().max() <= 1e-5
@@ -336,39 +336,41 @@ def test_what_a_rolling_cache_can_take_back(slack):
     model, text = windowed(), ids(2, 40)
     want = model(text)
     for back in range(slack + 4):
-        cache = Rolling(2, 5, slack=slack)
+        cache = RollingCache(2, 5, slack=slack)
         model(text[:, :20], cache=cache)
         model(text[:, 20:22], cache=cache)
-        kept = cache.keep(torch.tensor([22 - back, 22])).tolist()
+        kept = cache.truncate(torch.tensor([22 - back, 22])).tolist()
         assert kept == [22 - back if back <= slack + 1 else 0, 22]
         if kept[0]:
-            fork = cache.take(torch.tensor([0, 1, 0]))
+            fork = cache.select_rows(torch.tensor([0, 1, 0]))
             new = torch.stack([text[row, n : n + 6] for row, n in ((0, kept[0]), (1, 22), (0, kept[0]))])
             got = model(new[:, :1], cache=fork), model(new[:, 1:], cache=fork)
             for i, (row, n) in enumerate(((0, kept[0]), (1, 22), (0, kept[0]))):
                 assert (torch.cat(got, 1)[i] - want[row, n : n + 6]).abs().max() <= 1e-5
-            assert cache.keep(torch.tensor([0, 0])).tolist() == [0, 0]
-    cache = Rolling(2, 5, slack=slack)
+            assert cache.truncate(torch.tensor([0, 0])).tolist() == [0, 0]
+    cache = RollingCache(2, 5, slack=slack)
     model(text[:, :4], cache=cache)
-    assert cache.keep(torch.tensor([1, 3])).tolist() == [1, 3], "nothing was overwritten yet"
+    assert cache.truncate(torch.tensor([1, 3])).tolist() == [1, 3], "nothing was overwritten yet"
     got = model(torch.stack([text[0, 1:9], text[1, 3:11]]), cache=cache)
     assert (got[0] - want[0, 1:9]).abs().max() <= 1e-5
     assert (got[1] - want[1, 3:11]).abs().max() <= 1e-5
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", [lambda: Cache(3, 40), lambda: Rolling(3, 5, slack=3)])
+@pytest.mark.parametrize("make", [lambda: Cache(3, 40), lambda: RollingCache(3, 5, slack=3)])
 def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
     model, text = windowed(), ids(3, 40)
     want, cache, rows = model(text), make(), torch.tensor([2, 0])
     model(text[:, :20], cache=cache)
-    part = cache.take(rows)
-    assert part.keep(torch.zeros_like(rows)).tolist() == [0, 0]
+    part = cache.select_rows(rows)
+    assert part.truncate(torch.zeros_like(rows)).tolist() == [0, 0]
     again = text[rows, 20:]
     model(again[:, :7], cache=part)
     cache.write_rows(rows, part)
     assert cache.length.tolist() == [7, 20, 7]
-    assert cache.keep(torch.tensor([3, 20, 6])).tolist() == [3, 20, 6], "nothing of their new text was overwritten"
+    assert cache.truncate(torch.tensor([3, 20, 6])).tolist() == [3, 20, 6], (
+        "nothing of their new text was overwritten"
+    )
     got = model(torch.stack([text[0, 23:30], text[1, 20:27], text[2, 26:33]]), cache=cache)
     assert (got[1] - want[1, 20:27]).abs().max() <= 1e-5
     for row, first in ((0, 3), (2, 6)):
@@ -377,32 +379,32 @@ def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
 
 @torch.no_grad()
 def test_a_rolling_cache_refuses_a_layer_that_sees_more():
-    with pytest.raises(ValueError, match="a layer sees 6"):
-        windowed(6)(ids(), cache=Rolling(2, 5))
-    with pytest.raises(ValueError, match="a layer sees all"):
-        small("llama")(ids(), cache=Rolling(2, 5))
+    with pytest.raises(ValueError, match="a layer attends to 6"):
+        windowed(6)(ids(), cache=RollingCache(2, 5))
+    with pytest.raises(ValueError, match="a layer attends to all"):
+        small("llama")(ids(), cache=RollingCache(2, 5))
 
 
 def test_the_cache_for_a_model():
-    assert type(cache_for(windowed(), 2, 40)) is Rolling
+    assert type(cache_for(windowed(), 2, 40)) is RollingCache
     assert type(cache_for(windowed(40), 2, 40)) is Cache
     mixed = windowed()
     mixed.blocks[1].attn.window = None
     assert type(cache_for(mixed, 2, 40)) is Cache
     mixed.blocks[1].attn.window = 9
-    assert cache_for(mixed, 2, 40).reach == 9
+    assert cache_for(mixed, 2, 40).window == 9
     tree.replace(mixed, "blocks.*", Checkpointed)
-    assert cache_for(mixed, 2, 40).reach == 9
+    assert cache_for(mixed, 2, 40).window == 9
     assert type(cache_for(small("llama"), 2, 40)) is Cache
 
 
 @torch.no_grad()
 def test_text_goes_on_beyond_the_window_as_without_a_cache():
     model, prompts = windowed(), [ids(1, 3)[0].tolist(), ids(1, 12)[0].tolist()]
-    rows = list(generate_all(model, prompts, limit=25, context=60))
+    rows = list(generate_all(model, prompts, limit=25, context_length=60))
     for i, prompt in enumerate(prompts):
         text = list(prompt)
         for row in rows:
             assert row[i].id == int(model(torch.tensor([text]))[0, -1].argmax())
             text.append(row[i].id)
-        assert [t.id for t in generate(model, prompt, limit=25, context=60)] == text[len(prompt) :]
+        assert [t.id for t in generate(model, prompt, limit=25, context_length=60)] == text[len(prompt) :]

@@ -44,14 +44,14 @@ def test_attention_within_documents(window, heads, kv):
     torch.manual_seed(0)
     lengths = [70, 1, 5, 150, 30, 600, 40]
     q, k, v = (torch.randn(1, h, sum(lengths), 8) for h in (heads, kv, kv))
-    begins = torch.tensor([sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)])
-    place = torch.arange(len(begins))
-    seen = (place <= place[:, None]) & (place >= begins[:, None])
+    document_starts = torch.tensor([sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)])
+    place = torch.arange(len(document_starts))
+    seen = (place <= place[:, None]) & (place >= document_starts[:, None])
     if window is not None:
         seen &= place > place[:, None] - window
-    bands = attention.bands(begins, q.dtype, window)
-    apart = lambda q, k, v: attention.apart(q, k, v, bands)
-    both(apart, lambda q, k, v: attention.plain(q, k, v, seen), [q, k, v])
+    groups = attention.query_blocks(document_starts, q.dtype, window)
+    varlen = lambda q, k, v: attention.varlen_attention(q, k, v, groups)
+    both(varlen, lambda q, k, v: attention.plain(q, k, v, seen), [q, k, v])
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(7)])

@@ -13,8 +13,8 @@ from dunes.data.packing import best_fit, collated
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
 from dunes.parts import Cache, Checkpointed, decoder
-from dunes.parts.context import Context, documents, supports_packing
-from dunes.parts.moe import load_balance, routing
+from dunes.parts.context import ForwardContext, document_starts, supports_packing
+from dunes.parts.moe import load_balance, record_routing
 from dunes.train import loss
 from dunes.train.trainer import Trainer
 from own_parts import OWN, of_own_parts
@@ -38,7 +38,7 @@ EXAMPLES = [example(n, seed=i) for i, n in enumerate((5, 9, 3, 2, 25, 12, 7, 12,
 def model(family, context=CONTEXT):
     torch.manual_seed(0)
     module = FAMILIES[family]
-    made = module.build(module.Config.sized(VOCAB, 32, 2, context)).double()
+    made = module.build(module.Config.from_size(VOCAB, 32, 2, context)).double()
     # Larger than at the start, so that attention to the wrong tokens shows.
     for p in made.parameters():
         p.data.mul_(3)
@@ -78,7 +78,7 @@ def differs(family, how=loss.next_token, **options):
 
 
 def nats(module, batch):
-    return module.nats(*batch)
+    return module.loss(*batch)
 
 
 @pytest.mark.parametrize("how", [loss.next_token, nats])
@@ -150,13 +150,13 @@ def broken_parts(monkeypatch, change):
 @pytest.mark.parametrize("family", FAMILY)
 def test_attention_that_leaks_into_the_next_example_is_seen(family, monkeypatch):
     """Positions restart, and the mask does not."""
-    original = Context._mask
+    original = ForwardContext._mask
 
     def leaking(self, window=None):
         mask = original(self, window)
         return mask | torch.ones_like(mask[0]).tril()[None]
 
-    monkeypatch.setattr(Context, "_mask", leaking)
+    monkeypatch.setattr(ForwardContext, "_mask", leaking)
     module = model(family)
     off = taught(module, packed())[0] / taught(module, alone(EXAMPLES))[0] - 1
     assert abs(off) > 1e-3
@@ -165,7 +165,7 @@ def test_attention_that_leaks_into_the_next_example_is_seen(family, monkeypatch)
 @pytest.mark.parametrize("family", FAMILY)
 def test_positions_that_go_on_are_seen(family, monkeypatch):
     """As if a row were one document."""
-    broken_parts(monkeypatch, lambda ids, targets, at, _: (ids, targets, np.arange(len(at))))
+    broken_parts(monkeypatch, lambda ids, targets, positions, _: (ids, targets, np.arange(len(positions))))
     assert differs(family)[0] > 1e-3
 
 
@@ -175,8 +175,8 @@ def test_a_target_across_an_edge_is_seen(monkeypatch):
     def shifted(examples, context):
         ids = np.concatenate([e.ids[: context + 1] for e in examples]).astype(np.int64)[: context + 1]
         trained = np.concatenate([e.trained[: context + 1] for e in examples])[: context + 1]
-        at = np.concatenate([np.arange(len(e.ids[: context + 1])) for e in examples])[: context + 1]
-        return ids[:-1], np.where(trained[1:] | (at[1:] == 0), ids[1:], IGNORE), at[:-1]
+        positions = np.concatenate([np.arange(len(e.ids[: context + 1])) for e in examples])[: context + 1]
+        return ids[:-1], np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE), positions[:-1]
 
     monkeypatch.setattr(packing, "_row", shifted)
     with pytest.raises(AssertionError):
@@ -185,7 +185,7 @@ def test_a_target_across_an_edge_is_seen(monkeypatch):
 
 def test_padding_told_by_the_end_token_is_seen(monkeypatch):
     """The bug of padding with the end: targets that equal the padding's id are masked."""
-    broken_parts(monkeypatch, lambda ids, t, at, _: (ids, np.where(t == END, IGNORE, t), at))
+    broken_parts(monkeypatch, lambda ids, t, positions, _: (ids, np.where(t == END, IGNORE, t), positions))
     with pytest.raises(AssertionError):
         differs("llama")
 
@@ -223,11 +223,11 @@ def test_rows_hold_ids_targets_and_positions():
     a, b = (
         Example(np.array(i, np.int32), np.array(t, bool)) for i, t in (([7, 8, 49], [0, 1, 1]), ([5, 49], [1, 1]))
     )
-    ids, targets, at = collated([[a, b], [b]], 5, full=True)
+    ids, targets, positions = collated([[a, b], [b]], 5, full=True)
     assert ids.tolist() == [[7, 8, 5, 0, 0], [5, 0, 0, 0, 0]]
     assert targets.tolist() == [[8, 49, 49, IGNORE, IGNORE], [49] + [IGNORE] * 4]
-    assert at.tolist() == [[0, 1, 0, -1, -1], [0, -1, -1, -1, -1]]
-    assert {t.dtype for t in (ids, targets, at)} == {torch.int64}
+    assert positions.tolist() == [[0, 1, 0, -1, -1], [0, -1, -1, -1, -1]]
+    assert {t.dtype for t in (ids, targets, positions)} == {torch.int64}
     assert [tuple(t.shape) for t in collated([[a, b], [b]], 5)] == [(2, 3)] * 3
 
 
@@ -235,10 +235,10 @@ def test_rows_hold_ids_targets_and_positions():
 def test_what_is_in_prompts_and_padding_is_not_trained_on(family):
     """A3: neither the targets of a prompt nor the ids of padding change the loss or a gradient."""
     module = model(family)
-    ids, targets, at = collated([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
-    want = taught(module, [(ids, targets, at)])
+    ids, targets, positions = collated([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
+    want = taught(module, [(ids, targets, positions)])
     for filling in (1, END):
-        found = taught(module, [(ids.where(at >= 0, filling), targets, at)])
+        found = taught(module, [(ids.where(positions >= 0, filling), targets, positions)])
         assert found[:2] == pytest.approx(want[:2], abs=1e-9)
         assert torch.allclose(found[2], want[2], atol=1e-9)
     asked = Example(EXAMPLES[1].ids.copy(), EXAMPLES[1].trained)
@@ -250,10 +250,10 @@ def test_what_is_in_prompts_and_padding_is_not_trained_on(family):
 
 def test_gradients_of_prompts_and_padding_are_zero_and_of_answers_are_not():
     """A3, for both forms of the loss."""
-    ids, targets, at = collated([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
+    ids, targets, positions = collated([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
     asked = targets.flatten() != IGNORE
     logits = torch.randn(*ids.shape, VOCAB, requires_grad=True)
-    loss.next_token(lambda *_: logits, (ids, targets, at))[0].backward()
+    loss.next_token(lambda *_: logits, (ids, targets, positions))[0].backward()
     states = torch.randn(ids.numel(), 8, requires_grad=True)
     fused(states, torch.randn(VOCAB, 8), targets.flatten()).backward()
     for grad in (logits.grad.flatten(0, 1), states.grad):
@@ -262,10 +262,10 @@ def test_gradients_of_prompts_and_padding_are_zero_and_of_answers_are_not():
 
 def test_an_example_longer_than_the_context_is_cut_at_its_end():
     long = example(CONTEXT + 9, asked=20)
-    ids, targets, at = collated([[long]], CONTEXT)
+    ids, targets, positions = collated([[long]], CONTEXT)
     assert ids[0].tolist() == long.ids[:CONTEXT].tolist()
     assert targets[0, -1] == long.ids[CONTEXT]
-    assert at[0].tolist() == list(range(CONTEXT))
+    assert positions[0].tolist() == list(range(CONTEXT))
     assert END not in targets
 
 
@@ -306,7 +306,7 @@ def test_a_batch_is_a_function_of_its_number(in_rows):
     walked = [batch for batch, _ in zip(made.batches(), range(9), strict=False)]
     again = Batches(EXAMPLES, CONTEXT, 3, seed=1, packed=in_rows)
     for number in (8, 0, 5):
-        assert all(map(torch.equal, again.at(number), walked[number]))
+        assert all(map(torch.equal, again.positions(number), walked[number]))
     assert all(map(torch.equal, next(again.batches(7)), walked[7]))
     assert not in_rows or {b[0].shape for b in walked} == {(3, CONTEXT)}
 
@@ -361,17 +361,17 @@ def test_padding_goes_through_no_block_and_unasked_tokens_through_no_head(in_row
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
     head = decoder.linear_cross_entropy
     monkeypatch.setattr(decoder, "linear_cross_entropy", lambda x, *rest: sizes.append(len(x)) or head(x, *rest))
-    ids, targets, at = Batches(EXAMPLES, CONTEXT, 4, packed=in_rows).at(0)
-    module.nats(ids, targets, at)
-    for found, least in zip(sizes, (int((at >= 0).sum()), int((targets != IGNORE).sum())), strict=True):
-        assert least <= found < least + decoder.GRID
+    ids, targets, positions = Batches(EXAMPLES, CONTEXT, 4, packed=in_rows).positions(0)
+    module.loss(ids, targets, positions)
+    for found, least in zip(sizes, (int((positions >= 0).sum()), int((targets != IGNORE).sum())), strict=True):
+        assert least <= found < least + decoder.PAD_MULTIPLE
     assert sizes[1] <= sizes[0]
 
 
 def test_documents_of_rows_that_begin_anywhere():
     """A row whose first position follows the one before it, padding on both sides, one within."""
-    at = torch.tensor([[-1, 0, 1, 2, -1], [3, 4, 5, -1, 6], [0, 1, 0, 0, 1]])
-    assert documents(at).tolist() == [0, 0, 0, 3, 3, 3, 6, 7, 7, 9, 10, 10]
+    positions = torch.tensor([[-1, 0, 1, 2, -1], [3, 4, 5, -1, 6], [0, 1, 0, 0, 1]])
+    assert document_starts(positions).tolist() == [0, 0, 0, 3, 3, 3, 6, 7, 7, 9, 10, 10]
 
 
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
@@ -379,7 +379,7 @@ def test_documents_of_rows_that_begin_anywhere():
 def test_a_batch_of_padding_alone_is_nothing(rows):
     ids = torch.zeros(rows, 3, dtype=torch.long)
     for module in (model("llama"), of_own_parts("shift")):
-        total, count = module.nats(ids, torch.full_like(ids, IGNORE), torch.full_like(ids, -1))
+        total, count = module.loss(ids, torch.full_like(ids, IGNORE), torch.full_like(ids, -1))
         assert (float(total.detach()), int(count)) == (0.0, 0)
         assert module(ids, torch.full_like(ids, -1)).shape == (rows, 3, VOCAB)
 
@@ -390,8 +390,8 @@ def test_dropout_of_attention_keeps_the_rows_as_they_are():
         block.attn.dropout = 0.5
     seen = []
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
-    ids, targets, at = Batches(EXAMPLES, CONTEXT, 2, packed=False).at(0)
-    module.nats(ids, targets, at)
+    ids, targets, positions = Batches(EXAMPLES, CONTEXT, 2, packed=False).positions(0)
+    module.loss(ids, targets, positions)
     assert seen == [ids.shape]
 
 
@@ -413,8 +413,8 @@ def test_documents_do_not_see_each_other_through_parts_of_ones_own(name, in_rows
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
 def test_a_mixture_beside_what_mixes_tokens_is_balanced_over_the_whole_batch():
     module, (batch,) = of_own_parts("beside a mixture"), packed(batch=20)
-    added = module.train().nats(*batch)[0] - module.eval().nats(*batch)[0]
-    with routing(module.train()) as routed:
+    added = module.train().loss(*batch)[0] - module.eval().loss(*batch)[0]
+    with record_routing(module.train()) as routed:
         for ids, _ in alone(EXAMPLES):
             module(ids)
     layers = {layer: torch.cat([x for of, x in routed if of is layer]) for layer, _ in routed}
@@ -427,16 +427,16 @@ def test_parts_that_say_so_share_rows(name):
     module, seen = of_own_parts(name), []
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
     batch = packed()[0]
-    module.nats(*batch)
-    assert seen == [(2, CONTEXT) if name == "attention with a context" else (1, decoder.GRID)]
+    module.loss(*batch)
+    assert seen == [(2, CONTEXT) if name == "attention with a context" else (1, decoder.PAD_MULTIPLE)]
 
 
 def test_who_may_mix_tokens_is_named_with_the_remedy():
     module = of_own_parts("shift")
-    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so .* write supports_packing = True"):
-        module.nats(*packed()[0])
+    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so .* set supports_packing = True"):
+        module.loss(*packed()[0])
     with pytest.warns(UserWarning, match="^moved_by_column may mix tokens"):
-        of_own_parts("position").nats(*packed()[0])
+        of_own_parts("position").loss(*packed()[0])
     module(torch.zeros(2, 5, dtype=torch.long))  # without positions each row is a document
 
 
@@ -460,7 +460,7 @@ def test_the_loss_reads_the_head_as_the_logits_do():
     for head in (nn.Linear(32, VOCAB), Capped(32, VOCAB, bias=False), nn.Linear(32, VOCAB, bias=False)):
         module = of_own_parts("per token")
         module.head = head.double()
-        total, count = module.nats(ids[:, :-1], ids[:, 1:])
+        total, count = module.loss(ids[:, :-1], ids[:, 1:])
         want, _ = loss.next_token(module, ids)
         assert (float(total.detach()), int(count)) == pytest.approx((float(want.detach()), 16))
 
@@ -473,7 +473,7 @@ def test_an_overflow_where_nothing_is_asked_stays_out_of_the_loss_of_any_head():
             lambda _, inputs, output: output.index_fill(1, torch.tensor(3), torch.inf)
         )
         targets = ids.index_fill(1, torch.tensor(3), IGNORE)
-        total, _ = module.nats(ids, targets)
+        total, _ = module.loss(ids, targets)
         total.backward()
         assert torch.isfinite(total)
         assert torch.isfinite(head.weight.grad).all()

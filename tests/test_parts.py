@@ -5,15 +5,27 @@ import torch
 from torch import nn
 
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
-from dunes.parts import MLP, Attention, Block, Cache, Context, Decoder, Embedding, GatedMLP, MoE, RMSNorm, Rotary
+from dunes.models.initialise import initialise
+from dunes.parts import (
+    MLP,
+    Attention,
+    Block,
+    Cache,
+    Decoder,
+    Embedding,
+    ForwardContext,
+    GatedMLP,
+    MoE,
+    RMSNorm,
+    Rotary,
+)
 
 VOCAB, CONTEXT = 61, 40
 
 
 def small(family: str):
     module = FAMILIES[family]
-    config = module.Config.sized(VOCAB, 64, 3, CONTEXT)
+    config = module.Config.from_size(VOCAB, 64, 3, CONTEXT)
     torch.manual_seed(0)
     model = initialise(module.build(config)).eval()
     with torch.no_grad():  # so that nothing is zero, and logits are of the size that a trained model's are
@@ -74,11 +86,11 @@ def test_every_parameter_gets_a_gradient_and_changes_after_a_step(model):
 def test_from_a_fresh_start_all_learn_within_two_steps():
     for name in FAMILIES:
         module = FAMILIES[name]
-        model = initialise(module.build(module.Config.sized(VOCAB, 64, 2, CONTEXT)))
+        model = initialise(module.build(module.Config.from_size(VOCAB, 64, 2, CONTEXT)))
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
         for _ in range(2):
-            total, count = model.nats(tokens(9)[:, :-1], tokens(9)[:, 1:])
+            total, count = model.loss(tokens(9)[:, :-1], tokens(9)[:, 1:])
             (total / count).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -103,14 +115,14 @@ def test_cached_is_full_in_a_ragged_batch_after_rollback_and_in_picked_rows(mode
     real = torch.zeros(3, 9, dtype=torch.bool)
     for row, n in enumerate(lengths):
         padded[row, 9 - n :], real[row, 9 - n :] = ids[row, :n], True
-    logits = model(padded, at=cache.start(real), cache=cache, last=1)[:, -1]
+    logits = model(padded, positions=cache.start(real), cache=cache, last=1)[:, -1]
     for row, n in enumerate(lengths):
         assert (logits[row] - model(ids[row : row + 1, :n])[0, -1]).abs().max() < 1e-5
     # All rows go on by three tokens, then fall back to their first two or fewer, then go on otherwise.
     step = torch.stack([ids[row, n : n + 3] for row, n in enumerate(lengths)])
     model(step, cache=cache)
-    assert cache.keep(torch.tensor([2, 2, 2])).tolist() == [2, 2, 2]
-    picked = cache.take(torch.tensor([2, 0, 0]))
+    assert cache.truncate(torch.tensor([2, 2, 2])).tolist() == [2, 2, 2]
+    picked = cache.select_rows(torch.tensor([2, 0, 0]))
     got = model(ids[[2, 0, 0], 2:8], cache=picked)
     want = model(ids[[2, 0, 0], :8])[:, 2:]
     assert (got - want).abs().max() < 1e-5
@@ -129,8 +141,8 @@ def test_a_cache_that_is_too_small_says_so():
 def test_packed_documents_do_not_see_each_other(model):
     first, second, third = tokens(1, 6), tokens(2, 9)[1:], tokens(3, 2)[2:]
     packed = torch.cat([first, second, third, torch.zeros(1, 3, dtype=torch.long)], 1)
-    at = torch.cat([torch.arange(6), torch.arange(9), torch.arange(2), torch.full((3,), -1)])[None]
-    got = model(packed, at=at)
+    positions = torch.cat([torch.arange(6), torch.arange(9), torch.arange(2), torch.full((3,), -1)])[None]
+    got = model(packed, positions=positions)
     assert torch.isfinite(got).all()
     for part, rows in ((first, slice(0, 6)), (second, slice(6, 15)), (third, slice(15, 17))):
         assert (got[:, rows] - model(part)).abs().max() < 1e-5
@@ -138,7 +150,7 @@ def test_packed_documents_do_not_see_each_other(model):
 
 @torch.no_grad()
 def test_a_window_sees_so_many_tokens_itself_included():
-    ctx = Context.of(tokens(1, 10))
+    ctx = ForwardContext.of(tokens(1, 10))
     assert ctx.mask(10) is None
     assert ctx.mask(4)[0].sum(-1).tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]
     attn = Attention(16, 2, window=3)
@@ -155,12 +167,14 @@ def test_rotary_depends_on_distances_only():
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
     def score(at_q, at_k):
-        turned = [rotary(x, Context(torch.tensor([[at]]))) for x, at in ((q, at_q), (k, at_k))]
+        turned = [
+            rotary(x, ForwardContext(torch.tensor([[positions]]))) for x, positions in ((q, at_q), (k, at_k))
+        ]
         return float((turned[0] * turned[1]).sum())
 
     assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
     assert score(3, 1) != pytest.approx(score(4, 1), abs=1e-4)
-    with pytest.raises(ValueError, match="even head_dim, not 7"):
+    with pytest.raises(ValueError, match="head_dim is 7; rotary positions need an even one"):
         Rotary(7)
 
 
@@ -181,7 +195,7 @@ def test_bfloat16_weights_do_train():
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(20):
-        total, count = model.nats(tokens()[:, :-1], tokens()[:, 1:])
+        total, count = model.loss(tokens()[:, :-1], tokens()[:, 1:])
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
@@ -220,7 +234,7 @@ def test_a_decoder_of_own_parts_learns(attention):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(30):
-        total, count = model.nats(tokens()[:, :-1], tokens()[:, 1:])
+        total, count = model.loss(tokens()[:, :-1], tokens()[:, 1:])
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
@@ -229,12 +243,12 @@ def test_a_decoder_of_own_parts_learns(attention):
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="5 heads cannot share 2"):
+    with pytest.raises(ValueError, match="5 heads are no multiple of 2"):
         Attention(40, 5, 2)
-    with pytest.raises(ValueError, match="at least the token itself"):
+    with pytest.raises(ValueError, match="at least 1, the token itself"):
         Attention(32, 4, window=0)
     block = Block(RMSNorm(8), Attention(8, 2), RMSNorm(8), MLP(8, 8))
-    with pytest.raises(ValueError, match="same block stands twice"):
+    with pytest.raises(ValueError, match="same block occurs twice"):
         Decoder(Embedding(5, 8), [block, block], RMSNorm(8))
     with pytest.raises(ValueError, match="only 4 positions were learned"):
         Decoder(Embedding(5, 8, 4), [block], RMSNorm(8))(torch.zeros(1, 5, dtype=torch.long))

@@ -146,7 +146,7 @@ def test_quantized_maps_are_near_idempotent_and_counted(make, sides):
     bits = sum(b.numel() * b.element_size() * 8 for b in small.buffers()) / linear.weight.numel()
     if sides == (300, 64):
         assert bits == pytest.approx(
-            8 + 32 / 64 if isinstance(small, Int8) else 4.127 if small.twice else 4.5, abs=0.01
+            8 + 32 / 64 if isinstance(small, Int8) else 4.127 if small.double_quantized else 4.5, abs=0.01
         )
     again = make(linear)
     again.fill(small.dense().detach())
@@ -161,7 +161,7 @@ def test_a_quantized_model_is_shaped_without_numbers():
     model = build()
     note = json.loads(json.dumps(quantize(model, kind="nf4", double=True)))
     with torch.device("meta"):
-        other = llama.build(llama.Config.sized(50, 32, 2, 32)).eval()
+        other = llama.build(llama.Config.from_size(50, 32, 2, 32)).eval()
     shape(other, **note)
     other.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(other(IDS), model(IDS))

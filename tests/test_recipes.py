@@ -15,7 +15,7 @@ from dunes import checkpoint
 from dunes.data import collect, read
 from dunes.data.self_instruct import ASKED, prompts, seed_tasks
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs.write import text_before
 from dunes.text import Tokenizer
 
@@ -65,7 +65,7 @@ def test_alpaca_lora(tmp_path, capsys):
     rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     tokenizer = Tokenizer.train("bpe", [json.dumps(rows)], 300)
-    base = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 32, 2, 256)))
+    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 256)))
     checkpoint.save(base, tmp_path / "base", tokenizer, 256)
     out, how = tmp_path / "run", {"dtype": "float32", "threads": 1}
     assert (
@@ -158,7 +158,7 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     made = recipe("self_instruct")
     tokenizer = Tokenizer.train("bpe", [ASKED], 300)
     for context, folder in ((2048, "model"), (64, "short")):
-        model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 16, 1, context)))
+        model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, context)))
         checkpoint.save(model, tmp_path / folder, tokenizer, context)
     out, ask = tmp_path / "out.json", made.folder(str(tmp_path / "model"), 6)
     with pytest.raises(ValueError, match=r"nothing was kept of 10 rounds; of the last: \{'truncated': 5\}"):
@@ -212,7 +212,7 @@ def test_a_mistake_is_one_line_in_a_recipe_too(name, given, message, tmp_path, m
 
 def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypatch, capsys):
     tokenizer = Tokenizer.train("bpe", [ASKED], 300)
-    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 16, 1, 256)))
+    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, 256)))
     checkpoint.save(model, tmp_path / "model", tokenizer, 256)
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["x.py", seeds(tmp_path), str(out), str(tmp_path / "model")])

@@ -113,7 +113,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
     exact = [
-        [(r["step"], r["exact"], r["rate"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)
+        [(r["step"], r["exact"], r["lr_scale"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)
     ]
     assert exact[0] == exact[1]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -134,7 +134,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
-    rates = [r["rate"] for r in records(tmp_path / "run" / "metrics.jsonl")]
+    rates = [r["lr_scale"] for r in records(tmp_path / "run" / "metrics.jsonl")]
     assert max(rates) == 1.0
     assert rates[-1] < 0.1
 
@@ -193,7 +193,7 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
     assert run_module.begun(folder, TrainConfig).steps == 25
-    assert lines[-1]["rate"] < 0.1 < lines[12]["rate"], "the rate went up again, and down to the new end"
+    assert lines[-1]["lr_scale"] < 0.1 < lines[12]["lr_scale"], "the rate went up again, and down to the new end"
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     assert train(TrainConfig(sources=()), folder, display()[0], resume=True, override=["corpus"]) == 0
 
@@ -389,7 +389,7 @@ def test_what_links_lead_to_is_trained_and_scored_if_asked_for(code, tmp_path):
 
 def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     tokenizer = Tokenizer.train("bpe", ["def task(value):\n    return value\n"], 280)
-    model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.sized(tokenizer.vocab, 32, 2, 16)).eval()
+    model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.from_size(tokenizer.vocab, 32, 2, 16)).eval()
     text = "def task(héllo):\n    return 1\n" * 9
     ids = [tokenizer.end, *tokenizer.encode(text)]
     score = evaluate(model, np.array(ids), widths(tokenizer.pieces()), 16)
@@ -441,7 +441,7 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
 def test_several_checks_above_the_best_are_a_warning():
     class Fake:
         best, best_step, checks_since_best = Score(100.0, 10, 10), 50, 3
-        last, trainer = Score(102.0, 10, 10), SimpleNamespace(base=[0.01])
+        last, trainer = Score(102.0, 10, 10), SimpleNamespace(base_lrs=[0.01])
 
     assert "after step 50) for 3 checks" in rising(Fake)
     Fake.checks_since_best = 2
@@ -556,7 +556,7 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
-        rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, prefix)
+        rest = complete_line(loaded.model, loaded.tokenizer, loaded.context_length, prefix)
         assert cut + rest == "import itertools"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ from safetensors.torch import load_file
 from dunes import checkpoint
 from dunes.checkpoint.lazy_tensor import in_memory, renamed
 from dunes.generate import generate
-from dunes.models import FAMILIES, spellings
+from dunes.models import FAMILIES, weight_names
+from dunes.models.initialise import initialise
 from dunes.models.names import to_ours, to_theirs
-from dunes.models.start import initialise
-from dunes.parts import Context, Rolling, cache_for
-from dunes.parts.position import Dynamic
+from dunes.parts import ForwardContext, RollingCache, cache_for
 from dunes.text import Tokenizer
 
 with warnings.catch_warnings():
@@ -26,7 +24,7 @@ LIMIT = 1e-5
 
 
 def from_theirs(family, weights):
-    moves, unknown = to_ours(spellings(family), {k: tuple(w.shape) for k, w in weights.items()})
+    moves, unknown = to_ours(weight_names(family), {k: tuple(w.shape) for k, w in weights.items()})
     assert not unknown
     return {k: w.read() for k, w in renamed(moves, in_memory(weights)).items()}
 
@@ -61,7 +59,6 @@ QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size":
 ROPES = {
     "base": {"rope_type": "default", "rope_theta": 500000.0},
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10000.0},
     "yarn": {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -180,7 +177,7 @@ def test_logits_and_greedy_text(shape, record_property):
     assert difference <= LIMIT
     prompt = ids[:1, :17]
     want = hf.generate(prompt, max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=96)[0, 17:]
-    got = [t.id for t in generate(ours, prompt[0].tolist(), limit=30, context=64, stop={96})]
+    got = [t.id for t in generate(ours, prompt[0].tolist(), limit=30, context_length=64, stop={96})]
     assert got == [i for i in want.tolist() if i != 96]
 
 
@@ -191,23 +188,9 @@ def test_cached_is_full_across_the_edge_of_a_window(shape, cuts):
     family, hf = theirs(shape)
     ours, ids = ours_of(family, hf), some(2, 40)
     cache = cache_for(ours, 2, 64)
-    assert isinstance(cache, Rolling) == bool(getattr(ours.blocks[0].attn, "window", None))
+    assert isinstance(cache, RollingCache) == bool(getattr(ours.blocks[0].attn, "window", None))
     got = torch.cat([ours(part, cache=cache) for part in ids.split(cuts, 1)], 1)
     assert (got - ours(ids)).abs().max() <= LIMIT
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("length", [64, 65, 100])
-def test_a_dynamic_base_follows_the_length_as_theirs(length):
-    family, hf = theirs("llama-dynamic")
-    ours, ids = ours_of(family, hf), some(2, length)
-    assert (ours(ids) - hf(ids).logits).abs().max() <= LIMIT
-    if length > 64:
-        still = FAMILIES[family].build(replace(FAMILIES[family].from_hf(hf.config.to_dict()), rope_base=1e4))
-        still.load_state_dict(ours.state_dict())
-        for block in still.blocks:
-            block.attn.position = replace(block.attn.position, scaling=Dynamic(2.5, 1000))
-        assert (still(ids) - hf(ids).logits).abs().max() > 1e-3, "the test sees it"
 
 
 @torch.no_grad()
@@ -215,9 +198,9 @@ def test_a_dynamic_base_follows_the_length_as_theirs(length):
 def test_angles_are_theirs_to_the_bit_at_far_positions(name):
     family, hf = theirs(f"llama-{name}")
     rotary = FAMILIES[family].build(FAMILIES[family].from_hf(hf.config.to_dict())).blocks[0].attn.position
-    at = torch.tensor([[0, 1, 63, 4095, 100_000]])
-    cos, sin = rotary.angles(at)
-    their_cos, their_sin = hf.model.rotary_emb(torch.zeros(1), at)
+    positions = torch.tensor([[0, 1, 63, 4095, 100_000]])
+    cos, sin = rotary.angles(positions)
+    their_cos, their_sin = hf.model.rotary_emb(torch.zeros(1), positions)
     half = their_cos.shape[-1] // 2
     assert torch.equal(cos[:, 0], their_cos[..., :half])
     assert torch.equal(sin[:, 0], their_sin[..., :half])
@@ -228,15 +211,15 @@ def test_angles_are_theirs_to_the_bit_at_far_positions(name):
 def test_logits_at_positions_of_a_hundred_thousand(shape):
     family, hf = theirs(shape)
     ours, ids = ours_of(family, hf), some(1, 12)
-    at = torch.arange(100_000, 100_012)[None]
-    difference = float((ours(ids, at=at) - hf(ids, position_ids=at).logits).abs().max())
+    positions = torch.arange(100_000, 100_012)[None]
+    difference = float((ours(ids, positions=positions) - hf(ids, position_ids=positions).logits).abs().max())
     print(f"{shape}: at 100,000 {difference:.1e}")
     assert difference <= LIMIT
 
 
 @pytest.mark.parametrize("window", [1, 4, 9, 20])
 def test_rows_of_a_mask_sum_to_the_window(window):
-    rows = Context.of(some(1, 9), at=torch.arange(9)[None]).mask(window)[0].sum(-1)
+    rows = ForwardContext.of(some(1, 9), positions=torch.arange(9)[None]).mask(window)[0].sum(-1)
     assert rows.tolist() == [min(i + 1, window) for i in range(9)]
 
 
@@ -246,7 +229,7 @@ def test_names_and_config_survive_both_directions(shape, tmp_path):
     module = FAMILIES[family]
     config = module.from_hf(hf.config.to_dict())
     assert module.from_hf(json.loads(json.dumps(module.to_hf(config)))) == config
-    assert module.read(module.build(config), config.context) == config
+    assert module.read(module.build(config), config.context_length) == config
     hf.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     assert module.from_hf(json.loads((tmp_path / "config.json").read_text())) == config
@@ -267,7 +250,7 @@ def tokenizer():
 def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
     module = FAMILIES[family]
     torch.manual_seed(0)
-    model = initialise(module.build(module.Config.sized(tokenizer.vocab, 64, 2, 48)), seed=3).eval()
+    model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 64, 2, 48)), seed=3).eval()
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.05)
     checkpoint.save(model, tmp_path, tokenizer, 48)
@@ -288,7 +271,7 @@ def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
 
     prompt = tokenizer.encode("def ")
     want = hf.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
-    got = [t.id for t in generate(model, prompt, limit=40, context=48, stop={tokenizer.end})]
+    got = [t.id for t in generate(model, prompt, limit=40, context_length=48, stop={tokenizer.end})]
     assert got == [i for i in want if i != tokenizer.end]
 
 
@@ -302,7 +285,7 @@ def test_we_open_their_folder_and_write_it_back_bit_for_bit(shape, tmp_path):
     loaded = checkpoint.load(there)
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(2))
     assert (loaded.model(ids) - hf(ids).logits).abs().max() <= LIMIT
-    checkpoint.save(loaded.model, here, loaded.tokenizer, loaded.context)
+    checkpoint.save(loaded.model, here, loaded.tokenizer, loaded.context_length)
     again = transformers.AutoModelForCausalLM.from_pretrained(here).state_dict()
     assert all(torch.equal(again[k], v) for k, v in hf.state_dict().items())
     # Without a window the tree of a Mistral is that of a LLaMA.

@@ -24,9 +24,9 @@ from dunes.checkpoint.mapped import Mapped
 from dunes.checkpoint.source import opened
 from dunes.cli import main as cli
 from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import to_theirs
-from dunes.models.outline import described, outline
-from dunes.models.start import initialise
 from dunes.text import Tokenizer, json_file
 from dunes.units import format_bytes
 
@@ -314,7 +314,7 @@ def test_tables_of_angles_are_no_weights(copy, originals):
 def test_stacked_experts(family, tmp_path):
     """As transformers 5 holds them: 'gate_up_proj' (E, 2 x hidden, dim)."""
     module = FAMILIES[family]
-    model = initialise(module.build(module.Config.sized(265, 32, 2, 16)))
+    model = initialise(module.build(module.Config.from_size(265, 32, 2, 16)))
     checkpoint.save(model, tmp_path, Tokenizer.train("bytes", []), 16)
     (tmp_path / "dunes.json").unlink()
     stack = "model.layers.{}.mlp.experts.{}"
@@ -416,7 +416,7 @@ def test_what_load_refuses_does_not_load_for_inspect(case, copy, monkeypatch, ca
 def test_inspect_compares_digests(copy, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "saved"
     loaded = checkpoint.load(copy())
-    checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context)
+    checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context_length)
     data = bytearray((folder / WEIGHTS).read_bytes())
     data[-2] ^= 1
     (folder / WEIGHTS).write_bytes(data)
@@ -509,7 +509,7 @@ def two(tmp_path):
     folder = tmp_path / "inner"
     module = FAMILIES["llama"]
     checkpoint.save(
-        initialise(module.build(module.Config.sized(265, 32, 2, 16))), folder, Tokenizer.train("bytes", []), 16
+        initialise(module.build(module.Config.from_size(265, 32, 2, 16))), folder, Tokenizer.train("bytes", []), 16
     )
     (folder / "dunes.json").unlink()
     tensors = load_file(folder / WEIGHTS)
@@ -640,7 +640,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
         import sys
         from pathlib import Path
         from dunes.checkpoint.source import opened
-        import dunes.models.outline
+        import dunes.models.meta
         opens = []
         opened(Path(sys.argv[1])).weights()
         sys.addaudithook(lambda event, args: opens.append(str(args[0])) if event == "open" else None)
@@ -703,7 +703,7 @@ MAY_BE_ABSENT = {"num_key_value_heads", "head_dim", "n_inner", "num_local_expert
 
 def small(family):
     module = FAMILIES[family]
-    return module, module.Config.sized(265, 64, 2, 16)
+    return module, module.Config.from_size(265, 64, 2, 16)
 
 
 def hostile(family):
@@ -825,7 +825,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     )
     numbers, size, there = map(float, found.groups())
     assert size == pytest.approx(2 * numbers, rel=0.01)
-    assert there == pytest.approx(described(family, small(family)[1])[0], rel=0.01)
+    assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
     assert numbers > 1e11
     with pytest.raises(ValueError, match=re.escape(said)):
         next(line for line in inspect(opened(folder)) if line.startswith("parameters"))
@@ -846,8 +846,8 @@ def test_what_is_described_is_what_would_be_built(family):
         if "experts" in changes and not hasattr(config, "experts"):
             continue
         other = type(config)(**vars(config) | changes)
-        model = outline(family, other)
-        assert described(family, other) == (tree.count(model), len(list(model.parameters())))
+        model = build_on_meta(family, other)
+        assert weight_counts(family, other) == (tree.count(model), len(list(model.parameters())))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -917,9 +917,9 @@ def test_no_params_json_costs_memory_or_time(made, tmp_path):
 def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     """A file without anything behind its header takes no place on the disk, and reads as zeros."""
     module = FAMILIES["llama"]
-    config = module.Config.sized(32000, 5120, 100, 4096)
+    config = module.Config.from_size(32000, 5120, 100, 4096)
     config = type(config)(**vars(config) | {"tied": False})
-    source = in_memory(outline("llama", config).state_dict())
+    source = in_memory(build_on_meta("llama", config).state_dict())
     theirs = renamed(to_theirs(module.NAMES, source)[0], cast(source, torch.bfloat16))
     header, end = {}, 0
     for key, stored in theirs.items():

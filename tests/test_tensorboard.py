@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TAGS = {
     "loss": lambda r: r["loss"],
     "bits_per_byte": lambda r: r.get("bits_per_byte"),
-    "rate": lambda r: r["rate"],
-    "norm": lambda r: r["norm"],
+    "lr_scale": lambda r: r["lr_scale"],
+    "grad_norm": lambda r: r["grad_norm"],
     "tokens_per_second": lambda r: r["count"] / r["seconds"],
 }
 

@@ -281,14 +281,14 @@ def test_a_stream_serves_tokenizers_of_other_makes():
 def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
     from dunes.generate import sampler
     from dunes.models import llama
-    from dunes.models.start import initialise
+    from dunes.models.initialise import initialise
     from dunes.runs.write import complete_line, write
 
     tokenizer = TOKENIZERS[kind]
     ids = [*tokenizer.encode("a"), tokenizer.vocab, tokenizer.vocab + 7, *tokenizer.encode("b")]
     stream = Stream(tokenizer)
     assert tokenizer.decode(ids) == "".join(map(stream.feed, ids)) == "ab"
-    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab + 512, 32, 1, 16)))
+    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab + 512, 32, 1, 16)))
     for temperature in (0.0, 9.0):
         pieces = list(write(model, tokenizer, 16, "a", 20, sampler(temperature)))
         assert len(pieces) <= 20
@@ -298,12 +298,12 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
 def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
     import torch
 
-    from dunes.generate import below, sampler
+    from dunes.generate import limit_vocab, sampler
 
     logits = torch.tensor([[1.0, 3.0, 2.0, 9.0, 8.0]])
-    assert below(sampler(0.0), 3)(logits, [[]]).tolist() == [1]
-    assert below(sampler(0.0), 5)(logits, [[]]).tolist() == sampler(0.0)(logits, [[]]).tolist() == [3]
-    drawn = {int(below(sampler(9.0, seed=s, penalty=1.1), 3)(logits, [[0]])) for s in range(40)}
+    assert limit_vocab(sampler(0.0), 3)(logits, [[]]).tolist() == [1]
+    assert limit_vocab(sampler(0.0), 5)(logits, [[]]).tolist() == sampler(0.0)(logits, [[]]).tolist() == [3]
+    drawn = {int(limit_vocab(sampler(9.0, seed=s, penalty=1.1), 3)(logits, [[0]])) for s in range(40)}
     assert drawn == {0, 1, 2}
 
 

@@ -462,9 +462,9 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert
     from dunes.models import llama
-    from dunes.models.start import initialise
+    from dunes.models.initialise import initialise
 
-    model = initialise(llama.build(llama.Config.sized(512, 32, 1, 16)))
+    model = initialise(llama.build(llama.Config.from_size(512, 32, 1, 16)))
     checkpoint.save(model, tmp_path / "in", Tokenizer.train("bytes", []), 16)
     (tmp_path / "in" / "dunes.json").unlink()
     for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):

@@ -98,7 +98,7 @@ def test_accumulation_equals_the_large_batch_also_with_masked_targets():
     [small] = run(Trainer(parts, train.sgd(parts, 0.5), next_token, accumulate=4), 1, iter(pieces))
     assert small.count == big.count == 38
     assert small.loss == pytest.approx(big.loss, rel=1e-6)
-    assert small.norm == pytest.approx(big.norm, rel=1e-5)
+    assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-5)
     assert (weights(whole) - weights(parts)).abs().max() < 1e-7
 
 
@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_the_mean_over_counted_targets():
     norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
     torch.optim.SGD(twin.parameters(), 0.5).step()
     [step] = run(Trainer(model, train.sgd(model, 0.5), next_token, clip=0.05), 1, iter([(ids, targets)]))
-    assert step.norm == pytest.approx(float(norm), rel=1e-5)
+    assert step.grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert step.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert (weights(model) - weights(twin)).abs().max() < 1e-7
 
@@ -196,23 +196,23 @@ class Example:
     name: str
 
 
-def test_batches_of_every_form_are_moved():
+def test_batches_of_every_form_are_to_device():
     ids, meta = batch(0), torch.device("meta")
     nested = {"pair": Pair(ids, ids), "list": [ids, "text"], "record": Example(ids, "a"), "none": None}
-    moved = trainer_module._moved(nested, meta)
+    moved = trainer_module._to_device(nested, meta)
     assert type(moved["pair"]) is Pair
     assert moved["pair"].targets.device == moved["list"][0].device == moved["record"].ids.device == meta
     assert (moved["list"][1], moved["record"].name, moved["none"]) == ("text", "a", None)
     assert nested["record"].ids is ids, "the caller's batch stays"
-    ordered = trainer_module._moved(OrderedDict(ids=ids), meta)
+    ordered = trainer_module._to_device(OrderedDict(ids=ids), meta)
     assert type(ordered) is OrderedDict
     transformers = pytest.importorskip("transformers")
     encoding = transformers.BatchEncoding({"input_ids": ids})
-    assert trainer_module._moved(encoding, meta)["input_ids"].device == meta
+    assert trainer_module._to_device(encoding, meta)["input_ids"].device == meta
     output = transformers.modeling_outputs.CausalLMOutput(logits=ids.float())
-    assert trainer_module._moved(output, meta).logits.device == meta
+    assert trainer_module._to_device(output, meta).logits.device == meta
     packed = nn.utils.rnn.pack_sequence([ids[0].float(), ids[1, :3].float()])
-    assert trainer_module._moved(packed, meta).data.device == meta
+    assert trainer_module._to_device(packed, meta).data.device == meta
 
 
 def stepped(loss, **settings):
@@ -233,7 +233,7 @@ def test_a_loss_gives_one_element_and_one_number(shape, count):
     want, moved = stepped(next_token)
     assert moved
     got, same = stepped(loss)
-    assert (got.loss, got.count, got.norm, same) == (want.loss, want.count, want.norm, moved)
+    assert (got.loss, got.count, got.grad_norm, same) == (want.loss, want.count, want.grad_norm, moved)
 
 
 LOSSES = {
@@ -248,7 +248,10 @@ LOSSES = {
     "string": (lambda total, n: (total, "32"), "the count that the loss returned is a str"),
     "negative": (lambda total, n: (total, -3), "the loss of step 1 counted -3 targets; expected 0 or more"),
     "detached": (lambda total, n: (total.detach(), n), "the loss has no gradient"),
-    "elsewhere": (lambda total, n: (torch.ones((), requires_grad=True) * 2, n), "no gradient reached a parameter"),
+    "elsewhere": (
+        lambda total, n: (torch.ones((), requires_grad=True) * 2, n),
+        "no parameter received a gradient",
+    ),
 }
 
 
@@ -295,9 +298,9 @@ def test_a_micro_batch_without_a_target_needs_no_gradient():
         ({"patience": 0}, "patience is 0"),
         ({"seed": 0.5}, "seed is 0.5; expected a whole number"),
         ({"dtype": torch.float64}, "dtype is torch.float64; expected bfloat16 or float16"),
-        ({"rate": lambda step: math.nan}, r"rate\(0\) is nan; expected a share of the learning rate"),
-        ({"rate": lambda step: -0.1}, r"rate\(0\) is -0.1"),
-        ({"rate": lambda step: math.inf}, r"rate\(0\) is inf"),
+        ({"lr_scale": lambda step: math.nan}, r"lr_scale\(0\) is nan; expected a finite factor"),
+        ({"lr_scale": lambda step: -0.1}, r"lr_scale\(0\) is -0.1"),
+        ({"lr_scale": lambda step: math.inf}, r"lr_scale\(0\) is inf"),
     ],
 )
 def test_settings_that_cannot_be_are_named_before_a_weight_changes(setting, message):
@@ -334,10 +337,10 @@ def test_schedules_that_cannot_be_are_named():
         Schedule(warmup=-1)
     with pytest.raises(ValueError, match="lowest is nan; expected a share from 0 to 1"):
         Schedule(lowest=math.nan)
-    with pytest.raises(ValueError, match=r"fall is 1\.5; expected a share from 0 to 1"):
-        Schedule.steps(10, fall=1.5)
-    with pytest.raises(ValueError, match=r"fall is -0\.5"):
-        Clock(Schedule(), 1.0, fall=-0.5)
+    with pytest.raises(ValueError, match=r"decay is 1\.5; expected a share from 0 to 1"):
+        Schedule.steps(10, decay=1.5)
+    with pytest.raises(ValueError, match=r"decay is -0\.5"):
+        Clock(Schedule(), 1.0, decay=-0.5)
     with pytest.raises(ValueError, match="seconds is nan; expected a time above 0"):
         Clock(Schedule(), math.nan)
 
@@ -382,7 +385,11 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
     def trained(steps, accumulate=2):
         model = build()
         trainer = Trainer(
-            model, OPTIMIZERS[name](model), next_token, accumulate=accumulate, rate=Schedule.steps(9, 2).rate
+            model,
+            OPTIMIZERS[name](model),
+            next_token,
+            accumulate=accumulate,
+            lr_scale=Schedule.steps(9, 2).lr_scale,
         )
         losses, saved = [], {}
         for count in steps:
@@ -394,7 +401,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
                     OPTIMIZERS[name](model),
                     next_token,
                     accumulate=accumulate,
-                    rate=Schedule.steps(9, 2).rate,
+                    lr_scale=Schedule.steps(9, 2).lr_scale,
                 )
                 model.load_state_dict(state["weights"])
                 trainer.load_state_dict(state["trainer"])
@@ -497,7 +504,7 @@ def test_muon_knows_the_heads_of_a_model_without_blocks_by_what_they_give():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_muon_takes_the_matrices_of_every_familys_blocks(family):
     module = FAMILIES[family]
-    model = module.build(module.Config.sized(64, 64, 2, 16))
+    model = module.build(module.Config.from_size(64, 64, 2, 16))
     matrices = {n for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks.")}
     assert names(model, train.muon(model)) == matrices
 
@@ -517,7 +524,7 @@ def test_muon_of_matrices_alone_or_of_none():
 
 def test_muon_does_what_the_caller_says_and_says_what_it_does():
     model = LanguageModel()
-    assert names(model, train.muon(model, inside=["**", "!wte.*"])) == MIXED | {"project.weight", "lm_head.weight"}
+    assert names(model, train.muon(model, where=["**", "!wte.*"])) == MIXED | {"project.weight", "lm_head.weight"}
     assert train.muon_split(model) == {
         "muon": sorted(MIXED),
         "adamw": [
@@ -529,11 +536,11 @@ def test_muon_does_what_the_caller_says_and_says_what_it_does():
             "lm_head.weight",
         ],
     }
-    assert train.muon_split(model, inside="lm_head.*")["muon"] == ["lm_head.weight"]
+    assert train.muon_split(model, where="lm_head.*")["muon"] == ["lm_head.weight"]
     with pytest.raises(
-        ValueError, match=r"'head\.\*' selects no trainable matrix; there are: wte.weight, project"
+        ValueError, match=r"'head\.\*' selects no trainable matrix; the matrices are: wte.weight, project"
     ):
-        train.muon(model, inside="head.*")
+        train.muon(model, where="head.*")
 
 
 @pytest.mark.parametrize(
@@ -572,7 +579,7 @@ def test_sparse_gradients_are_clipped_and_divided_as_dense_ones():
             model, torch.optim.SGD(model.parameters(), 1.0), train.cross_entropy, accumulate=2, clip=0.1
         )
         batches = [(torch.tensor([1, 1, 5]), torch.tensor([0, 2, 1])), (torch.tensor([5]), torch.tensor([2]))]
-        norms = [step.norm for step in made.run(batches * 3)]
+        norms = [step.grad_norm for step in made.run(batches * 3)]
         return norms, [p.detach() for p in model.parameters()]
 
     (some, ours), (dense, theirs) = trained(True), trained(False)
@@ -601,38 +608,38 @@ def test_muon_by_shape_is_pytorchs_to_the_rounding_of_bfloat16(momentum, decay):
 
 
 def test_a_schedule_rises_holds_falls_and_ends():
-    schedule = Schedule.steps(100, warmup=4, fall=0.4, lowest=0.1)
-    rates = [schedule.rate(step) for step in range(100)]
+    schedule = Schedule.steps(100, warmup=4, decay=0.4, lowest=0.1)
+    rates = [schedule.lr_scale(step) for step in range(100)]
     assert rates[:4] == [0.2, 0.4, 0.6, 0.8]
     assert rates[4:61] == [1.0] * 57
     assert rates[80] == pytest.approx(0.55)
     assert rates[99] == pytest.approx(0.1 + 0.9 / 40)
-    assert [schedule.over(step) for step in (99, 100)] == [False, True]
+    assert [schedule.is_over(step) for step in (99, 100)] == [False, True]
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.3, 0.7])
 def test_a_clock_ends_the_run_in_time_and_enters_the_rate_only_by_its_records(slower):
     schedule = Schedule()
-    clock, elapsed, step = Clock(schedule, 100.0, fall=0.5), 0.0, 0
+    clock, elapsed, step = Clock(schedule, 100.0, decay=0.5), 0.0, 0
     rates = []
-    while not schedule.over(step):
-        rates.append(schedule.rate(step))
+    while not schedule.is_over(step):
+        rates.append(schedule.lr_scale(step))
         step += 1
         elapsed += 0.1 * (slower if step > 600 else 1.0)
-        clock.tell(step, elapsed)
+        clock.update(step, elapsed)
     assert elapsed == pytest.approx(100, rel=0.05)
     assert len(schedule.records) == 2
     assert rates[-1] < 0.02
     assert all(a >= b - 1e-9 for a, b in pairwise(rates))
     again = Schedule(records=[Record(r.begin, r.end) for r in schedule.records])
     late = schedule.records[-1].begin
-    assert [again.rate(s) for s in range(late, step)] == rates[late:]
+    assert [again.lr_scale(s) for s in range(late, step)] == rates[late:]
 
 
 def test_a_clock_may_be_told_before_the_first_step():
     schedule = Schedule()
-    Clock(schedule, 1.0).tell(0, 0.9)
-    assert schedule.over(schedule.records[-1].end)
+    Clock(schedule, 1.0).update(0, 0.9)
+    assert schedule.is_over(schedule.records[-1].end)
 
 
 def test_a_warmup_that_is_no_number_is_refused():
@@ -642,6 +649,6 @@ def test_a_warmup_that_is_no_number_is_refused():
 
 def test_a_clock_that_is_told_late_still_ends():
     schedule = Schedule()
-    Clock(schedule, 1.0).tell(1, 50.0)
+    Clock(schedule, 1.0).update(1, 50.0)
     assert schedule.records
-    assert schedule.over(2)
+    assert schedule.is_over(2)

@@ -20,7 +20,7 @@ class Wrapped(nn.Module):
 
 @pytest.fixture
 def model():
-    return qwen3.build(qwen3.Config.sized(50, 32, 12, 16))
+    return qwen3.build(qwen3.Config.from_size(50, 32, 12, 16))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_a_wrapper_is_transparent_to_names_and_to_the_inner_reach(model):
 
 
 def test_nothing_selected_is_an_error_that_lists_what_there_is(model):
-    with pytest.raises(ValueError, match=r"'blocks.\*.attention.q' selects nothing .*blocks\.0\.attn\.q"):
+    with pytest.raises(ValueError, match=r"'blocks.\*.attention.q' selects nothing; .*blocks\.0\.attn\.q"):
         tree.find(model, "blocks.*.attention.q", tree.linear)
-    with pytest.raises(ValueError, match="none of the kind"):
+    with pytest.raises(ValueError, match="none of the requested kind"):
         tree.replace(model, "blocks.*.attn_norm", Wrapped, tree.linear)
     with pytest.raises(ValueError, match="no parameter"):
         tree.freeze(model, "head.weight")

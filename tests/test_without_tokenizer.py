@@ -51,8 +51,8 @@ def test_a_folder_without_a_tokenizer_opens_as_in_transformers(bare, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(bare).eval()(IDS).logits
     with torch.no_grad():
         assert (ours.model(IDS) - reference).abs().max() <= 1e-5
-    assert len(list(generate(ours.model, [1, 2], limit=5, context=ours.context))) == 5
-    checkpoint.save(ours.model, tmp_path / "again", None, ours.context)
+    assert len(list(generate(ours.model, [1, 2], limit=5, context_length=ours.context_length))) == 5
+    checkpoint.save(ours.model, tmp_path / "again", None, ours.context_length)
     assert not list((tmp_path / "again").glob("*token*"))
     again = loaded(tmp_path / "again")
     assert torch.equal(again.model(IDS), ours.model(IDS))
@@ -71,10 +71,10 @@ def test_special_ids_above_the_vocabulary_are_warned_of_and_never_met(tmp_path):
     assert ours.tokenizer is not None
     assert ours.tokenizer.end == tokens.end
     text = "".join(
-        write(ours.model, ours.tokenizer, ours.context, "ab", 8, lambda logits, seen: logits.argmax(-1))
+        write(ours.model, ours.tokenizer, ours.context_length, "ab", 8, lambda logits, seen: logits.argmax(-1))
     )
     assert isinstance(text, str)
-    checkpoint.save(ours.model, tmp_path / "again", ours.tokenizer, ours.context)
+    checkpoint.save(ours.model, tmp_path / "again", ours.tokenizer, ours.context_length)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == tokens.end
     with pytest.warns(UserWarning, match="special ids are up to 50256"):  # its generation_config.json is kept
         assert checkpoint.load(tmp_path / "again").tokenizer is not None

@@ -16,7 +16,7 @@ from dunes import checkpoint
 from dunes.cli import verbs
 from dunes.generate import Token
 from dunes.models import llama
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.runs import write as runs_write
 from dunes.runs.write import complete_line, text_before
 from dunes.text import Tokenizer
@@ -169,7 +169,7 @@ def folder(tmp_path, monkeypatch):
     """The README's runs/project, with a model of random numbers."""
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.train("chars", map(chr, range(32, 127)))
-    model = initialise(llama.build(llama.Config.sized(tokenizer.vocab, 16, 1, 64)))
+    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, 64)))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():  # what stands before must matter

@@ -11,13 +11,13 @@ from dunes.train import Trainer, adamw
 
 def answers(work: Work, setting: str) -> Answer:
     loaded = checkpoint.load(work.folder)
-    model, context = loaded.model.to(getattr(torch, setting)), loaded.context
-    return lambda ids, new: [t.id for t in generate(model, ids, limit=new, context=context)]
+    model, context = loaded.model.to(getattr(torch, setting)), loaded.context_length
+    return lambda ids, new: [t.id for t in generate(model, ids, limit=new, context_length=context)]
 
 
 def train(work: Work, setting: str, watch: Watch) -> None:
     precision, *compiled = setting.split()
-    model, loss = checkpoint.load(work.folder).model, lambda m, b: m.nats(b[:, :-1], b[:, 1:])
+    model, loss = checkpoint.load(work.folder).model, lambda m, b: m.loss(b[:, :-1], b[:, 1:])
     optimizer = adamw(model, work.lr, work.betas, work.decay)
     loss = torch.compile(loss, dynamic=False) if compiled else loss
     trainer = Trainer(model, optimizer, loss, clip=work.clip, dtype=getattr(torch, precision))

@@ -9,20 +9,20 @@ from tuning import Tuning, Watch
 
 from dunes import checkpoint, tree
 from dunes.data import Batches, Example
-from dunes.train import Trainer, adamw, halved
+from dunes.train import Trainer, adamw, cast_frozen
 
 
 def tune(tuning: Tuning, task: str, setting: str, watching: Callable[[], Watch]) -> Watch:
     model = checkpoint.load(tuning.folder).model
     note = checkpoint.load_adapter(model, tuning.adapter)
     tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
-    halved(model, getattr(torch, setting))
+    cast_frozen(model, getattr(torch, setting))
     optimizer, dtype = adamw(model, tuning.lr, tuning.betas, 0.0), getattr(torch, setting)
     examples = [Example(np.array(ids, np.int32), np.array(t, bool)) for ids, t in tuning.examples]
     made = Batches(examples, tuning.context, tuning.rows[task], tuning.seed, packed=task == "packed")
-    trainer = Trainer(model, optimizer, lambda m, b: m.nats(*b), clip=tuning.clip, dtype=dtype)
+    trainer = Trainer(model, optimizer, lambda m, b: m.loss(*b), clip=tuning.clip, dtype=dtype)
     watch, count = watching(), len(tuning.batches[task])
-    for step in trainer.run(made.at(i % count) for i in range(10**9)):
+    for step in trainer.run(made.positions(i % count) for i in range(10**9)):
         if watch(step.loss):
             break
     return watch

@@ -48,13 +48,13 @@ def packed(rows):
     """As many examples in a row as fit; padding is an example of its own, which nothing is asked of."""
     ids, targets = (filled([row[i] for row in rows], value) for i, value in ((0, 0), (1, -100)))
     width = ids.shape[1]
-    at = torch.tensor([[*row[2], *range(width - len(row[2]))] for row in rows])
-    return {"input_ids": ids, "labels": targets, "shift_labels": targets, "position_ids": at}
+    positions = torch.tensor([[*row[2], *range(width - len(row[2]))] for row in rows])
+    return {"input_ids": ids, "labels": targets, "shift_labels": targets, "position_ids": positions}
 
 
 def flat(rows):
-    ids, targets, at = (torch.tensor([[x for row in rows for x in row[i]]]) for i in range(3))
-    return {"input_ids": ids, "labels": targets, "shift_labels": targets, "position_ids": at}
+    ids, targets, positions = (torch.tensor([[x for row in rows for x in row[i]]]) for i in range(3))
+    return {"input_ids": ids, "labels": targets, "shift_labels": targets, "position_ids": positions}
 
 
 def filled(rows, value):

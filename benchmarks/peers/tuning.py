@@ -96,6 +96,6 @@ def main(
         return
     path, task, setting = sys.argv[1:]
     tuning = Tuning(**json.loads(Path(path).read_text()))
-    tokens = [sum(p >= 0 for _, _, at in rows for p in at) for rows in tuning.batches[task]]
+    tokens = [sum(p >= 0 for _, _, positions in rows for p in positions) for rows in tuning.batches[task]]
     # Memory is counted from the moment at which the side has loaded what it trains.
     print(json.dumps(tune(tuning, task, setting, lambda: Watch(tokens, tuning.seconds)).row()))

@@ -1,7 +1,7 @@
-"""Changes to a built model, one file each. Each leaves a note in JSON, with which a checkpoint can repeat it."""
+"""Changes to a built model, one file each. Each returns a note in JSON, from which a checkpoint repeats it."""
 
 from dunes.augment.adapted import Adapted, Adapter
-from dunes.augment.lora import attach, bare, detach, select, using
+from dunes.augment.lora import adapter_active, attach, base_model, detach, set_adapter
 from dunes.augment.merge import Merged, merge, unmerge
 from dunes.augment.quantize import dequantize, quantize
 
@@ -9,13 +9,13 @@ __all__ = [
     "Adapted",
     "Adapter",
     "Merged",
+    "adapter_active",
     "attach",
-    "bare",
+    "base_model",
     "dequantize",
     "detach",
     "merge",
     "quantize",
-    "select",
+    "set_adapter",
     "unmerge",
-    "using",
 ]

@@ -1,4 +1,4 @@
-"""A linear map or an embedding with low-rank changes beside it, of which one at a time acts.
+"""A linear layer or an embedding with low-rank adapters, of which at most one is active.
 
 LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
 DoRA https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from dunes.ops import low_rank
 
 TINY = 1e-30
-"""A row of zeros, as in output projections that nobody has trained yet, has no direction to keep."""
+"""The least norm of a row: rows of zeros, as in untrained output projections, have no direction."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """One adapter at one place: `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+class LoraConfig:
+    """The settings of an adapter at one place: `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
 
     rank: int
     alpha: float
@@ -36,75 +36,75 @@ class Form:
 
 
 class Adapter(nn.Module):
-    """What is added to a linear map: scale * B(A(dropout(x))), with A (R, I) and B (O, R).
+    """The update of a linear layer: scale * B(A(dropout(x))), with A (R, I) and B (O, R).
 
-    DoRA has a `magnitude` (O,) for the rows of the changed matrix. PiSSA begins with A and B other than zero, and
-    keeps these as A0 and B0, whose product is taken off again. (The paper takes it off the base. Here the base
-    is shared with other adapters and stays as it is, and an untrained adapter changes nothing, bit for bit.)
+    DoRA has a `magnitude` (O,) for the rows of the updated matrix. PiSSA initialises A and B from the base and
+    keeps a copy as A0 and B0, whose product is subtracted. (The paper subtracts it from the base. Here the base is
+    shared with other adapters and never changes, and an untrained adapter changes nothing, bit for bit.)
     """
 
     A0: Tensor | None
     B0: Tensor | None
-    constant = True  # its buffers, for whoever would keep a copy of what a forward may change
+    constant_buffers = True  # a forward never writes to its buffers
 
     supports_packing = True
 
-    def __init__(self, base: nn.Module, form: Form, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        wide, tall = sides(base)
-        self.form = form
-        where = next(t.device for t in (*base.parameters(), *base.buffers()))
-        kind: dict[str, Any] = {"device": where, "dtype": dtype}
-        self.A = nn.Parameter(torch.empty(form.rank, wide, **kind))
-        self.B = nn.Parameter(torch.empty(tall, form.rank, **kind))
-        self.magnitude = nn.Parameter(torch.empty(tall, **kind)) if form.dora else None
-        self.register_buffer("A0", torch.empty(form.rank, wide, **kind) if form.pissa else None)
-        self.register_buffer("B0", torch.empty(tall, form.rank, **kind) if form.pissa else None)
+        inputs, outputs = sides(base)
+        self.config = config
+        device = next(t.device for t in (*base.parameters(), *base.buffers()))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.A = nn.Parameter(torch.empty(config.rank, inputs, **factory))
+        self.B = nn.Parameter(torch.empty(outputs, config.rank, **factory))
+        self.magnitude = nn.Parameter(torch.empty(outputs, **factory)) if config.dora else None
+        self.register_buffer("A0", torch.empty(config.rank, inputs, **factory) if config.pissa else None)
+        self.register_buffer("B0", torch.empty(outputs, config.rank, **factory) if config.pissa else None)
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """x (..., I) and what the base makes of it, y (..., O) -> (..., O) in y's dtype."""
-        change = self.change(x)
+        """The input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
+        update = self.update(x)
         if self.magnitude is None:
-            return (y + change).to(y.dtype)
+            return (y + update).to(y.dtype)
         ratio = self.magnitude / self.norms(base)
         bias = getattr(base, "bias", None)
-        plain = y if bias is None else y - bias
-        # At the start the ratio is one: written like this, nothing is then rounded.
-        return (y + (ratio - 1) * plain + ratio * change).to(y.dtype)
+        product = y if bias is None else y - bias
+        # In this form nothing is rounded while the ratio is one, as at the start.
+        return (y + (ratio - 1) * product + ratio * update).to(y.dtype)
 
-    def change(self, x: Tensor) -> Tensor:
+    def update(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O), in the adapter's dtype or autocast's."""
-        x = F.dropout(x, self.form.dropout, self.training).to(self.A.dtype)
+        x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
         y = F.linear(F.linear(x, self.A), self.B)
         if self.A0 is not None and self.B0 is not None:
             y = y - F.linear(F.linear(x, self.A0), self.B0)
-        return y * self.form.scale
+        return y * self.config.scale
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B, of twice the rank with PiSSA, whose product times the scale is the change of the matrix."""
+        """A and B, of twice the rank with PiSSA, whose product times the scale is the update of the matrix."""
         if self.A0 is None or self.B0 is None:
             return self.A, self.B
         return torch.cat([self.A, self.A0]), torch.cat([self.B, -self.B0], 1)
 
     @torch.no_grad()
     def norms(self, base: nn.Module) -> Tensor:
-        """The length of each row of the changed matrix (O,), a constant on the way back (DoRA, section 4.3).
+        """The norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
 
-        Put together from small products: the changed matrix itself is never made.
+        Computed from small products, without materialising the updated matrix.
         """
         a, b = self.factors()
-        s = self.form.scale
-        with _exact(a):
+        s = self.config.scale
+        with _without_autocast(a):
             weight = dense(base).to(a.dtype)
             squares = weight.square().sum(1)
             squares += 2 * s * ((weight @ a.T) * b).sum(1) + s * s * (b @ (a @ a.T) * b).sum(1)
         return squares.clamp(min=TINY).sqrt()
 
-    def changed(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The base's matrix with the change in it, (O, I) for a linear map."""
+    def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The base's matrix plus the update, (O, I) for a linear layer."""
         a, b = self.factors()
-        with _exact(a):
-            whole = dense(base).to(dtype) + self.form.scale * (b.to(dtype) @ a.to(dtype))
+        with _without_autocast(a):
+            whole = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
         if self.magnitude is None:
             return whole
         norms = whole.detach().square().sum(1).clamp(min=TINY).sqrt()
@@ -112,25 +112,25 @@ class Adapter(nn.Module):
 
 
 class EmbeddingAdapter(Adapter):
-    """The same for a table of vectors (I, O): A (R, I) holds a column for each id. No dropout acts on ids."""
+    """The same for an embedding (I, O): A (R, I) has a column for each id. Ids get no dropout."""
 
-    def change(self, x: Tensor) -> Tensor:
+    def update(self, x: Tensor) -> Tensor:
         """ids (...) -> (..., O)."""
-        return F.linear(F.embedding(x, self.A.T), self.B) * self.form.scale
+        return F.linear(F.embedding(x, self.A.T), self.B) * self.config.scale
 
-    def changed(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The table (I, O) with the change in it."""
-        with _exact(self.A):
-            return dense(base).to(dtype) + self.form.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
+    def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The table (I, O) plus the update."""
+        with _without_autocast(self.A):
+            return dense(base).to(dtype) + self.config.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
 
 
-def _exact(like: Tensor) -> torch.autocast:
-    """Matrices themselves, unlike activations, are not to be rounded to autocast's dtype."""
+def _without_autocast(like: Tensor) -> torch.autocast:
+    """No autocast: weights, unlike activations, must not be rounded."""
     return torch.autocast(like.device.type, enabled=False)
 
 
 class Adapted(nn.Module):
-    """A linear map or an embedding, and adapters by name; `active` names the one that acts, if any does."""
+    """A linear layer or an embedding, and adapters by name; `active` is the name of the active one or None."""
 
     supports_packing = True
 
@@ -148,42 +148,45 @@ class Adapted(nn.Module):
         return getattr(self.base, "bias", None)
 
     @property
-    def acting(self) -> Adapter | None:
-        """The adapter that acts here; an adapter of that name may be at other places only."""
-        here = self.active is not None and self.active in self.adapters
-        return self[self.active] if here and self.active is not None else None
+    def active_adapter(self) -> Adapter | None:
+        """The active adapter, if this place has one of that name."""
+        return self[self.active] if self.active is not None and self.active in self.adapters else None
 
     def __getitem__(self, name: str) -> Adapter:
         return cast(Adapter, self.adapters[name])
 
     def forward(self, x: Tensor) -> Tensor:
-        adapter = self.acting
+        adapter = self.active_adapter
         if adapter is not None and _fusable(adapter, self.base, x):
             make = lambda: dense(self.base)
-            return low_rank.fused(x, adapter.A, adapter.B, make, self.bias, adapter.form.scale)
+            return low_rank.fused(x, adapter.A, adapter.B, make, self.bias, adapter.config.scale)
         y: Tensor = self.base(x)
         if adapter is None:
             return y
-        changed: Tensor = adapter(x, y, self.base)
-        return changed
+        updated: Tensor = adapter(x, y, self.base)
+        return updated
 
     def dense(self) -> Tensor:
-        """The matrix that acts, in the dtype of the base's."""
+        """The effective matrix, in the base's dtype."""
         weight = dense(self.base)
-        return weight if self.acting is None else self.acting.changed(self.base, torch.float32).to(weight.dtype)
+        return (
+            weight
+            if self.active_adapter is None
+            else self.active_adapter.updated(self.base, torch.float32).to(weight.dtype)
+        )
 
 
 def _fusable(adapter: Adapter, base: nn.Module, x: Tensor) -> bool:
-    """Whether a frozen base and a plain low-rank change can be computed together: all in one dtype."""
+    """Whether a frozen base and a plain adapter can use the fused form, which needs one dtype."""
     if type(adapter) is not Adapter or adapter.magnitude is not None or adapter.A0 is not None:
         return False
-    if (adapter.form.dropout and adapter.training) or torch.compiler.is_compiling():
+    if (adapter.config.dropout and adapter.training) or torch.compiler.is_compiling():
         return False
-    if type(base) is not nn.Linear and not getattr(base, "remade", False):
+    if type(base) is not nn.Linear and not getattr(base, "makes_dense", False):
         return False
-    mixed = {x.dtype, adapter.A.dtype, _dtype(base)}
-    one = len(mixed) == 1 or torch.is_autocast_enabled(x.device.type)
-    return one and not any(p.requires_grad for p in base.parameters())
+    dtypes = {x.dtype, adapter.A.dtype, _dtype(base)}
+    same_dtype = len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type)
+    return same_dtype and not any(p.requires_grad for p in base.parameters())
 
 
 def _dtype(base: nn.Module) -> torch.dtype:
@@ -191,18 +194,18 @@ def _dtype(base: nn.Module) -> torch.dtype:
 
 
 def dense(module: nn.Module) -> Tensor:
-    """The matrix (O, I) of a linear map, or the table of an embedding, whatever it is kept as."""
+    """The dense matrix (O, I) of a linear layer, or the table of an embedding, also if quantized."""
     make = getattr(module, "dense", None)
     return cast(Tensor, module.weight if make is None else make())
 
 
 def sides(module: nn.Module) -> tuple[int, int]:
-    """How many numbers go in and come out; of an embedding the vocabulary and the width."""
-    if embeds(module):
+    """The numbers of inputs and outputs; of an embedding, vocabulary size and width."""
+    if is_embedding(module):
         return cast(int, module.num_embeddings), cast(int, module.embedding_dim)
     return cast(int, module.in_features), cast(int, module.out_features)
 
 
-def embeds(module: nn.Module) -> bool:
-    """Whether the module is a table of vectors, whatever its class."""
+def is_embedding(module: nn.Module) -> bool:
+    """Whether the module is an embedding, whatever its class."""
     return hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim")

@@ -1,4 +1,4 @@
-"""Folding an adapter into the matrices beside which it stands."""
+"""Merging an adapter into the weights of its base."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import Adapted, dense, embeds
-from dunes.augment.lora import wrapped
+from dunes.augment.adapted import Adapted, dense, is_embedding
+from dunes.augment.lora import adapted_modules
 
 
 class Merged(NamedTuple):
-    """What a merge did: the `errors` of rounding by place, and what stood there, if it was to be kept.
+    """The result of a merge: the rounding `errors` by place, and the replaced modules if they were to be kept.
 
-    An error is the norm of what the stored matrix lacks, as a share of the norm of the change. In float32 it is
-    about 1e-7; in bfloat16 it may be 0.1 and more, for a small change of large numbers is mostly rounded off.
+    An error is the norm of the rounding error relative to the norm of the update. In float32 it is about 1e-7; in
+    bfloat16 it may be 0.1 and more, since a small update of large numbers is mostly rounded away.
     """
 
     errors: dict[str, float]
@@ -25,42 +25,41 @@ class Merged(NamedTuple):
 def merge(
     model: nn.Module, adapter: str | None = None, keep: bool = False, dtype: torch.dtype | None = None
 ) -> Merged:
-    """Fold the adapter (the only one, if none is named) into the base, and leave a plain tree.
+    """Merge the adapter (the only one, if none is named) into the base, which leaves a plain module tree.
 
-    A quantized base becomes a dense one. With `keep` the wrappers are kept as they are, for `unmerge`, which
-    takes the memory of the changed matrices once more. With `dtype` the changed matrices are rounded to that
-    instead of to the base's. Raises ValueError where other adapters stand
-    beside it: they were made for the base as it was.
+    A quantized base becomes dense. With `keep` the wrappers are kept for `unmerge`, which takes the memory of the
+    merged matrices once more. With `dtype` the merged matrices are rounded to that instead of the base's dtype.
+    Raises ValueError if other adapters share a place: they were trained for the unmerged base.
     """
-    found = wrapped(model, adapter)
-    for place, outer in found.items():
+    selected = adapted_modules(model, adapter)
+    for place, outer in selected.items():
         if len(outer.adapters) > 1:
-            raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach all but the one to be merged")
-    if adapter is None and len(names := {n for m in found.values() for n in m.adapters}) > 1:
-        raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to be merged")
+            raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach all but the one to merge")
+    if adapter is None and len(names := {n for m in selected.values() for n in m.adapters}) > 1:
+        raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to merge")
     errors = {}
-    for spot in [p for p in tree.places(model) if p.name in found]:
-        errors[spot.name], module = _folded(found[spot.name], keep, dtype)
+    for spot in [p for p in tree.places(model) if p.name in selected]:
+        errors[spot.name], module = _merge_place(selected[spot.name], keep, dtype)
         setattr(spot.parent, spot.key, module)
-    return Merged(errors, dict(found) if keep else {})
+    return Merged(errors, dict(selected) if keep else {})
 
 
 def unmerge(model: nn.Module, merged: Merged) -> None:
-    """Put back what a merge has kept: the very same modules. Raises ValueError if it has kept nothing."""
+    """Put the modules that a merge has kept back in place. Raises ValueError if it has kept none."""
     if not merged.kept:
-        raise ValueError("this merge kept nothing to go back to; merge with keep=True, or load the base again")
+        raise ValueError("this merge kept no modules; merge with keep=True, or load the base again")
     for place in [p for p in tree.places(model) if p.name in merged.kept]:
         setattr(place.parent, place.key, merged.kept[place.name])
 
 
-def _folded(outer: Adapted, keep: bool, dtype: torch.dtype | None) -> tuple[float, nn.Module]:
-    """The error of rounding, and the plain module."""
+def _merge_place(outer: Adapted, keep: bool, dtype: torch.dtype | None) -> tuple[float, nn.Module]:
+    """The relative rounding error, and the plain module."""
     (name,) = outer.adapters
-    before = dense(outer.base)
-    exact = outer[name].changed(outer.base)
-    weight = exact.to(dtype or before.dtype)
-    lost, change = (weight.double() - exact).norm(), (exact - before.double()).norm()
-    error = (lost / change).item() if change else 0.0
+    base = dense(outer.base)
+    exact = outer[name].updated(outer.base)
+    weight = exact.to(dtype or base.dtype)
+    rounding, update = (weight.double() - exact).norm(), (exact - base.double()).norm()
+    error = (rounding / update).item() if update else 0.0
     return error, _plain(outer.base, weight, keep).train(outer.training)
 
 
@@ -69,9 +68,13 @@ def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:
         base.weight.copy_(weight)
         return base
     with torch.device("meta"):
-        plain = nn.Embedding(*weight.shape) if embeds(base) else nn.Linear(weight.shape[1], weight.shape[0], False)
-    learns = any(p.requires_grad for p in base.parameters())
-    plain.weight = nn.Parameter(weight, learns)
+        plain = (
+            nn.Embedding(*weight.shape)
+            if is_embedding(base)
+            else nn.Linear(weight.shape[1], weight.shape[0], False)
+        )
+    trainable = any(p.requires_grad for p in base.parameters())
+    plain.weight = nn.Parameter(weight, trainable)
     if isinstance(plain, nn.Linear):
         plain.register_parameter("bias", getattr(base, "bias", None))
     return plain

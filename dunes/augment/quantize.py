@@ -1,4 +1,4 @@
-"""Linear maps whose weights are kept in few bits: int8 by row, and NF4 by blocks of 64.
+"""Quantized linear layers: int8 per row, and NF4 in blocks of 64.
 
 QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.07339
 """
@@ -17,16 +17,15 @@ from dunes.ops import low_rank
 
 BLOCK = 64
 OUTER = 256
-"""Blocks whose scales share one scale, with double quantization."""
+"""Blocks that share one scale of scales, with double quantization."""
 
 
 class Quantized(nn.Module, ABC):
-    """What the kinds below share: a forward by way of the dense matrix, which is made anew each time, and once
-    more on the way back."""
+    """A linear layer whose forward dequantizes its weight each time, and again in the backward pass."""
 
-    remade = True  # `dense` gives a matrix that nobody else holds, and that nothing learns
+    makes_dense = True  # `dense` returns a new matrix without gradient
     supports_packing = True
-    constant = True  # its buffers, for whoever would keep a copy of what a forward may change
+    constant_buffers = True  # a forward never writes to its buffers
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -40,11 +39,11 @@ class Quantized(nn.Module, ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The matrix (O, I) in the dtype that it had."""
+        """The dequantized matrix (O, I) in the original dtype."""
 
 
 class Int8(Quantized):
-    """127 steps to each side of zero, as wide as the largest number of the row needs."""
+    """Symmetric int8: each row is scaled by its largest absolute value / 127."""
 
     codes: Tensor
     scale: Tensor
@@ -56,7 +55,7 @@ class Int8(Quantized):
         self.register_buffer("scale", torch.empty(shape[0], 1, device=device))
 
     def fill(self, weight: Tensor) -> None:
-        """Keep this matrix (O, I)."""
+        """Quantize this matrix (O, I)."""
         weight = weight.float()
         self.scale.copy_(weight.abs().amax(1, keepdim=True) / 127)
         self.codes.copy_((weight / self.scale.clamp(min=1e-30)).round())
@@ -66,9 +65,9 @@ class Int8(Quantized):
 
 
 class NF4(Quantized):
-    """Sixteen levels that are equally likely in normal noise, times the largest number of each block.
+    """Sixteen quantiles of the normal distribution, scaled by the largest absolute value of each block.
 
-    With `double` these are kept in a byte each.
+    With `double` these scales are themselves quantized to int8.
     """
 
     codes: Tensor
@@ -80,7 +79,7 @@ class NF4(Quantized):
         super().__init__(base)
         device, size = base.weight.device, base.weight.numel()
         blocks = -(-size // BLOCK)
-        self.twice = double
+        self.double_quantized = double
         self.register_buffer("codes", torch.empty(-(-size // 2), dtype=torch.uint8, device=device))
         self.register_buffer(
             "scale", torch.empty(blocks, dtype=torch.int8 if double else torch.float32, device=device)
@@ -89,22 +88,22 @@ class NF4(Quantized):
         self.register_buffer("middle", torch.empty((), device=device) if double else None)
 
     def fill(self, weight: Tensor) -> None:
-        """Keep this matrix (O, I)."""
+        """Quantize this matrix (O, I)."""
         codes, scale = encode(weight)
         if len(codes) % 2:
-            codes = F.pad(codes, (0, 1), value=7)  # the level of zero
+            codes = F.pad(codes, (0, 1), value=7)  # the code of zero
         self.codes.copy_(codes[0::2] << 4 | codes[1::2])
         if self.outer is None or self.middle is None:
             self.scale.copy_(scale)
             return
-        # In double, or the number of threads would show, and a base quantized again would be another one.
+        # In float64, since otherwise the result would depend on the number of threads.
         self.middle.copy_(scale.double().mean())
         rows = _rows(scale - self.middle, OUTER)
         self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
         self.scale.copy_((rows / self.outer.clamp(min=1e-30)).round().flatten()[: len(scale)])
 
     def scales(self) -> Tensor:
-        """The largest number of each block (N,)."""
+        """The largest absolute value of each block (N,)."""
         if self.outer is None or self.middle is None:
             return self.scale
         rows = _rows(self.scale.float(), OUTER) * self.outer
@@ -122,15 +121,15 @@ class NF4(Quantized):
 def _codebook() -> tuple[float, ...]:
     """NF4's levels: quantiles of the normal distribution, seven below zero and eight above it.
 
-    They are rounded where bitsandbytes' were, so that they are the same to the bit.
+    They are rounded at the same places as bitsandbytes', so that they are bit-equal.
     """
     levels = torch.cat([-_quantiles(8), torch.zeros(1), _quantiles(9).flip(0)])
     return tuple((levels / levels.max()).tolist())
 
 
 def _quantiles(count: int) -> Tensor:
-    shares = torch.linspace(0.9677083, 0.5, count, dtype=torch.float32)
-    quantiles: Tensor = torch.special.ndtri(shares.double())
+    probabilities = torch.linspace(0.9677083, 0.5, count, dtype=torch.float32)
+    quantiles: Tensor = torch.special.ndtri(probabilities.double())
     return quantiles[:-1].float()
 
 
@@ -138,28 +137,28 @@ LEVELS = _codebook()
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,), made anew: a tensor kept from a step without data would have none in the next."""
+    """NF4's levels (16,), a new tensor: one that was cached under a fake tensor mode would hold no data."""
     return torch.tensor(LEVELS, device=device)
 
 
 INVERSE = 1.0000000649e38
-"""What a block is multiplied with at most: bitsandbytes divides by 1e-38 at least."""
+"""The largest reciprocal of a scale: bitsandbytes divides by at least 1e-38."""
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest level of each number (I * O,), and the largest of each block (N,): bitsandbytes', to the bit.
+    """The code of each number (I * O,) and the scale of each block (N,), bit-equal to bitsandbytes'.
 
-    Where a number lies between two levels to the last bit, the rounding of a product decides, and of a quotient
-    in a last block that is not whole.
+    For numbers exactly between two levels, the rounding of a product decides, or of a quotient in an incomplete
+    last block.
     """
     rows = _rows(weight.float().flatten(), BLOCK)
     scale = rows.abs().amax(1)
-    shares = rows * (1 / scale).clamp(max=INVERSE)[:, None]
+    normalised = rows * (1 / scale).clamp(max=INVERSE)[:, None]
     if weight.numel() % BLOCK:
         scale[-1].clamp_(min=1e-38)
-        shares[-1] = rows[-1] / scale[-1]
+        normalised[-1] = rows[-1] / scale[-1]
     levels = codebook(weight.device)
-    codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2)
+    codes = torch.bucketize(normalised, (levels[1:] + levels[:-1]) / 2)
     return codes.flatten()[: weight.numel()].to(torch.uint8), scale
 
 
@@ -168,9 +167,9 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 
 
 def quantize(model: nn.Module, **request: Any) -> dict[str, Any]:
-    """Keep weights of linear maps in few bits, below whatever is wrapped around them. Returns the note.
+    """Quantize linear layers, below their wrappers if they have any. Returns the note.
 
-    `request` is what `decide` takes. Raises ValueError, before anything is changed, for what cannot be.
+    `request` holds the arguments of `decide`. Raises ValueError for an invalid one, before anything is changed.
     """
     note = decide(model, **request)
     shape(model, fill=True, **note)
@@ -179,7 +178,7 @@ def quantize(model: nn.Module, **request: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> list[str]:
-    """Put linear maps with the rounded numbers back, below whatever is wrapped around them. Returns the places."""
+    """Replace quantized layers by dense ones with the rounded weights, below any wrappers. Returns the places."""
     places = [p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), Quantized)]
 
     def make(base: nn.Module) -> nn.Module:
@@ -199,15 +198,17 @@ Kind = Literal["int8", "nf4"]
 def decide(
     model: nn.Module, *, where: tree.Where = ("blocks.**", "!**.router"), kind: Kind = "nf4", double: bool = False
 ) -> dict[str, Any]:
-    """What `quantize` will do, as JSON: every setting and the places. Raises ValueError for what cannot be."""
+    """The note of the change as JSON: every setting and the places. Raises ValueError for an invalid request."""
     if kind not in ("int8", "nf4") or (double and kind != "nf4"):
-        raise ValueError(f"kind is {kind!r}, double {double}; 'int8' or 'nf4' is expected, double with 'nf4' only")
+        raise ValueError(
+            f"kind is {kind!r}, double {double}; expected 'int8' or 'nf4', and double only with 'nf4'"
+        )
     globs = [where] if isinstance(where, str) else list(where)
-    done = [
+    quantized = [
         p.name for p in tree.find(model, globs, tree.linear) if isinstance(tree.innermost(p.module), Quantized)
     ]
-    if done:
-        raise ValueError(f"{done[0]}: quantized already; load the dense model and quantize that")
+    if quantized:
+        raise ValueError(f"{quantized[0]}: already quantized; load the dense model and quantize that")
     places = [p.name for p in tree.find(model, globs, tree.linear)]
     return {
         "name": "quantize",
@@ -221,14 +222,14 @@ def decide(
 def shape(
     model: nn.Module, *, request: dict[str, Any], places: list[str], fill: bool = False, **rest: Any
 ) -> None:
-    """Exchange the linear maps; without `fill` no number is read."""
+    """Replace the linear layers; without `fill` no number is read."""
 
     @torch.no_grad()
     def make(base: nn.Module) -> nn.Module:
         assert isinstance(base, nn.Linear)
-        made = Int8(base) if request["kind"] == "int8" else NF4(base, request["double"])
+        layer = Int8(base) if request["kind"] == "int8" else NF4(base, request["double"])
         if fill:
-            made.fill(base.weight)
-        return made.train(base.training)
+            layer.fill(base.weight)
+        return layer.train(base.training)
 
     tree.replace(model, places, make, lambda m: isinstance(m, nn.Linear), "inner")

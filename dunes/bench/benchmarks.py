@@ -87,7 +87,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 
     @torch.no_grad()
     def run(cache: Cache) -> None:
-        model(ids, at=cache.start(torch.ones_like(ids, dtype=torch.bool)), cache=cache, last=1)
+        model(ids, positions=cache.start(torch.ones_like(ids, dtype=torch.bool)), cache=cache, last=1)
 
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
     head = 2.0 * model.embed.token.weight.numel()
@@ -105,7 +105,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
     count = setting.context - half
 
     def begun() -> Any:
-        tokens = generate_all(model, prompts, limit=count, context=setting.context)
+        tokens = generate_all(model, prompts, limit=count, context_length=setting.context)
         next(tokens)  # reads the prompt
         return tokens
 
@@ -159,7 +159,7 @@ def load(subject: Subject, setting: Setting) -> Work:
 def save(subject: Subject, setting: Setting) -> Work:
     """From a model to a folder, with digests, forced to the disk."""
     loaded, place = checkpoint.load(subject.written, measure.device()), scratch()
-    run = lambda _: checkpoint.save(loaded.model, place, loaded.tokenizer, loaded.context)
+    run = lambda _: checkpoint.save(loaded.model, place, loaded.tokenizer, loaded.context_length)
     return Work(run, (subject.written / "model.safetensors").stat().st_size, "bytes")
 
 

@@ -15,6 +15,7 @@ from dunes.bench.subject import Setting, Subject, of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.runs import memory
 from dunes.runs.memory import Shape
+from dunes.units import format_bytes
 
 BESIDE = 0.5e9
 """Bytes of Python and torch in the process that takes the step."""
@@ -44,7 +45,7 @@ class Foreseen:
         """
         if (free := measure.free_memory(measure.device())) and free < self.log.peak + BESIDE:
             raise ValueError(
-                f"{self.subject.name}: the step needs {self.log.peak / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
+                f"{self.subject.name}: the step needs {format_bytes(self.log.peak)} and {format_bytes(free)} are "
                 "free; leave out --check, or choose a smaller --batch"
             )
         return _truth(self)

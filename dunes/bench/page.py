@@ -108,7 +108,7 @@ def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapp
     if any(p["bits_per_byte"] is not None for p in points):
         pictures.insert(0, ("held-out loss", plot.losses({run.resolve().name: lines})))
     pictures.append(("speed", plot.over_tokens(points, "speed", "tokens a second")))
-    pictures.append(("rate", plot.over_tokens(points, "rate", "share of the learning rate", keep=0.0)))
+    pictures.append(("rate", plot.over_tokens(points, "lr_scale", "learning rate, share of its peak", keep=0.0)))
     shown = "\n".join(f'<img alt="{name}" src="data:image/svg+xml;base64,{_encoded(p)}">' for name, p in pictures)
     return f'<div class="pictures">{shown}</div>'
 

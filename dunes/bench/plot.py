@@ -217,7 +217,7 @@ def points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
         known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
-        speed = {"speed": line["count"] / line["seconds"], "rate": line["rate"]}
+        speed = {"speed": line["count"] / line["seconds"], "lr_scale": line["lr_scale"]}
         found.append(known | speed | {name: line.get(name) for name in ("bits_per_byte", "validation_loss")})
     return found
 

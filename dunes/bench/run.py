@@ -18,6 +18,7 @@ from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
 from dunes.runs.memory import Shape, training
 from dunes.runs.train_config import parse_size
+from dunes.units import format_bytes
 
 FRAGMENTS = 1.5
 """Of what tensors take, as much does a process grow at most: the allocator leaves holes (LOG.md)."""
@@ -137,8 +138,8 @@ def _fits(found: Sequence[Contestant]) -> None:
     need = FRAGMENTS * (sum(c.held for c in found) + max((c.peak or 0) - c.held for c in found))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
-            f"this needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; a smaller model, --batch or "
-            "--context-length, or fewer values at once would fit"
+            f"this needs about {format_bytes(need)} and {format_bytes(free)} are free; a smaller model, --batch "
+            "or --context-length, or fewer values at once would fit"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.runs.autosize import config_for
 from dunes.runs.train_config import TrainConfig
@@ -82,7 +82,7 @@ def scratch() -> Path:
 def of_folder(folder: Path) -> Subject:
     """Raises ValueError if it is no model folder."""
     family, config, _ = checkpoint.described(folder)
-    return Subject(str(folder), family, config.context, lambda: FAMILIES[family].build(config), folder)
+    return Subject(str(folder), family, config.context_length, lambda: FAMILIES[family].build(config), folder)
 
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:

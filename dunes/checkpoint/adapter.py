@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import lora
-from dunes.augment.adapted import Adapted, dense, embeds, sides
+from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
@@ -28,7 +28,7 @@ from dunes.checkpoint.header import shown
 from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory
 from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
-from dunes.models import spellings
+from dunes.models import weight_names
 from dunes.plural import plural
 from dunes.text import Tokenizer, json_file
 
@@ -51,7 +51,7 @@ class Base:
 
     @property
     def targets(self) -> dict[str, Target]:
-        return targets(spellings(self.family), self.modules)
+        return targets(weight_names(self.family), self.modules)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -60,8 +60,8 @@ class Base:
 
 def base_of(model: nn.Module) -> Base:
     """Raises ValueError for a model whose modules have no names in Hugging Face's terms."""
-    plain = lora.bare(model)
-    modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or embeds(p.module)}
+    plain = lora.base_model(model)
+    modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
         setattr(p.parent, p.key, _plain(tree.innermost(p.module)))
     words = said(plain, ANY)
@@ -84,7 +84,7 @@ def structure(base: "Base", note: lora.Note) -> str:
     Rows as in `say`: two adapters with the same shapes may differ in alpha, two bases in their rotary angles.
     The base's dtypes are in its identity, and may be others while the adapter is trained.
     """
-    model = lora.bare(base.plain)
+    model = lora.base_model(base.plain)
     lora.shape(model, **(note | {"request": note["request"] | {"adapter": lora.NAME}}))
     return architecture(model)
 
@@ -102,7 +102,7 @@ def save_adapter(
     *,
     made_for: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
-    context: int | None = None,
+    context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the adapter of that name; `base` is the folder, or the name on the Hub, of the model it belongs to.
@@ -115,7 +115,7 @@ def save_adapter(
     Raises ValueError for what PEFT has no words for, with the place.
     """
     folder, about, whole = Path(folder), base_of(model), joined_factors(model, name)
-    form = next(iter(lora.wrapped(model, name).values()))[name].form
+    form = next(iter(lora.adapted_modules(model, name).values()))[name].config
     config = _config([t for t, _ in whole], about) | _ranks(whole, form.rslora)
     config |= {"use_rslora": form.rslora, "use_dora": form.dora, "base_model_name_or_path": _named(base)}
     config["lora_dropout"] = 0.0 if config["target_parameters"] else form.dropout  # PEFT has none on experts
@@ -127,12 +127,12 @@ def save_adapter(
         "base": {**(made_for or identity(model)), **_beside(base, folder)},
     }
     card |= {"structure": structure(about, note), "changes": []}
-    card |= {} if context is None else {"context": context}
+    card |= {} if context_length is None else {"context": context_length}
 
     def fill(staged: Path) -> None:
         stream.write(staged, weights, WEIGHTS[0], shard=1 << 62)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
-        write_tokenizer(staged, tokenizer, context)
+        write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})
 
     write(folder, fill, sum(w.nbytes for w in weights.values()))
@@ -144,7 +144,7 @@ def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target
     Raises ValueError for what `save_adapter` could not write; call it before training.
     """
     base = base_of(model)
-    ours = {place: _factors(outer, name) for place, outer in lora.wrapped(model, name).items()}
+    ours = {place: _factors(outer, name) for place, outer in lora.adapted_modules(model, name).items()}
     return [(target, joined(target, ours, base.sizes)) for target in _written(base, ours)]
 
 
@@ -172,7 +172,7 @@ def _loadable(whole: Iterable[tuple[Target, Factors]], words: "Words", name: str
 def _factors(outer: Adapted, name: str) -> Factors:
     adapter = outer[name]
     a, b = (t.detach() for t in adapter.factors())
-    return Factors(a, b, adapter.form.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
+    return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
 
 
 def _written(base: Base, ours: Iterable[str]) -> list[Target]:
@@ -194,7 +194,7 @@ def _keys(target: Target, f: Factors, base: Base, inner: bool) -> dict[str, Tens
     path = target.path
     if target.stacked:
         path = path.rpartition(".")[0] + (".base_layer" if inner else "")
-    if embeds(base.modules[target.places[0]]):
+    if is_embedding(base.modules[target.places[0]]):
         return {f"{path}.lora_embedding_A": f.A, f"{path}.lora_embedding_B": f.B}
     keys = {f"{path}.lora_A.weight": f.A, f"{path}.lora_B.weight": f.B}
     return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
@@ -272,7 +272,7 @@ def put_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base:
         _same_structure(base, note, card, folder)
     lora.shape(model, **note)
     _copy(model, found, name)
-    lora.select(model, name)
+    lora.set_adapter(model, name)
     return note
 
 
@@ -583,7 +583,7 @@ def _acts(folder: Path, found: Mapping[str, Factors], base: Base) -> None:
 
 @torch.no_grad()
 def _copy(model: nn.Module, found: Mapping[str, Factors], name: str) -> None:
-    there = lora.wrapped(model, name)
+    there = lora.adapted_modules(model, name)
     for place, f in found.items():
         adapter = there[place][name]
         adapter.A.copy_(f.A)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dunes.models.names import Names, fields, filled, numbers
+from dunes.models.names import Names, fields, match_indices, substitute
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
     for rule in names:
         (free,) = (fields(rule.ours[0]) - fields(rule.theirs)) or {""}
         rows: dict[str, dict[int, tuple[str, ...]]] = {}
-        for at in [at for key in keys if (at := numbers(rule.ours[0], key)) is not None]:
-            ours = tuple(filled(o, at).removesuffix(".weight") for o in rule.ours)
-            rows.setdefault(filled(rule.theirs, at), {})[int(at.get(free, 0))] = ours
+        for at in [at for key in keys if (at := match_indices(rule.ours[0], key)) is not None]:
+            ours = tuple(substitute(o, at).removesuffix(".weight") for o in rule.ours)
+            rows.setdefault(substitute(rule.theirs, at), {})[int(at.get(free, 0))] = ours
         for theirs, row in rows.items():
             turned = rule.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
             found[theirs] = Target(theirs, tuple(row[e] for e in sorted(row)), bool(free), turned)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dunes.staging import staging_folder
+from dunes.units import format_bytes
 
 MANIFEST = "manifest.json"
 LARGE = 1e9
@@ -106,7 +107,7 @@ def room_for(folder: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if free < size:
         raise OSError(
-            errno.ENOSPC, f"{size / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB are free", str(folder)
+            errno.ENOSPC, f"{format_bytes(size)} are needed and {format_bytes(free)} are free", str(folder)
         )
 
 

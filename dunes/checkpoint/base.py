@@ -28,7 +28,7 @@ class BaseWeights:
     """The weights of a model without its adapters, and their SHA-256, each computed when it is first asked for."""
 
     def __init__(self, model: nn.Module) -> None:
-        base = lora.bare(model)
+        base = lora.base_model(model)
         self.quantized = {type(m).__name__ for m in base.modules() if isinstance(m, Quantized)}
         self.dtypes = {t.dtype for t in base.parameters()}
         self.kind = ", ".join(sorted({*self.quantized, *map(str, self.dtypes)}))

@@ -136,7 +136,7 @@ def _json_files(
     if tokenizer is None:
         return {CONFIG: words}
     ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
-    return {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context)}
+    return {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context_length)}
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
@@ -157,7 +157,7 @@ def _card(source: Source, verified: Verified, facts: Mapping[str, Any]) -> dict[
     card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
     made = {"form": source.form, "notes": list(source.notes), **facts, "verified": verified.card()}
     before = {"before": card["converted"]} if "converted" in card else {}
-    known = {"family": source.family, "context": source.config.context, "changes": []}
+    known = {"family": source.family, "context": source.config.context_length, "changes": []}
     return known | card | {"converted": made | before}
 
 

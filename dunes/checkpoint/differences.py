@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, renamed
-from dunes.models.names import Name, Names, filled, numbers, to_ours, to_theirs
+from dunes.models.names import Name, Names, match_indices, substitute, to_ours, to_theirs
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
 HEADS = ("lm_head.weight", "output.weight")
@@ -43,45 +43,45 @@ def compare(
     expected: Weights, files: Weights, names: Names, ignored: Sequence[str]
 ) -> tuple[dict[str, LazyTensor], list[Difference]]:
     """The files' tensors by our names, and every difference from what is expected under our names."""
-    kept = {k: w for k, w in files.items() if not any(numbers(t, k) is not None for t in ignored)}
+    kept = {k: w for k, w in files.items() if not any(match_indices(t, k) is not None for t in ignored)}
     heads = {k: kept.pop(k) for k in HEADS if k in kept and HEAD not in expected}
-    spellings = _spellings(expected, names)
+    weight_names = _spellings(expected, names)
     by_ours: dict[str, str] = {}
     fitting, differences = dict[str, LazyTensor](), list[Difference]()
     for key, stored in kept.items():
-        if (difference := _difference(key, stored, spellings.get(key), by_ours)) is None:
+        if (difference := _difference(key, stored, weight_names.get(key), by_ours)) is None:
             fitting[key] = stored
         else:
             differences.append(difference)
     moves, _ = to_ours(names, {k: w.shape for k, w in fitting.items()})
     weights = renamed(moves, fitting)
-    differences += _missing(spellings, [key for key in expected if key not in by_ours])
+    differences += _missing(weight_names, [key for key in expected if key not in by_ours])
     differences += [d for k, w in heads.items() if (d := _second_head(k, w, weights.get(EMBEDDING)))]
     return weights, sorted(differences, key=lambda d: KINDS.index(d.kind))
 
 
 def _spellings(expected: Weights, names: Names) -> dict[str, _Spelling]:
     """What the files may hold of the expected tensors, by every name that it may have there."""
-    spellings: dict[str, _Spelling] = {}
+    weight_names: dict[str, _Spelling] = {}
     for rule in names:
         for name, spelling in (_stacks if rule.stacked else _plain)(expected, rule).items():
-            spellings.setdefault(name, spelling)
-    return spellings
+            weight_names.setdefault(name, spelling)
+    return weight_names
 
 
 def _plain(expected: Weights, rule: Name) -> dict[str, _Spelling]:
     moves, _ = to_theirs([rule], expected)
     shapes = {name: stored.shape for name, stored in renamed(moves, expected).items()}
-    return {move.to: _Spelling(shapes[move.to], move.sources) for move in moves}
+    return {move.target: _Spelling(shapes[move.target], move.sources) for move in moves}
 
 
 def _stacks(expected: Weights, rule: Name) -> dict[str, _Spelling]:
     """The stacks of experts that a rule describes."""
     ours: dict[str, list[str]] = {}
     for key in expected:
-        for at in (numbers(part, key) for part in rule.ours):
+        for at in (match_indices(part, key) for part in rule.ours):
             if at is not None:
-                ours.setdefault(filled(rule.theirs, at), []).append(key)
+                ours.setdefault(substitute(rule.theirs, at), []).append(key)
     parts = len(rule.ours)
     shapes = {k: expected[keys[0]].shape for k, keys in ours.items()}
     return {
@@ -107,14 +107,14 @@ def _difference(
     return None
 
 
-def _missing(spellings: Mapping[str, _Spelling], keys: Sequence[str]) -> Iterator[Difference]:
+def _missing(weight_names: Mapping[str, _Spelling], keys: Sequence[str]) -> Iterator[Difference]:
     """What is not there, by the first of the names that it may have."""
     names: dict[str, str] = {}
-    for name, spelling in spellings.items():
+    for name, spelling in weight_names.items():
         for key in spelling.ours:
             names.setdefault(key, name)
     for name in dict.fromkeys(names[key] for key in keys):
-        yield Difference("missing", name, str(spellings[name].shape), "nothing")
+        yield Difference("missing", name, str(weight_names[name].shape), "nothing")
 
 
 def _second_head(name: str, head: LazyTensor, embedding: LazyTensor | None) -> Difference | None:

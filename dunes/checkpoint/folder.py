@@ -25,8 +25,8 @@ from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.say import Said, said
 from dunes.checkpoint.source import CONFIG, Source, indexed, opened, tensors
 from dunes.models import FAMILIES
+from dunes.models.meta import build_on_meta
 from dunes.models.names import to_theirs
-from dunes.models.outline import outline
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.staging import folder_lock
@@ -48,7 +48,7 @@ class Loaded:
 
     model: Decoder
     tokenizer: Tokenizer | None
-    context: int
+    context_length: int
     card: dict[str, Any]
 
 
@@ -56,7 +56,7 @@ def save(
     model: nn.Module,
     folder: Path | str,
     tokenizer: Tokenizer | None,
-    context: int,
+    context_length: int,
     facts: Mapping[str, Any] | None = None,
     check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
     *,
@@ -74,7 +74,7 @@ def save(
     save or load. Raises ValueError for a model that no family describes without the `build` that gives it, and for
     what `load` would not take: a tokenizer with more ids than the embedding has rows, a context of nothing.
     """
-    words, folder = said(model, context), Path(folder)
+    words, folder = said(model, context_length), Path(folder)
     if isinstance(words, Said):
         known, settings, weights = _in_their_terms(model, words)
         _fits(tokenizer, words.config.vocab)
@@ -85,16 +85,22 @@ def save(
             f"this model cannot be said in Hugging Face's terms: {words}; keep it with the function that builds "
             "it: checkpoint.save(..., build=function), then checkpoint.load(folder, build=function)"
         )
-    if context < 1:
-        raise ValueError(f"context is {context}; a number of tokens from 1 is expected")
+    if context_length < 1:
+        raise ValueError(f"context is {context_length}; a number of tokens from 1 is expected")
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
     def fill(staged: Path) -> None:
         stream.write(staged, weights)
-        ids = write_tokenizer(staged, tokenizer, context)
+        ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        card = {**known, "context": context, "changes": [], **(facts or {}), **known}  # which facts cannot change
+        card = {
+            **known,
+            "context": context_length,
+            "changes": [],
+            **(facts or {}),
+            **known,
+        }  # which facts cannot change
         write_card(staged, {**card, **check(staged)})
 
     write(folder, fill, sum(w.nbytes for w in weights.values()))
@@ -186,17 +192,19 @@ def _named(folder: Path) -> set[str]:
         return set()
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context: int | None) -> dict[str, int | None]:
+def write_tokenizer(
+    folder: Path, tokenizer: Tokenizer | None, context_length: int | None
+) -> dict[str, int | None]:
     """Write a tokenizer, if there is one, and the files beside it; what config.json says of its special tokens."""
     if tokenizer is None:
         return {}
     tokenizer.save(folder)
-    for name, content in beside(tokenizer, context).items():
+    for name, content in beside(tokenizer, context_length).items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return special_ids(tokenizer)
 
 
-def beside(tokenizer: Tokenizer, context: int | None) -> dict[str, Any]:
+def beside(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
     """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
     names = tokenizer.named
     ids = special_ids(tokenizer)
@@ -205,7 +213,7 @@ def beside(tokenizer: Tokenizer, context: int | None) -> dict[str, Any]:
         "tokenizer_config.json": names
         | {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": context,
+            "model_max_length": context_length,
             "clean_up_tokenization_spaces": False,
         },
         "special_tokens_map.json": names,
@@ -254,7 +262,7 @@ def load_model(folder: Path, device: torch.device | str, build: Build | None = N
     source = checked(folder)
     tokenizer = load_tokenizer(source.folder)
     agree(source, tokenizer)
-    return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context, dict(source.card))
+    return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context_length, dict(source.card))
 
 
 def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loaded:
@@ -275,10 +283,10 @@ def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loa
 
 def context_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
     """How many tokens a card says that its model looks at. Raises ValueError for what is no number."""
-    context = card.get("context", otherwise)
-    if type(context) is not int or context < 1:
-        raise ValueError(f"{folder / CARD}: context is {shown(context)}; a number of tokens is expected")
-    return context
+    context_length = card.get("context", otherwise)
+    if type(context_length) is not int or context_length < 1:
+        raise ValueError(f"{folder / CARD}: context is {shown(context_length)}; a number of tokens is expected")
+    return context_length
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -295,7 +303,7 @@ def filled(source: Source) -> Decoder:
     Raises ValueError that lists every difference before any number is read.
     """
     weights = _alike(source, source.weights())
-    model = outline(source.family, source.config)
+    model = build_on_meta(source.family, source.config)
     model.load_state_dict({name: stored.read() for name, stored in weights.items()}, assign=True)
     return model
 

@@ -17,7 +17,7 @@ from dunes.checkpoint import card
 from dunes.checkpoint.folder import agree
 from dunes.checkpoint.lazy_tensor import Weights
 from dunes.checkpoint.source import Source
-from dunes.models.outline import outline
+from dunes.models.meta import build_on_meta
 from dunes.plural import plural
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count
@@ -87,7 +87,7 @@ def _counted(differences: list[Any]) -> str:
 
 
 def _parameters(source: Source) -> Iterator[str]:
-    model = outline(source.family, source.config)
+    model = build_on_meta(source.family, source.config)
     total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dunes.models.names import Move
+from dunes.models.names import Conversion
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
     }
 
 
-def renamed(moves: Iterable[Move], weights: Weights) -> dict[str, LazyTensor]:
+def renamed(moves: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
     """The tensors that these moves make, made when they are read."""
-    return {move.to: _made(move, [weights[s] for s in move.sources]) for move in moves}
+    return {move.target: _made(move, [weights[s] for s in move.sources]) for move in moves}
 
 
-def _made(move: Move, sources: list[LazyTensor]) -> LazyTensor:
+def _made(move: Conversion, sources: list[LazyTensor]) -> LazyTensor:
     shape = tuple(move.make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
     origin = ", ".join(s.origin for s in sources)
 

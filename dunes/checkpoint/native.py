@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
-from dunes.models.names import Change, Names, name, same
+from dunes.models.names import Layout, Names, identity, name
 
 PARAMS = "params.json"
 NEEDED = ("dim", "n_layers", "n_heads")
@@ -164,15 +164,15 @@ def _context(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
     if "max_seq_len" in p:
         return int(p["max_seq_len"])
     if mistral:
-        context = 32768
+        context_length = 32768
     elif p.get("use_scaled_rope"):
-        context = 131072
+        context_length = 131072
     elif _real("rope_theta", p.get("rope_theta", 1e4)) > 1e4:
-        context = 8192
+        context_length = 8192
     else:
-        context = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
-    notes.append(f"{PARAMS} has no max_seq_len: taken as {context:,}")
-    return context
+        context_length = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
+    notes.append(f"{PARAMS} has no max_seq_len: taken as {context_length:,}")
+    return context_length
 
 
 def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
@@ -182,8 +182,8 @@ def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
     they stay as they are, for a model whose rotary positions turn adjacent pairs.
     """
 
-    def turn(heads: int) -> Change:
-        return partial(to_halves, heads=heads) if permuted else same
+    def turn(heads: int) -> Layout:
+        return partial(to_halves, heads=heads) if permuted else identity
 
     attention, ours = "layers.{i}.attention", "blocks.{i}.attn"
     return [
@@ -200,7 +200,7 @@ def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
     ]
 
 
-IGNORED = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
+IGNORED_NAMES = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
 """Tables of angles that old files carry; they are computed here."""
 
 
@@ -226,8 +226,8 @@ def _experts(count: int) -> Names:
         name(
             f"layers.{{i}}.block_sparse_moe.{w}",
             *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
-            load=partial(_turned_each, count=count) if w == "w2" else same,
-            save=partial(_turned_each, count=count) if w == "w2" else same,
+            load=partial(_turned_each, count=count) if w == "w2" else identity,
+            save=partial(_turned_each, count=count) if w == "w2" else identity,
         )
         for w, ours in parts.items()
     ]

@@ -32,6 +32,7 @@ from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.text import Tokenizer, chat, json_file
+from dunes.units import format_bytes
 
 
 def load(
@@ -127,11 +128,11 @@ def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, a
     source = checked(base_of(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
     agree(source, tokenizer)
-    context = context_of(card, folder, source.config.context)
+    context_length = context_of(card, folder, source.config.context_length)
     model = filled(source)
     prepare(model, [folder, *others], any_base)
     put_adapter(model, folder, any_base=any_base)
-    return Loaded(model.to(device).eval(), tokenizer, context, card)
+    return Loaded(model.to(device).eval(), tokenizer, context_length, card)
 
 
 def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> Loaded:
@@ -145,10 +146,10 @@ def put_on(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> L
     rows, _ = sides(loaded.model.embed.token)
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
-    context = context_of(card, folder, loaded.context)
+    context_length = context_of(card, folder, loaded.context_length)
     put_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
-    return Loaded(loaded.model, tokenizer, context, card)
+    return Loaded(loaded.model, tokenizer, context_length, card)
 
 
 def prepare(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
@@ -227,8 +228,7 @@ def _lines(folder: Path) -> Iterator[str]:
     words, card = Words.read(folder / ADAPTER), verified(folder)
     stored = [w for name in WEIGHTS if (folder / name).is_file() for w in tensors(folder / name).items()]
     kind = "DoRA" if words.dora else "rsLoRA" if words.rslora else "LoRA"
-    size = sum(w.nbytes for _, w in stored) / 1e6
-    held = f"{plural(len(stored), 'tensor')}, {size:.1f} MB"
+    held = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
     yield f"adapter     {kind}, rank {words.rank}, alpha {words.alpha:g}: {held}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     ends = Counter(module.rpartition(".")[2] for module in modules)

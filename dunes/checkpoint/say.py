@@ -27,12 +27,12 @@ class Row(NamedTuple):
     tensors: dict[str, tuple[int, ...]]
 
 
-def said(model: nn.Module, context: int) -> Said | str:
+def said(model: nn.Module, context_length: int) -> Said | str:
     """The family and config that build this very tree, or the first difference from the nearest one."""
     reasons = [(-1, "it is no stack of blocks with attention")]
     for family, module in FAMILIES.items():
         try:
-            config = module.read(model, context)
+            config = module.read(model, context_length)
             with torch.device("meta"):
                 twin = module.build(config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:

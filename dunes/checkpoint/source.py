@@ -14,9 +14,9 @@ from dunes.checkpoint.built import function_of, loading_hint
 from dunes.checkpoint.differences import Difference, compare, report
 from dunes.checkpoint.inside import inside
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory, renamed
-from dunes.models import FAMILIES, family_of, spellings
-from dunes.models.names import Names, filled, numbers, to_theirs
-from dunes.models.outline import described, outline
+from dunes.models import FAMILIES, family_of, weight_names
+from dunes.models.meta import build_on_meta, weight_counts
+from dunes.models.names import Names, match_indices, substitute, to_theirs
 from dunes.text import json_file
 
 CONFIG = "config.json"
@@ -62,14 +62,14 @@ class Source:
         Raises ValueError if they are far more than the files hold, before anything is built.
         """
         self._bounded(self.files.values())
-        return in_memory(outline(self.family, self.config).state_dict(), self.form)
+        return in_memory(build_on_meta(self.family, self.config).state_dict(), self.form)
 
     def _bounded(self, files: Iterable[LazyTensor]) -> None:
         """Raise ValueError if these files hold far less than the config describes."""
         sizes = [_numbers(w) for w in files]
         there, slack = sum(sizes), 1 << 20
         try:
-            numbers, tensors = described(self.family, self.config)
+            numbers, tensors = weight_counts(self.family, self.config)
         except RuntimeError:  # torch counts the bytes of a tensor in 64 bits
             raise ValueError(
                 f"{self.folder}: the config describes a matrix of more than {1 << 63:.2e} bytes, "
@@ -155,8 +155,8 @@ def _hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
         )
     with _blaming(folder / CONFIG):
         family = family_of(words)
-    ignored = tuple(getattr(FAMILIES[family], "IGNORED", ()))
-    return Source(folder, "Hugging Face", words, files, spellings(family), ignored)
+    ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
+    return Source(folder, "Hugging Face", words, files, weight_names(family), ignored)
 
 
 def _renamed(files: dict[str, LazyTensor], renames: Mapping[str, str], folder: Path) -> dict[str, LazyTensor]:
@@ -164,12 +164,12 @@ def _renamed(files: dict[str, LazyTensor], renames: Mapping[str, str], folder: P
 
     Raises ValueError for two under one name, and for a line of the table that names none.
     """
-    if idle := [k for k in renames if all(numbers(k, key) is None for key in files)]:
+    if idle := [k for k in renames if all(match_indices(k, key) is None for key in files)]:
         raise ValueError(f"{folder}: no tensor is called {idle[0]}, which the table of names has")
     result: dict[str, LazyTensor] = {}
     for key, stored in files.items():
-        hit = next(((to, at) for at_, to in renames.items() if (at := numbers(at_, key)) is not None), None)
-        name = key if hit is None else filled(*hit)
+        hit = next(((to, at) for at_, to in renames.items() if (at := match_indices(at_, key)) is not None), None)
+        name = key if hit is None else substitute(*hit)
         if name in result:
             raise ValueError(f"{folder}: two tensors are called {name} by the table of names, one of them {key}")
         result[name] = stored
@@ -189,10 +189,10 @@ def _native(folder: Path) -> Source:
     with _blaming(folder / native.PARAMS):
         tied = bool(said.get("tied_embeddings")) or not heads
         words, notes = native.words(said, rows[0][0] if whole else sum(r[0] for r in rows), tied)
-    unnamed = Source(folder, "native", words, shards[0], [], native.IGNORED, tuple(notes))
+    unnamed = Source(folder, "native", words, shards[0], [], native.IGNORED_NAMES, tuple(notes))
     unnamed._bounded(w for s in shards for w in s.values())
     names = native.names(words)
-    expected = in_memory(outline(unnamed.family, unnamed.config).state_dict())
+    expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
     moves, _ = to_theirs(names, expected)
     shapes = {key: stored.shape for key, stored in renamed(moves, expected).items()}
     return replace(unnamed, files=native.joined(shards, shapes), names=names)

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import Adapted, dense, embeds, sides
+from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import native
 from dunes.checkpoint.differences import compare
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.checkpoint.source import Source
-from dunes.models.outline import outline
+from dunes.models.meta import build_on_meta
 from dunes.parts import Attention, Decoder
 from dunes.plural import plural
 
@@ -110,10 +110,10 @@ class Unmerged:
     rounded: Tensor
 
     @classmethod
-    def of(cls, model: Decoder, folder: Path, context: int, dtype: torch.dtype) -> "Unmerged":
-        exact = held_logits(model, context, torch.float32)
-        rounded = exact if dtype == torch.float32 else held_logits(model, context, dtype)
-        return cls(folder, dtype, held_logits(model, context), exact, rounded)
+    def of(cls, model: Decoder, folder: Path, context_length: int, dtype: torch.dtype) -> "Unmerged":
+        exact = held_logits(model, context_length, torch.float32)
+        rounded = exact if dtype == torch.float32 else held_logits(model, context_length, dtype)
+        return cls(folder, dtype, held_logits(model, context_length), exact, rounded)
 
     def verify(self, result: Source) -> Verified:
         """Compare with the merged model as it lies in a folder.
@@ -131,7 +131,7 @@ class Unmerged:
         return found
 
 
-def held_logits(model: nn.Module, context: int, folded: torch.dtype | None = None) -> Tensor:
+def held_logits(model: nn.Module, context_length: int, folded: torch.dtype | None = None) -> Tensor:
     """Logits of a model in memory on the fixed prompts, in float32 whatever its numbers are kept as.
 
     With `folded`, the adapter that acts is made part of its matrix, and all weights are rounded to that dtype.
@@ -144,26 +144,26 @@ def held_logits(model: nn.Module, context: int, folded: torch.dtype | None = Non
     for place in list(tree.places(twin)):
         inner = tree.innermost(place.module)
         if folded is not None and isinstance(place.module, Adapted):
-            setattr(place.parent, place.key, (_Rows if embeds(inner) else _Linear)(_own(place.module, kind)))
+            setattr(place.parent, place.key, (_Rows if is_embedding(inner) else _Linear)(_own(place.module, kind)))
         elif isinstance(inner, Quantized):
             tree.replace(twin, [place.name], lambda m: _Linear(_own(m, kind)), reach="inner")
     _read_when_used(twin, cast(in_memory(twin.state_dict()), kind))
     with torch.no_grad():
-        result: Tensor = twin(_prompts(vocab, context))
+        result: Tensor = twin(_prompts(vocab, context_length))
     return result
 
 
 def _own(module: nn.Module, dtype: torch.dtype) -> Weights:
-    """Matrix and bias of a map or an embedding, of an adapted one with the change in it."""
-    acting = module.acting if isinstance(module, Adapted) else None
-    changed = None if acting is None else partial(acting.changed, tree.innermost(module))
+    """Matrix and bias of a map or an embedding, of an adapted one with the update."""
+    adapter = module.active_adapter if isinstance(module, Adapted) else None
+    updated = None if adapter is None else partial(adapter.updated, tree.innermost(module))
 
     def read() -> Tensor:
         with torch.no_grad():
-            return (dense(module) if changed is None else changed()).to(dtype)
+            return (dense(module) if updated is None else updated()).to(dtype)
 
     size = sides(module)
-    weight = LazyTensor(size if embeds(module) else size[::-1], dtype, "memory", read)
+    weight = LazyTensor(size if is_embedding(module) else size[::-1], dtype, "memory", read)
     bias = getattr(module, "bias", None)
     return {"weight": weight} | ({} if bias is None else cast(in_memory({"bias": bias}), dtype))
 
@@ -173,7 +173,7 @@ def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
 
     A native model runs as its own code runs it: weights as they lie, rotary positions on adjacent pairs.
     """
-    model = outline(source.family, source.config).eval()
+    model = build_on_meta(source.family, source.config).eval()
     names = source.names
     if source.form == "native":
         names = native.names(source.words, permuted=False)
@@ -186,14 +186,14 @@ def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
         weights["head.weight"] = weights["embed.token.weight"]
     _read_when_used(model, weights)
     with torch.no_grad():
-        result: Tensor = model(_prompts(source.config.vocab, source.config.context))
+        result: Tensor = model(_prompts(source.config.vocab, source.config.context_length))
     return result
 
 
-def _prompts(vocab: int, context: int) -> Tensor:
+def _prompts(vocab: int, context_length: int) -> Tensor:
     """The same for every model of these sizes."""
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(vocab, (PROMPTS, min(TOKENS, context)), generator=draw)
+    return torch.randint(vocab, (PROMPTS, min(TOKENS, context_length)), generator=draw)
 
 
 def _read_when_used(model: nn.Module, weights: Weights) -> None:

@@ -118,7 +118,7 @@ def generate(
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(prompt, end="", flush=True)
     count = 0
-    for piece in write(loaded.model, tokenizer, loaded.context, prompt, tokens, sample):
+    for piece in write(loaded.model, tokenizer, loaded.context_length, prompt, tokens, sample):
         count += 1
         print(piece, end="", flush=True)
     print()
@@ -197,7 +197,7 @@ def complete(
     prefix = text_before(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     folder = checkpoint.local(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    print(complete_line(loaded.model, tokenizer, loaded.context, prefix))
+    print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
 
 
 def evaluate(

@@ -92,7 +92,7 @@ class Batches:
             self._cache[epoch] = [np.lexsort((drawn, -self._lengths))]
         return self._cache[epoch][0]
 
-    def at(self, number: int) -> Batch:
+    def positions(self, number: int) -> Batch:
         """Batch `number` (0, 1, 2, ...), which runs on into the next epoch. Packed rows are all as wide as the
         context, others as wide as the longest of them."""
         rows = [self.row(number * self.batch + i) for i in range(self.batch)]
@@ -101,7 +101,7 @@ class Batches:
     def batches(self, start: int = 0) -> Iterator[Batch]:
         """Endless batches from number `start` on."""
         while True:
-            yield self.at(start)
+            yield self.positions(start)
             start += 1
 
     def once(self) -> Iterator[Batch]:
@@ -122,8 +122,8 @@ def collated(rows: Sequence[Sequence[Example]], context: int, full: bool = False
     filled = [
         [_filled(part, width, value) for part, value in zip(row, (0, IGNORE, -1), strict=True)] for row in made
     ]
-    ids, targets, at = (torch.from_numpy(np.stack(part)) for part in zip(*filled, strict=True))
-    return ids, targets, at
+    ids, targets, positions = (torch.from_numpy(np.stack(part)) for part in zip(*filled, strict=True))
+    return ids, targets, positions
 
 
 def _row(row: Sequence[Example], context: int) -> tuple[NDArray[np.int64], ...]:
@@ -149,12 +149,12 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     spaces: list[int] = []
     open_rows: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
-        at = bisect_left(spaces, length)
-        if at < len(spaces):
-            space = spaces[at]
+        positions = bisect_left(spaces, length)
+        if positions < len(spaces):
+            space = spaces[positions]
             row = open_rows[space].pop()
             if not open_rows[space]:
-                del open_rows[space], spaces[at]
+                del open_rows[space], spaces[positions]
         else:
             space, row = room, len(rows)
             rows.append([])

@@ -1,4 +1,4 @@
-"""One token after another, from any model that is called as `model(ids, at=..., cache=..., last=1)`."""
+"""Autoregressive decoding with any model that is called as `model(ids, positions=..., cache=..., last=1)`."""
 
 # Shapes: B batch, T prompt tokens, V vocabulary.
 
@@ -15,7 +15,7 @@ from dunes.parts import Cache, cache_for
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A chosen id and its log-probability (nats) under the model, before any sampling filter."""
+    """A sampled id and its log-probability (nats) under the model, before any filter."""
 
     id: int
     logprob: float
@@ -26,18 +26,18 @@ def generate(
     prompt: Sequence[int],
     *,
     limit: int,
-    context: int,
+    context_length: int,
     sample: Sampler | None = None,
     stop: Container[int] = (),
 ) -> Iterator[Token]:
     """Yield up to `limit` tokens after the prompt, or until one in `stop`, which is not yielded.
 
-    `context` is how many tokens the model can look at; a text that grows longer goes on from its
-    last half. Without a sampler the likeliest id is taken. Raises ValueError for an empty prompt.
+    `context_length` is how many tokens the model can attend to; when a text reaches it, generation continues from
+    its last half. Without a sampler decoding is greedy. Raises ValueError for an empty prompt.
     """
-    for row in generate_all(model, [prompt], limit=limit, context=context, sample=sample, stop=stop):
+    for row in generate_all(model, [prompt], limit=limit, context_length=context_length, sample=sample, stop=stop):
         token = row[0]
-        assert token is not None, "a batch of one ends with its row"
+        assert token is not None, "generation ends with its only row"
         yield token
 
 
@@ -46,61 +46,61 @@ def generate_all(
     prompts: Sequence[Sequence[int]],
     *,
     limit: int,
-    context: int,
+    context_length: int,
     sample: Sampler | None = None,
     stop: Container[int] = (),
 ) -> Iterator[list[Token | None]]:
     """The same for several prompts at once, which may differ in length; None where a row has ended.
 
-    Each row's text is what it would be by itself: where it goes on from its last half depends on its own length,
-    and a sampler of `sampler` draws for row i as one whose seed is greater by i does for a single row.
+    Each row's text is the same as alone: when it continues from its last half depends only on its own length, and
+    a sampler from `sampler` draws for row i as one with a seed greater by i does for a single row.
     """
     if not prompts or not all(prompts):
-        raise ValueError("nothing to go on from: a prompt has no tokens; give it at least the end token")
+        raise ValueError("a prompt has no tokens; give it at least the end token")
     sample = sample or sampler(0.0)
     texts = [list(prompt) for prompt in prompts]
-    live = [True] * len(texts)
-    cache = cache_for(model, len(texts), min(context, max(map(len, texts)) + limit), _device(model))
-    unread = [text[-context:] for text in texts]
+    active = [True] * len(texts)
+    cache = cache_for(model, len(texts), min(context_length, max(map(len, texts)) + limit), _device(model))
+    pending = [text[-context_length:] for text in texts]
     for _ in range(limit):
         with torch.no_grad(), tree.mode(model, False):
-            _drop_first_halves(model, texts, live, cache, context)
-            logits = _forward(model, unread, cache)
+            _drop_first_halves(model, texts, active, cache, context_length)
+            logits = _forward(model, pending, cache)
             chosen = sample(logits, texts)
             logprobs = logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
         row: list[Token | None] = []
         for i, (id, logprob) in enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True)):
-            live[i] = live[i] and id not in stop
-            texts[i] += [id] if live[i] else []
-            row.append(Token(id, logprob) if live[i] else None)
-        if not any(live):
+            active[i] = active[i] and id not in stop
+            texts[i] += [id] if active[i] else []
+            row.append(Token(id, logprob) if active[i] else None)
+        if not any(active):
             return
-        unread = [[text[-1]] if alive else [] for text, alive in zip(texts, live, strict=True)]
+        pending = [[text[-1]] if running else [] for text, running in zip(texts, active, strict=True)]
         yield row
 
 
 def _drop_first_halves(
-    model: nn.Module, texts: Sequence[Sequence[int]], live: Sequence[bool], cache: Cache, context: int
+    model: nn.Module, texts: Sequence[Sequence[int]], active: Sequence[bool], cache: Cache, context_length: int
 ) -> None:
-    """Read rows that fill the context again from their last half, all but the newest id. Other rows stay."""
+    """Prefill rows that are full again with their last half but the newest id; other rows do not change."""
     lengths = cache.length.tolist()
-    full = [i for i, length in enumerate(lengths) if live[i] and length == context]
+    full = [i for i, length in enumerate(lengths) if active[i] and length == context_length]
     if not full:
         return
-    half, rows = max(1, context // 2), torch.tensor(full, device=cache.length.device)
-    part = cache.take(rows)
-    part.keep(torch.zeros_like(rows))
+    half, rows = max(1, context_length // 2), torch.tensor(full, device=cache.length.device)
+    part = cache.select_rows(rows)
+    part.truncate(torch.zeros_like(rows))
     if half > 1:
         _forward(model, [texts[i][-half:-1] for i in full], part)
     cache.write_rows(rows, part)
 
 
-def _forward(model: nn.Module, unread: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-    """Logits (B, V) after the unread ids, which are padded on the left to a rectangle."""
-    width, device = max(map(len, unread)), _device(model)
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in unread], device=device)
-    real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in unread], device=device)
-    logits: Tensor = model(ids, at=cache.start(real), cache=cache, last=1)
+def _forward(model: nn.Module, pending: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+    """Logits (B, V) after the pending ids, which are padded on the left."""
+    width, device = max(map(len, pending)), _device(model)
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
+    real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
+    logits: Tensor = model(ids, positions=cache.start(real), cache=cache, last=1)
     return logits[:, -1]
 
 

@@ -1,4 +1,4 @@
-"""From logits to the next id."""
+"""Samplers: from logits to the next id."""
 
 # Shapes: B batch, V vocabulary.
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-COLD, HOT = 1e-37, 1e37
-"""Temperatures beyond these choose as these do; dividing by them stays within float32."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-37, 1e37
+"""Temperatures are clamped to these, so that dividing by them stays within float32."""
 
-WEAK, STRONG = 1e-30, 1e30
-"""And penalties, which leave room for the logits that they act on."""
+MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30
+"""Penalties are clamped to these, which leaves room for the logits."""
 
 History = Sequence[Sequence[int]]
 Sampler = Callable[[Tensor, History], Tensor]
@@ -28,13 +28,13 @@ def sampler(
     penalty: float = 1.0,
     seed: int = 0,
 ) -> Sampler:
-    """A sampler; temperature 0 takes the likeliest id. Filters apply in this order:
+    """A sampler; temperature 0 is greedy. Filters apply in this order:
 
-    `penalty` divides positive logits of ids that were there already, and multiplies negative ones
-    (https://arxiv.org/abs/1909.05858); temperature; the `top_k` likeliest; the fewest that reach the
-    probability `top_p`; those with at least `min_p` of the likeliest's. Each row draws from its own
-    generator, so that its text does not depend on the rows beside it. Raises ValueError for
-    settings without a meaning. Any whole number is a seed; those that are equal modulo 2^64 draw alike.
+    `penalty` divides positive logits of ids that occurred before and multiplies negative ones
+    (https://arxiv.org/abs/1909.05858); temperature; the `top_k` most probable; the fewest that reach the
+    cumulative probability `top_p`; those with at least `min_p` times the largest probability. Each row has its own
+    generator, so its text does not depend on other rows. Raises ValueError for settings out of range. Seeds are
+    taken modulo 2^64.
     """
     checks = {
         "temperature": 0 <= temperature < math.inf,
@@ -43,17 +43,17 @@ def sampler(
         "min_p": min_p is None or 0 <= min_p <= 1,
         "penalty": 0 < penalty < math.inf,
     }
-    if wrong := [name for name, good in checks.items() if not good]:
-        raise ValueError(f"sampling: {', '.join(wrong)} out of range")
-    penalty = min(max(penalty, WEAK), STRONG)
+    if invalid := [name for name, valid in checks.items() if not valid]:
+        raise ValueError(f"sampling: {', '.join(invalid)} out of range")
+    penalty = min(max(penalty, MIN_PENALTY), MAX_PENALTY)
     generators: list[torch.Generator] = []
 
     def sample(logits: Tensor, history: History) -> Tensor:
-        logits = _penalised(logits.float(), history, penalty)
+        logits = _penalise(logits.float(), history, penalty)
         if temperature == 0:
             return logits.argmax(-1)
-        # The greatest is zero before it is divided: by however little, it stays.
-        logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, COLD), HOT)
+        # The largest logit is 0 before the division and stays 0 for any temperature.
+        logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
         logits = logits if top_k is None else _top_k(logits, top_k)
         logits = logits if top_p is None else _top_p(logits, top_p)
         logits = logits if min_p is None else _min_p(logits, min_p)
@@ -66,42 +66,42 @@ def sampler(
     return sample
 
 
-def below(sample: Sampler, count: int) -> Sampler:
-    """The sampler, held to ids below `count`: an embedding may have more rows than its tokenizer has ids."""
+def limit_vocab(sample: Sampler, count: int) -> Sampler:
+    """The sampler restricted to ids below `count`: an embedding may have more rows than its tokenizer has ids."""
     return lambda logits, history: sample(logits[:, :count], history)
 
 
-def begun(sample: Sampler, pieces: Sequence[bytes], start: bytes) -> Sampler:
-    """The sampler, held to an id whose bytes begin with `start`, or if none does, to ids that spell it.
+def force_prefix(sample: Sampler, pieces: Sequence[bytes], prefix: bytes) -> Sampler:
+    """The sampler restricted to ids whose bytes begin with `prefix`, or if there are none, to ids that spell it.
 
-    Token healing for one row: text cut inside a word was never tokenised like that in training, so
-    its last token is taken back and given again as a `start` that the model must follow.
+    Token healing for one row: text that ends inside a word is tokenized as it never was in training, so its last
+    token is removed and its bytes are given as a `prefix` that the model must generate again.
     """
-    left = start
+    remaining = prefix
 
-    def held(logits: Tensor, history: History) -> Tensor:
-        nonlocal left
-        if left:
-            fits = [p.startswith(left) for p in pieces]
+    def restricted(logits: Tensor, history: History) -> Tensor:
+        nonlocal remaining
+        if remaining:
+            fits = [p.startswith(remaining) for p in pieces]
             if not any(fits):
-                fits = [bool(p) and left.startswith(p) for p in pieces]
+                fits = [bool(p) and remaining.startswith(p) for p in pieces]
             fits += [False] * (logits.shape[-1] - len(fits))
             logits = logits.masked_fill(~torch.tensor(fits, device=logits.device), -torch.inf)
         chosen = sample(logits, history)
-        left = left[len(pieces[int(chosen[0])]) :] if left else left
+        remaining = remaining[len(pieces[int(chosen[0])]) :] if remaining else remaining
         return chosen
 
-    return held
+    return restricted
 
 
-def _penalised(logits: Tensor, history: History, penalty: float) -> Tensor:
+def _penalise(logits: Tensor, history: History, penalty: float) -> Tensor:
     if penalty == 1.0:
         return logits
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for row, ids in zip(seen, history, strict=True):
+    occurred = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ids in zip(occurred, history, strict=True):
         row[list(ids)] = True
-    changed = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, changed, logits)
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(occurred, penalised, logits)
 
 
 def _top_k(logits: Tensor, k: int) -> Tensor:
@@ -110,13 +110,13 @@ def _top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def _top_p(logits: Tensor, p: float) -> Tensor:
-    falling, order = logits.sort(descending=True, stable=True)
-    likely = falling.softmax(-1)
-    surplus = likely.cumsum(-1) - likely >= p  # what comes before already reaches p
-    surplus[:, 0] = False  # which zero does if p is so small that float32 has no number for it
+    sorted_logits, order = logits.sort(descending=True, stable=True)
+    probs = sorted_logits.softmax(-1)
+    surplus = probs.cumsum(-1) - probs >= p  # those before it already reach p
+    surplus[:, 0] = False  # in case p rounds to 0 in float32
     return logits.masked_fill(surplus.scatter(-1, order, surplus), -torch.inf)
 
 
 def _min_p(logits: Tensor, p: float) -> Tensor:
-    likely = logits.softmax(-1)
-    return logits.masked_fill(likely < p * likely.amax(-1, keepdim=True), -torch.inf)
+    probs = logits.softmax(-1)
+    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf)

@@ -1,7 +1,7 @@
-"""Whole architectures, one file each: Config, build(config), read(model, context), from_hf, to_hf, NAMES.
+"""Whole architectures, one file each: Config, build(config), read(model, context_length), from_hf, to_hf, NAMES.
 
-A family may also have ALSO, other spellings of its names that are read but not written, and IGNORED,
-names of tensors in its files that are no weights.
+A family may also have ALIASES, other names that are read but not written, and IGNORED_NAMES, tensors in its files
+that are no weights.
 """
 
 from types import ModuleType
@@ -23,13 +23,13 @@ FAMILIES: dict[str, ModuleType] = {
 
 
 def family_of(hf: dict[str, Any]) -> str:
-    """The name of the family that a config.json describes. Raises ValueError if there is none here."""
-    kind = hf.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"config.json: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
-    return kind
+    """The family of a config.json by its model_type. Raises ValueError for an unknown one."""
+    family = hf.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"config.json: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    return family
 
 
-def spellings(family: str) -> Names:
-    """Every name under which a weight of this family may be found, the one that is written first."""
-    return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALSO", ())]
+def weight_names(family: str) -> Names:
+    """All names of this family's weights; those that are written come first."""
+    return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALIASES", ())]

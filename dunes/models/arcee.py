@@ -1,7 +1,7 @@
 """Arcee (AFM-4.5B): LLaMA whose MLP is one matrix up, a squared ReLU, one matrix down.
 
 The default for training from scratch: it learns faster than SwiGLU here, per step and per second
-(LOG.md), and its folder opens in transformers. https://arxiv.org/abs/2109.08668
+(LOG.md), and transformers opens its folder. https://arxiv.org/abs/2109.08668
 """
 
 from dataclasses import replace
@@ -13,12 +13,12 @@ from dunes.parts import MLP, Decoder, squared_relu
 
 
 class Config(llama.Config):
-    """Sizes as LLaMA's; by custom the MLP is four times as wide as the model."""
+    """Like LLaMA's; customarily the MLP is four times as wide as the model."""
 
     @classmethod
-    def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
-        """A config of this family for training from scratch: width and depth, the rest by custom."""
-        return replace(super().sized(vocab, dim, depth, context), hidden=4 * dim)
+    def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
+        """A config of this family for training from scratch, from its width and depth; the rest is customary."""
+        return replace(super().from_size(vocab, dim, depth, context_length), hidden=4 * dim)
 
 
 def mlp(config: Config) -> MLP:
@@ -30,18 +30,18 @@ def build(config: Config) -> Decoder:
     return llama.build(config, mlp=mlp)
 
 
-def read(model: Any, context: int) -> Config:
-    """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
-    return Config(**llama.sizes_of(model, context, model.blocks[0].mlp))
+def read(model: Any, context_length: int) -> Config:
+    """The Config of a built model. Raises AttributeError if the model has other parts."""
+    return Config(**llama.read_fields(model, context_length, model.blocks[0].mlp))
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    return Config(**llama.sizes(hf, act="relu2"))
+    return Config(**llama.config_fields(hf, act="relu2"))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of a config.json that say the same."""
+    """The keys of the config.json of this Config."""
     return llama.to_hf(config) | {
         "architectures": ["ArceeForCausalLM"],
         "model_type": "arcee",
@@ -51,4 +51,4 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 NAMES: Names = [n for n in llama.NAMES if "gate_proj" not in n.theirs]
 
-IGNORED = llama.IGNORED
+IGNORED_NAMES = llama.IGNORED_NAMES

@@ -10,29 +10,29 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import nn
 
-from dunes.models.names import Names, both, name, turned
-from dunes.models.words import divided, hf_config, number, size
+from dunes.models.config_values import check_supported, number, quotient, size
+from dunes.models.names import Names, name, transpose, weight_and_bias
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a GPT-2. `context` is a hard limit: each position has a learned vector."""
+    """Sizes of a GPT-2. `context_length` is a hard limit: each position has a learned embedding."""
 
     vocab: int
     dim: int
     depth: int
     heads: int
     hidden: int
-    context: int = 1024
+    context_length: int = 1024
     eps: float = 1e-5
     dropout: float = 0.0
 
     @classmethod
-    def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
-        """A config of this family for training from scratch: width and depth, the rest by custom."""
+    def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
+        """A config of this family for training from scratch, from its width and depth; the rest is customary."""
         heads = max(1, dim // (64 if dim % 64 == 0 and dim >= 192 else 32))
-        return cls(vocab=vocab, dim=dim, depth=depth, heads=heads, hidden=4 * dim, context=context)
+        return cls(vocab=vocab, dim=dim, depth=depth, heads=heads, hidden=4 * dim, context_length=context_length)
 
 
 def build(config: Config) -> Decoder:
@@ -47,14 +47,14 @@ def build(config: Config) -> Decoder:
         return Block(norm(), attn, norm(), MLP(config.dim, config.hidden, act), config.dropout)
 
     return Decoder(
-        embed=Embedding(config.vocab, config.dim, config.context, config.dropout),
+        embed=Embedding(config.vocab, config.dim, config.context_length, config.dropout),
         blocks=[block() for _ in range(config.depth)],
         norm=norm(),
     )
 
 
-def read(model: Any, context: int) -> Config:
-    """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
+def read(model: Any, context_length: int) -> Config:
+    """The Config of a built model. Raises AttributeError if the model has other parts."""
     attn = model.blocks[0].attn
     return Config(
         vocab=model.embed.token.num_embeddings,
@@ -62,7 +62,7 @@ def read(model: Any, context: int) -> Config:
         depth=len(model.blocks),
         heads=attn.q.out_features // attn.head_dim,
         hidden=model.blocks[0].mlp.up.out_features,
-        context=model.embed.place.num_embeddings,
+        context_length=model.embed.place.num_embeddings,
         eps=model.norm.eps,
         dropout=attn.dropout,
     )
@@ -70,46 +70,46 @@ def read(model: Any, context: int) -> Config:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    hf = {new: hf[old] for old, new in OTHERWISE.items() if old in hf} | hf
+    hf = {new: hf[old] for old, new in OTHER_KEYS.items() if old in hf} | hf
     rates = [_rate(hf, key) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     if len(set(rates)) > 1:
         raise ValueError(f"config.json: resid_pdrop, embd_pdrop and attn_pdrop are {rates}; one rate is supported")
-    if hf.get("activation_function") != "gelu_pytorch_tanh":  # another name for the same
-        hf_config(hf, refused={"activation_function": "gelu_new"})
-    hf_config(
+    if hf.get("activation_function") != "gelu_pytorch_tanh":  # another name for gelu_new
+        check_supported(hf, required={"activation_function": "gelu_new"})
+    check_supported(
         hf,
-        refused={
+        required={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
             "tie_word_embeddings": True,
             "add_cross_attention": False,
         },
     )
-    divided(hf, "n_embd", "n_head")
+    quotient(hf, "n_embd", "n_head")
     return Config(
         vocab=size(hf, "vocab_size"),
         dim=size(hf, "n_embd"),
         depth=size(hf, "n_layer"),
         heads=size(hf, "n_head"),
         hidden=size(hf, "n_inner", 4 * size(hf, "n_embd")),
-        context=size(hf, "n_positions"),
+        context_length=size(hf, "n_positions"),
         eps=number(hf, "layer_norm_epsilon"),
         dropout=rates[0],
     )
 
 
-OTHERWISE = {
+OTHER_KEYS = {
     "n_ctx": "n_positions",
     "max_position_embeddings": "n_positions",
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
 }
-"""Second names that a config.json may use."""
+"""Other names of these keys in a config.json."""
 
 
 def _rate(hf: dict[str, Any], key: str) -> float:
-    """A dropout rate. Raises ValueError for what is none."""
+    """A dropout rate. Raises ValueError if it is out of range."""
     rate = hf.get(key, 0.1)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
         raise ValueError(f"config.json: {key} is {rate!r}; it must be a number from 0 to below 1")
@@ -117,7 +117,7 @@ def _rate(hf: dict[str, Any], key: str) -> float:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of a config.json that say the same."""
+    """The keys of the config.json of this Config."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -126,7 +126,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "n_layer": config.depth,
         "n_head": config.heads,
         "n_inner": config.hidden,
-        "n_positions": config.context,
+        "n_positions": config.context_length,
         "layer_norm_epsilon": config.eps,
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,
@@ -141,22 +141,24 @@ def _names(prefix: str) -> Names:
     return [
         name(f"{prefix}wte.weight", "embed.token.weight"),
         name(f"{prefix}wpe.weight", "embed.place.weight"),
-        *both(f"{block}.ln_1", "blocks.{i}.attn_norm"),
-        *both(f"{block}.attn.c_attn", *[f"blocks.{{i}}.attn.{p}" for p in "qkv"], load=turned, save=turned),
-        *both(f"{block}.attn.c_proj", "blocks.{i}.attn.out", load=turned, save=turned),
-        *both(f"{block}.ln_2", "blocks.{i}.mlp_norm"),
-        *both(f"{block}.mlp.c_fc", "blocks.{i}.mlp.up", load=turned, save=turned),
-        *both(f"{block}.mlp.c_proj", "blocks.{i}.mlp.down", load=turned, save=turned),
-        *both(f"{prefix}ln_f", "norm"),
+        *weight_and_bias(f"{block}.ln_1", "blocks.{i}.attn_norm"),
+        *weight_and_bias(
+            f"{block}.attn.c_attn", *[f"blocks.{{i}}.attn.{p}" for p in "qkv"], load=transpose, save=transpose
+        ),
+        *weight_and_bias(f"{block}.attn.c_proj", "blocks.{i}.attn.out", load=transpose, save=transpose),
+        *weight_and_bias(f"{block}.ln_2", "blocks.{i}.mlp_norm"),
+        *weight_and_bias(f"{block}.mlp.c_fc", "blocks.{i}.mlp.up", load=transpose, save=transpose),
+        *weight_and_bias(f"{block}.mlp.c_proj", "blocks.{i}.mlp.down", load=transpose, save=transpose),
+        *weight_and_bias(f"{prefix}ln_f", "norm"),
     ]
 
 
 NAMES = _names("transformer.")
 
-ALSO = _names("")
-"""As the first files on the hub have them."""
+ALIASES = _names("")
+"""The names in the oldest files on the Hub."""
 
-IGNORED = tuple(
+IGNORED_NAMES = tuple(
     f"{prefix}h.{{i}}.attn.{mask}" for prefix in ("transformer.", "") for mask in ("bias", "masked_bias")
 )
-"""Causal masks that older versions of transformers kept beside the weights."""
+"""Causal masks, which older versions of transformers stored with the weights."""

@@ -1,6 +1,6 @@
-"""LLaMA: rotary positions, RMSNorm, SwiGLU, grouped attention. https://arxiv.org/abs/2307.09288
+"""LLaMA: rotary positions, RMSNorm, SwiGLU, grouped-query attention. https://arxiv.org/abs/2307.09288
 
-Config and build also serve the families that differ in one part; they pass theirs in.
+Config and build also serve the families that differ in one part, which they pass in.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,16 +9,16 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from dunes.models.names import Names, both, name
-from dunes.models.rope import rope, rope_words
-from dunes.models.words import divided, flag, hf_config, number, size
+from dunes.models.config_values import check_supported, flag, number, quotient, size
+from dunes.models.names import Names, name, weight_and_bias
+from dunes.models.rope import rope_fields, rope_to_hf
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
-from dunes.parts.position import UNSCALED, Dynamic, Scaling
+from dunes.parts.position import UNSCALED, Scaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a LLaMA. `hidden` is the width inside the MLP, final, with no factor applied."""
+    """Sizes of a LLaMA. `hidden` is the final width inside the MLP; no factor is applied to it."""
 
     vocab: int
     dim: int
@@ -27,7 +27,7 @@ class Config:
     kv_heads: int
     head_dim: int
     hidden: int
-    context: int = 2048
+    context_length: int = 2048
     eps: float = 1e-5
     rope_base: float = 10_000.0
     scaling: Scaling = UNSCALED
@@ -36,8 +36,8 @@ class Config:
     mlp_bias: bool = False
 
     @classmethod
-    def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
-        """A config of this family for training from scratch: width and depth, the rest by custom."""
+    def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
+        """A config of this family for training from scratch, from its width and depth; the rest is customary."""
         head_dim = 64 if dim % 64 == 0 and dim >= 192 else 32
         hidden = round(dim * 8 / 3 / 32) * 32
         heads = max(1, dim // head_dim)
@@ -49,7 +49,7 @@ class Config:
             kv_heads=heads,
             head_dim=head_dim,
             hidden=hidden,
-            context=context,
+            context_length=context_length,
             tied=True,
         )
 
@@ -59,12 +59,12 @@ Make = Callable[[C], nn.Module]
 
 
 def attention(config: Config, **parts: Any) -> Attention:
-    """This family's attention; `parts` are arguments of `Attention` that a sibling sets otherwise."""
-    usual: dict[str, Any] = {
+    """This family's attention; `parts` overrides arguments of `Attention`."""
+    defaults: dict[str, Any] = {
         "position": Rotary(config.head_dim, config.rope_base, config.scaling),
         "bias": config.attention_bias,
     }
-    return Attention(config.dim, config.heads, config.kv_heads, head_dim=config.head_dim, **(usual | parts))
+    return Attention(config.dim, config.heads, config.kv_heads, head_dim=config.head_dim, **(defaults | parts))
 
 
 def mlp(config: Config) -> GatedMLP:
@@ -88,15 +88,14 @@ def build(config: C, attention: Make[C] = attention, mlp: Make[C] = mlp) -> Deco
     )
 
 
-def read(model: Any, context: int) -> Config:
-    """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
-    return Config(**sizes_of(model, context, model.blocks[0].mlp))
+def read(model: Any, context_length: int) -> Config:
+    """The Config of a built model. Raises AttributeError if the model has other parts."""
+    return Config(**read_fields(model, context_length, model.blocks[0].mlp))
 
 
-def sizes_of(model: Any, context: int, mlp: Any) -> dict[str, Any]:
-    """The fields of a Config, read off a built model with this mlp, or one expert, in its first block."""
+def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
+    """The fields of the Config of a built model whose first block has this mlp, or this expert."""
     attn = model.blocks[0].attn
-    scaling = attn.position.scaling
     return {
         "vocab": model.embed.token.num_embeddings,
         "dim": model.embed.token.embedding_dim,
@@ -105,11 +104,10 @@ def sizes_of(model: Any, context: int, mlp: Any) -> dict[str, Any]:
         "kv_heads": attn.k.out_features // attn.head_dim,
         "head_dim": attn.head_dim,
         "hidden": mlp.down.in_features,
-        # Its angles depend on the length that a config.json has no other word for.
-        "context": scaling.length if isinstance(scaling, Dynamic) else context,
+        "context_length": context_length,
         "eps": model.norm.eps,
         "rope_base": attn.position.base,
-        "scaling": scaling,
+        "scaling": attn.position.scaling,
         "tied": model.head is None,
         "attention_bias": attn.out.bias is not None,
         "mlp_bias": mlp.down.bias is not None,
@@ -118,18 +116,18 @@ def sizes_of(model: Any, context: int, mlp: Any) -> dict[str, Any]:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json, of either dialect. Raises ValueError for what is not supported."""
-    return Config(**sizes(hf))
+    return Config(**config_fields(hf))
 
 
-def sizes(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0) -> dict[str, Any]:
-    """The fields of a Config, by a config.json whose activation must be `act`; `base` is its default rotary base.
+def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0) -> dict[str, Any]:
+    """The fields of a Config from a config.json with the activation `act`; `base` is the default rotary base.
 
-    Raises ValueError for what is not supported or makes no sense, KeyError for what is missing.
+    Raises ValueError for what is not supported or out of range, KeyError for what is missing.
     """
-    hf_config(hf, refused={"hidden_act": act})
+    check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
     kv_heads = size(hf, "num_key_value_heads", heads)
-    divided(
+    quotient(
         {"num_attention_heads": heads, "num_key_value_heads": kv_heads},
         "num_attention_heads",
         "num_key_value_heads",
@@ -142,25 +140,25 @@ def sizes(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0) -> dict
         "kv_heads": kv_heads,
         "head_dim": head_dim(hf),
         "hidden": size(hf, "intermediate_size"),
-        "context": size(hf, "max_position_embeddings", largest=1 << 31),
+        "context_length": size(hf, "max_position_embeddings", largest=1 << 31),
         "eps": number(hf, "rms_norm_eps"),
         "tied": flag(hf, "tie_word_embeddings"),
         "attention_bias": flag(hf, "attention_bias"),
         "mlp_bias": flag(hf, "mlp_bias"),
-        **rope(hf, base),
+        **rope_fields(hf, base),
     }
 
 
 def head_dim(hf: Mapping[str, Any]) -> int:
-    """Given, or the width shared by the heads; even, since rotary positions turn pairs."""
-    width = size(hf, "head_dim", 0) or divided(hf, "hidden_size", "num_attention_heads")
+    """`head_dim` if given, else hidden_size / heads; even, since rotary positions rotate pairs."""
+    width = size(hf, "head_dim", 0) or quotient(hf, "hidden_size", "num_attention_heads")
     if width % 2:
         raise ValueError(f"config.json: head_dim is {width}; rotary positions need an even one")
     return width
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of a config.json that say the same, in both dialects where they differ."""
+    """The keys of the config.json of this Config, in both dialects where they differ."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -171,9 +169,9 @@ def to_hf(config: Config) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.hidden,
-        "max_position_embeddings": config.context,
+        "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.eps,
-        **rope_words(config.rope_base, config.scaling),
+        **rope_to_hf(config.rope_base, config.scaling),
         "tie_word_embeddings": config.tied,
         "hidden_act": "silu",
         "attention_bias": config.attention_bias,
@@ -184,21 +182,21 @@ def to_hf(config: Config) -> dict[str, Any]:
 ATTENTION: Names = [
     name("model.embed_tokens.weight", "embed.token.weight"),
     name("model.layers.{i}.input_layernorm.weight", "blocks.{i}.attn_norm.weight"),
-    *both("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attn.q"),
-    *both("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attn.k"),
-    *both("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attn.v"),
-    *both("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attn.out"),
+    *weight_and_bias("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attn.q"),
+    *weight_and_bias("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attn.k"),
+    *weight_and_bias("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attn.v"),
+    *weight_and_bias("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attn.out"),
     name("model.layers.{i}.post_attention_layernorm.weight", "blocks.{i}.mlp_norm.weight"),
     name("model.norm.weight", "norm.weight"),
     name("lm_head.weight", "head.weight"),
 ]
-"""All but the mlp: what the siblings share."""
+"""All names but the mlp's, which related families share."""
 
 NAMES: Names = [
     *ATTENTION,
-    *both("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
-    *both("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
-    *both("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
+    *weight_and_bias("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
+    *weight_and_bias("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
+    *weight_and_bias("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
 ]
 
-IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+IGNORED_NAMES = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

@@ -4,20 +4,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dunes.models import llama, mistral
-from dunes.models.experts import EXPERTS, mixture, moe_sizes, moe_sizes_of, narrow
-from dunes.models.llama import IGNORED
+from dunes.models.config_values import check_supported
+from dunes.models.llama import IGNORED_NAMES
+from dunes.models.mixture import EXPERTS, expert_width, mixture, moe_fields, read_moe_fields
 from dunes.models.names import Names, name
-from dunes.models.words import hf_config
 from dunes.parts import Decoder, MoE
 
-__all__ = ["ALSO", "IGNORED", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(mistral.Config):
-    """Sizes as Mistral's, of which `hidden` is one expert's; a token goes to `top_k` of the `experts`.
+    """Like Mistral's; `hidden` is the width of one expert, and each token is routed to `top_k` of the `experts`.
 
-    `balance` weighs the loss that spreads the tokens over the experts, in training.
+    `balance` is the coefficient of the load-balancing loss in training.
     """
 
     experts: int = 8
@@ -25,10 +25,10 @@ class Config(mistral.Config):
     balance: float = 0.001
 
     @classmethod
-    def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
-        """For training from scratch: eight narrow experts, together about as large as one LLaMA's MLP."""
-        config = replace(super().sized(vocab, dim, depth, context), window=None)
-        return replace(config, hidden=narrow(dim, config.experts))
+    def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
+        """A config for training from scratch: eight narrow experts, together about as large as a LLaMA's MLP."""
+        config = replace(super().from_size(vocab, dim, depth, context_length), window=None)
+        return replace(config, hidden=expert_width(dim, config.experts))
 
 
 def moe(config: Config) -> MoE:
@@ -41,21 +41,23 @@ def build(config: Config) -> Decoder:
     return llama.build(config, mistral.attention, moe)
 
 
-def read(model: Any, context: int) -> Config:
-    """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
+def read(model: Any, context_length: int) -> Config:
+    """The Config of a built model. Raises AttributeError if the model has other parts."""
     block = model.blocks[0]
-    sizes = llama.sizes_of(model, context, block.mlp.experts[0])
-    return Config(**sizes, window=block.attn.window, **moe_sizes_of(block.mlp))
+    config_fields = llama.read_fields(model, context_length, block.mlp.experts[0])
+    return Config(**config_fields, window=block.attn.window, **read_moe_fields(block.mlp))
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    hf_config(hf, refused={"router_jitter_noise": 0.0})
-    return Config(**mistral.sizes({"sliding_window": None} | hf, base=1_000_000.0), **moe_sizes(hf, balance=0.001))
+    check_supported(hf, required={"router_jitter_noise": 0.0})
+    return Config(
+        **mistral.config_fields({"sliding_window": None} | hf, base=1_000_000.0), **moe_fields(hf, balance=0.001)
+    )
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of a config.json that say the same."""
+    """The keys of the config.json of this Config."""
     return mistral.to_hf(config) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -76,4 +78,4 @@ NAMES: Names = [
     name(f"{_MOE}.experts.{{e}}.w2.weight", "blocks.{i}.mlp.experts.{e}.down.weight"),
 ]
 
-ALSO: Names = [name("model.layers.{i}.mlp.gate.weight", "blocks.{i}.mlp.router.weight"), *EXPERTS]
+ALIASES: Names = [name("model.layers.{i}.mlp.gate.weight", "blocks.{i}.mlp.router.weight"), *EXPERTS]

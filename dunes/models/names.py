@@ -1,7 +1,7 @@
-"""The same weights under someone else's names. One table, read in both directions.
+"""The names of the same weights in another format: one table, read in both directions.
 
-`{i}` in a name stands for a number; it is the same number on both sides. A number that only our side
-has counts along the first dimension of theirs, where all of ours lie stacked.
+`{i}` in a name stands for a number, the same on both sides. A number that only our side has (`{e}`, an expert)
+indexes the first dimension of their tensor, which stacks all of ours.
 """
 
 import re
@@ -12,46 +12,46 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-Change = Callable[[Tensor], Tensor]
+Layout = Callable[[Tensor], Tensor]
 
 
-def same(weight: Tensor) -> Tensor:
-    """No change of layout."""
+def identity(weight: Tensor) -> Tensor:
+    """The same layout on both sides."""
     return weight
 
 
 @dataclass(frozen=True)
 class Name:
-    """Their tensor is ours, or several of ours below each other.
+    """Their tensor is one of ours, or several of ours concatenated along the first dimension.
 
-    `load` brings a whole tensor of theirs into our layout before it is parted, `save` takes it back.
+    `load` brings a whole tensor of theirs into our layout before it is split, `save` takes it back.
     """
 
     theirs: str
     ours: tuple[str, ...]
-    load: Change = same
-    save: Change = same
+    load: Layout = identity
+    save: Layout = identity
 
     @property
     def stacked(self) -> bool:
-        """Whether theirs holds many of ours (experts), one after the other in its first dimension."""
+        """Whether theirs stacks many of ours (experts) along its first dimension."""
         return bool(fields(self.ours[0]) - fields(self.theirs))
 
 
 Names = Sequence[Name]
 
 
-def turned(weight: Tensor) -> Tensor:
+def transpose(weight: Tensor) -> Tensor:
     """(in, out) for (out, in), as GPT-2's Conv1D stores matrices."""
     return weight.mT
 
 
-def name(theirs: str, *ours: str, load: Change = same, save: Change = same) -> Name:
+def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity) -> Name:
     return Name(theirs, ours, load, save)
 
 
-def both(theirs: str, *ours: str, load: Change = same, save: Change = same) -> list[Name]:
-    """A weight in another layout, if asked, and its bias."""
+def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity) -> list[Name]:
+    """The names of a module's weight, in another layout if given, and of its bias."""
     return [
         name(f"{theirs}.weight", *[f"{o}.weight" for o in ours], load=load, save=save),
         name(f"{theirs}.bias", *[f"{o}.bias" for o in ours]),
@@ -59,58 +59,58 @@ def both(theirs: str, *ours: str, load: Change = same, save: Change = same) -> l
 
 
 @dataclass(frozen=True)
-class Move:
-    """A tensor `to` is what `make` makes of the tensors `sources`; views where nothing has to be copied."""
+class Conversion:
+    """The tensor `target` is `make` of the tensors `sources`; a view where nothing has to be copied."""
 
-    to: str
+    target: str
     sources: tuple[str, ...]
     make: Callable[[Sequence[Tensor]], Tensor]
 
 
-def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Move], list[str]]:
-    """How our tensors are made of theirs, given by name and shape, and the names that the table does not know."""
-    moves: list[Move] = []
+def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Conversion], list[str]]:
+    """How our tensors are made of theirs, given by name and shape, and the names that the table lacks."""
+    conversions: list[Conversion] = []
     unknown = []
     for key, shape in theirs.items():
-        hit = next(((n, at) for n in names if (at := numbers(n.theirs, key)) is not None), None)
-        if hit is None:
+        match = next(((n, i) for n in names if (i := match_indices(n.theirs, key)) is not None), None)
+        if match is None:
             unknown.append(key)
             continue
-        rule, at = hit
+        rule, indices = match
         copies = shape[0] if rule.stacked and shape else 1
         for e in range(copies):
             for part, ours in enumerate(rule.ours):
-                to = filled(ours, at | {f: str(e) for f in fields(ours) - at.keys()})
-                moves.append(Move(to, (key,), _taken(rule, part, e if rule.stacked else None)))
-    return moves, unknown
+                target = substitute(ours, indices | {f: str(e) for f in fields(ours) - indices.keys()})
+                conversions.append(Conversion(target, (key,), _split(rule, part, e if rule.stacked else None)))
+    return conversions, unknown
 
 
-def _taken(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tensor]], Tensor]:
+def _split(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tensor]], Tensor]:
     def make(sources: Sequence[Tensor]) -> Tensor:
         whole = rule.load(sources[0] if index is None else sources[0][index])
-        # Unlike `chunk`, this refuses to part what does not part evenly: it gives other shapes than expected.
+        # Unlike `chunk`, an uneven split yields a shape that the comparison of shapes refuses.
         return whole if len(rule.ours) == 1 else whole.tensor_split(len(rule.ours))[part]
 
     return make
 
 
-def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Move], list[str]]:
-    """How their tensors are made of ours, given by name, and the names that the table does not know."""
-    moves: list[Move] = []
-    left = dict.fromkeys(ours)
+def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+    """How their tensors are made of ours, given by name, and the names that the table lacks."""
+    conversions: list[Conversion] = []
+    remaining = dict.fromkeys(ours)
     for rule in names:
-        for key in [k for k in left if numbers(rule.ours[0], k) is not None]:
-            at = numbers(rule.ours[0], key) or {}
-            parts = tuple(filled(o, at) for o in rule.ours)
-            if rule.stacked or any(p not in left for p in parts):
+        for key in [k for k in remaining if match_indices(rule.ours[0], k) is not None]:
+            indices = match_indices(rule.ours[0], key) or {}
+            parts = tuple(substitute(o, indices) for o in rule.ours)
+            if rule.stacked or any(p not in remaining for p in parts):
                 continue
-            moves.append(Move(filled(rule.theirs, at), parts, _joined(rule)))
+            conversions.append(Conversion(substitute(rule.theirs, indices), parts, _concatenate(rule)))
             for part in parts:
-                del left[part]
-    return moves, list(left)
+                del remaining[part]
+    return conversions, list(remaining)
 
 
-def _joined(rule: Name) -> Callable[[Sequence[Tensor]], Tensor]:
+def _concatenate(rule: Name) -> Callable[[Sequence[Tensor]], Tensor]:
     return lambda parts: rule.save(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
 
 
@@ -119,19 +119,19 @@ def fields(template: str) -> set[str]:
     return set(re.findall(r"\{(\w)\}", template))
 
 
-def filled(template: str, at: Mapping[str, str]) -> str:
-    """The name with these numbers."""
-    for field, number in at.items():
+def substitute(template: str, indices: Mapping[str, str]) -> str:
+    """The name with these numbers in it."""
+    for field, number in indices.items():
         template = template.replace(f"{{{field}}}", number)
     return template
 
 
 @lru_cache(maxsize=4096)
-def _pattern(template: str) -> re.Pattern[str]:
+def _regex(template: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>0|[1-9]\\d{0,8})", re.escape(template)), re.ASCII)
 
 
-def numbers(template: str, key: str) -> dict[str, str] | None:
-    """The numbers in `key` if it has the template's form."""
-    found = _pattern(template).fullmatch(key)
-    return None if found is None else found.groupdict()
+def match_indices(template: str, key: str) -> dict[str, str] | None:
+    """The numbers in `key` if it matches the template, else None."""
+    match = _regex(template).fullmatch(key)
+    return None if match is None else match.groupdict()

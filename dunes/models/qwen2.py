@@ -7,11 +7,11 @@ file's, unless it is asked for as a PreTrainedTokenizerFast.
 from typing import Any
 
 from dunes.models import llama
-from dunes.models.llama import IGNORED, NAMES, Config, read
-from dunes.models.words import hf_config, no_windows
+from dunes.models.config_values import check_supported, refuse_mixed_windows
+from dunes.models.llama import IGNORED_NAMES, NAMES, Config, read
 from dunes.parts import Attention, Decoder
 
-__all__ = ["IGNORED", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
 def attention(config: Config) -> Attention:
@@ -25,14 +25,14 @@ def build(config: Config) -> Decoder:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    no_windows(hf)
-    hf_config(hf, refused={"mlp_bias": False})
-    # It always has its three biases, and no word about them.
-    return Config(**llama.sizes(hf | {"attention_bias": False}))
+    refuse_mixed_windows(hf)
+    check_supported(hf, required={"mlp_bias": False})
+    # Its three biases are always there and have no key.
+    return Config(**llama.config_fields(hf | {"attention_bias": False}))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of a config.json that say the same."""
-    words = llama.to_hf(config) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    del words["attention_bias"], words["mlp_bias"]
-    return words | {"use_sliding_window": False, "sliding_window": None}
+    """The keys of the config.json of this Config."""
+    hf = llama.to_hf(config) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    del hf["attention_bias"], hf["mlp_bias"]
+    return hf | {"use_sliding_window": False, "sliding_window": None}

@@ -6,12 +6,12 @@ The norms keep it stable at high learning rates.
 from typing import Any
 
 from dunes.models import llama
-from dunes.models.llama import IGNORED, Config, read
+from dunes.models.config_values import check_supported, refuse_mixed_windows
+from dunes.models.llama import IGNORED_NAMES, Config, read
 from dunes.models.names import Names, name
-from dunes.models.words import hf_config, no_windows
 from dunes.parts import Attention, Decoder, RMSNorm
 
-__all__ = ["IGNORED", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
 def attention(config: Config) -> Attention:
@@ -26,16 +26,16 @@ def build(config: Config) -> Decoder:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    no_windows(hf)
-    hf_config(hf, refused={"mlp_bias": False})
-    return Config(**llama.sizes({"head_dim": 128, **hf}))
+    refuse_mixed_windows(hf)
+    check_supported(hf, required={"mlp_bias": False})
+    return Config(**llama.config_fields({"head_dim": 128, **hf}))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of a config.json that say the same."""
-    words = llama.to_hf(config) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    del words["mlp_bias"]
-    return words | {"use_sliding_window": False, "sliding_window": None}
+    """The keys of the config.json of this Config."""
+    hf = llama.to_hf(config) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    del hf["mlp_bias"]
+    return hf | {"use_sliding_window": False, "sliding_window": None}
 
 
 HEAD_NORMS: Names = [

@@ -4,21 +4,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dunes.models import llama, qwen3
-from dunes.models.experts import EXPERTS, mixture, moe_sizes, moe_sizes_of, narrow
-from dunes.models.llama import IGNORED
+from dunes.models.config_values import check_supported, flag, size
+from dunes.models.llama import IGNORED_NAMES
+from dunes.models.mixture import EXPERTS, expert_width, mixture, moe_fields, read_moe_fields
 from dunes.models.names import Names, name
-from dunes.models.words import flag, hf_config, size
 from dunes.parts import Decoder, MoE
 
-__all__ = ["ALSO", "IGNORED", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """Sizes as LLaMA's, of which `hidden` is one expert's; a token goes to `top_k` of the `experts`.
+    """Like LLaMA's; `hidden` is the width of one expert, and each token is routed to `top_k` of the `experts`.
 
-    With `renormalise` the weights of a token's experts add up to one. `balance` weighs the loss that
-    spreads the tokens over the experts, in training.
+    With `renormalise` the weights of a token's experts sum to one. `balance` is the coefficient of the
+    load-balancing loss in training.
     """
 
     experts: int = 8
@@ -27,9 +27,9 @@ class Config(llama.Config):
     balance: float = 0.001
 
     @classmethod
-    def sized(cls, vocab: int, dim: int, depth: int, context: int) -> Self:
-        """For training from scratch: eight narrow experts, together about as large as one LLaMA's MLP."""
-        return replace(super().sized(vocab, dim, depth, context), hidden=narrow(dim, cls.experts))
+    def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
+        """A config for training from scratch: eight narrow experts, together about as large as a LLaMA's MLP."""
+        return replace(super().from_size(vocab, dim, depth, context_length), hidden=expert_width(dim, cls.experts))
 
 
 def moe(config: Config) -> MoE:
@@ -42,23 +42,23 @@ def build(config: Config) -> Decoder:
     return llama.build(config, qwen3.attention, moe)
 
 
-def read(model: Any, context: int) -> Config:
-    """The sizes, read off a built model. Raises AttributeError where the model has other parts."""
+def read(model: Any, context_length: int) -> Config:
+    """The Config of a built model. Raises AttributeError if the model has other parts."""
     moe = model.blocks[0].mlp
-    sizes = llama.sizes_of(model, context, moe.experts[0])
-    return Config(**sizes, renormalise=moe.renormalise, **moe_sizes_of(moe))
+    config_fields = llama.read_fields(model, context_length, moe.experts[0])
+    return Config(**config_fields, renormalise=moe.renormalise, **read_moe_fields(moe))
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """From the keys of a config.json. Raises ValueError for what is not supported."""
-    refused = {"decoder_sparse_step": 1, "use_sliding_window": False, "mlp_bias": False, "mlp_only_layers": []}
-    hf_config(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, refused)
-    sizes = llama.sizes(hf | {"intermediate_size": size(hf, "moe_intermediate_size")})
-    return Config(**sizes, renormalise=flag(hf, "norm_topk_prob"), **moe_sizes(hf, balance=0.001))
+    required = {"decoder_sparse_step": 1, "use_sliding_window": False, "mlp_bias": False, "mlp_only_layers": []}
+    check_supported(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, required)
+    config_fields = llama.config_fields(hf | {"intermediate_size": size(hf, "moe_intermediate_size")})
+    return Config(**config_fields, renormalise=flag(hf, "norm_topk_prob"), **moe_fields(hf, balance=0.001))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of a config.json that say the same, with both names for the number of experts."""
+    """The keys of the config.json of this Config, with both names for the number of experts."""
     return qwen3.to_hf(config) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -85,4 +85,4 @@ NAMES: Names = [
     ],
 ]
 
-ALSO: Names = EXPERTS
+ALIASES: Names = EXPERTS

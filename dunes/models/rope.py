@@ -4,114 +4,106 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dunes.models.words import flag, hf_config, number, size
-from dunes.parts.position import UNSCALED, Dynamic, Linear, Llama3, Scaling, Unscaled, Yarn
+from dunes.models.config_values import check_supported, flag, number, size
+from dunes.parts.position import UNSCALED, Linear, Llama3, Scaling, Unscaled, Yarn
 
-Words = Mapping[str, Any]
+Json = Mapping[str, Any]
 
 
-def rope(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]:
-    """`rope_base` and `scaling` of a Config, of either dialect; `default` is the base that goes without saying.
+def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]:
+    """`rope_base` and `scaling` of a Config, from either dialect; `default` is the base if none is given.
 
-    Raises ValueError for a kind of scaling, or a part of it, that is not supported. Where a file has both
+    Raises ValueError for a type of scaling, or a setting of it, that is not supported. Where a file has both
     dialects, `rope_scaling` counts, as in transformers.
     """
-    words = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(words, dict):
-        raise ValueError(f"config.json: rope_scaling is a {type(words).__name__}; it must be an object")
-    said = {k: v for k, v in {**hf, **words}.items() if v is not None}
-    hf_config(said, refused={"partial_rotary_factor": 1.0, "mrope_section": None})
-    kind = words.get("rope_type", words.get("type", "default"))
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"config.json: rotary scaling {kind!r} is not supported, only {', '.join(KINDS)}")
-    base = number(words, "rope_theta", number(hf, "rope_theta", default, above=1.0), above=1.0)
-    return {"rope_base": base, "scaling": KINDS[kind](words, hf)}
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: rope_scaling is a {type(rope).__name__}; it must be an object")
+    given = {k: v for k, v in {**hf, **rope}.items() if v is not None}
+    check_supported(given, required={"partial_rotary_factor": 1.0, "mrope_section": None})
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        raise ValueError(
+            f"config.json: rotary scaling {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}"
+        )
+    base = number(rope, "rope_theta", number(hf, "rope_theta", default, above=1.0), above=1.0)
+    return {"rope_base": base, "scaling": ROPE_TYPES[rope_type](rope, hf)}
 
 
-def rope_words(base: float, scaling: Scaling) -> dict[str, Any]:
-    """The same in both dialects."""
-    words = _words(scaling)
-    old = {} if words["rope_type"] == "default" else {"rope_scaling": {"type": words["rope_type"], **words}}
-    return {"rope_theta": base, **old, "rope_parameters": {**words, "rope_theta": base}}
+def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
+    """The keys of a config.json, in both dialects."""
+    rope = _scaling_to_hf(scaling)
+    old = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
+    return {"rope_theta": base, **old, "rope_parameters": {**rope, "rope_theta": base}}
 
 
-def _trained(words: Words, hf: Words) -> int:
-    """How many tokens the model had seen together before it was stretched."""
-    within = size(words, "original_max_position_embeddings", size(hf, "max_position_embeddings"))
-    return size(hf, "original_max_position_embeddings", within)
+def _original_length(rope: Json, hf: Json) -> int:
+    """The context length, in tokens, that the model was trained with before it was extended."""
+    length = size(rope, "original_max_position_embeddings", size(hf, "max_position_embeddings"))
+    return size(hf, "original_max_position_embeddings", length)
 
 
-def _dynamic(words: Words, hf: Words) -> Dynamic:
-    heads = size(hf, "num_attention_heads")
-    if size(hf, "head_dim", size(hf, "hidden_size") // heads) < 4:
-        raise ValueError("config.json: rotary scaling 'dynamic' needs a head_dim of 4 or more")
-    return Dynamic(number(words, "factor"), size(hf, "max_position_embeddings"))
-
-
-def _yarn(words: Words, hf: Words) -> Yarn:
-    length = _trained(words, hf)
-    factor = number(words, "factor", size(hf, "max_position_embeddings") / length)
+def _yarn(rope: Json, hf: Json) -> Yarn:
+    length = _original_length(rope, hf)
+    factor = number(rope, "factor", size(hf, "max_position_embeddings") / length)
     return Yarn(
         factor,
         length,
-        number(words, "attention_factor", _attention(words, factor)),
-        number(words, "beta_fast", 32.0),
-        number(words, "beta_slow", 1.0),
-        flag(words, "truncate", True),
+        number(rope, "attention_factor", _attention_factor(rope, factor)),
+        number(rope, "beta_fast", 32.0),
+        number(rope, "beta_slow", 1.0),
+        flag(rope, "truncate", True),
     )
 
 
-def _attention(words: Words, factor: float) -> float:
+def _attention_factor(rope: Json, factor: float) -> float:
     """YaRN's factor for cosines and sines where the file does not give it."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if words.get("mscale") and words.get("mscale_all_dim"):
-        return scale(number(words, "mscale")) / scale(number(words, "mscale_all_dim"))
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(number(rope, "mscale")) / scale(number(rope, "mscale_all_dim"))
     return scale(1.0)
 
 
-def _llama3(words: Words, hf: Words) -> Llama3:
-    low, high = number(words, "low_freq_factor"), number(words, "high_freq_factor")
+def _llama3(rope: Json, hf: Json) -> Llama3:
+    low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
     if not low < high:
         raise ValueError(f"config.json: high_freq_factor is {high}; it must be above low_freq_factor, {low}")
-    return Llama3(number(words, "factor"), low, high, _trained(words, hf))
+    return Llama3(number(rope, "factor"), low, high, _original_length(rope, hf))
 
 
-KINDS: dict[str, Callable[[Words, Words], Scaling]] = {
-    "default": lambda words, hf: UNSCALED,
-    "linear": lambda words, hf: Linear(number(words, "factor")),
-    "dynamic": _dynamic,
+ROPE_TYPES: dict[str, Callable[[Json, Json], Scaling]] = {
+    "default": lambda rope, hf: UNSCALED,
+    "linear": lambda rope, hf: Linear(number(rope, "factor")),
     "yarn": _yarn,
     "llama3": _llama3,
 }
 
 
-def _words(scaling: Scaling) -> dict[str, Any]:
+def _scaling_to_hf(scaling: Scaling) -> dict[str, Any]:
     match scaling:
         case Unscaled():
             return {"rope_type": "default"}
         case Linear():
             return {"rope_type": "linear", "factor": scaling.factor}
-        case Dynamic():
-            return {"rope_type": "dynamic", "factor": scaling.factor}
         case Yarn():
             return {
                 "rope_type": "yarn",
                 "factor": scaling.factor,
                 "original_max_position_embeddings": scaling.length,
-                "attention_factor": scaling.attention,
-                "beta_fast": scaling.fast,
-                "beta_slow": scaling.slow,
+                "attention_factor": scaling.attention_factor,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
                 "truncate": scaling.truncate,
             }
         case Llama3():
             return {
                 "rope_type": "llama3",
                 "factor": scaling.factor,
-                "low_freq_factor": scaling.low,
-                "high_freq_factor": scaling.high,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.length,
             }
-    raise ValueError(f"{type(scaling).__name__} has no name in a config.json")
+    raise ValueError(f"config.json cannot express rotary scaling of class {type(scaling).__name__}")

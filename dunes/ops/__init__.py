@@ -1,1 +1,1 @@
-"""Tensor maths that has a faster form. Each file holds the plain reference beside the fast form."""
+"""Tensor operations with a fast form. Each file holds the plain reference beside the fast form."""

@@ -1,8 +1,8 @@
-"""Experts: each token goes to a few of many MLPs, and gets the weighted sum of what they say.
+"""Experts: each token is routed to a few of many MLPs and gets their weighted sum.
 
-Two forms with one meaning. `plain` calls each expert with its tokens, whatever an expert is. `grouped` sorts the
-tokens by expert and multiplies all at once, with weights that lie in one storage. Milliseconds, plain / grouped,
-one busy thread with AMX (`benchmarks/experts.py`):
+Two equivalent forms. `plain` calls each expert, which may be any module, with its tokens. `grouped` sorts the
+tokens by expert and uses one grouped product for each matrix, whose weights share a storage. Milliseconds, plain /
+grouped, on one thread with AMX (`benchmarks/experts.py`):
 
     experts x dim x hidden, chosen       tokens      1          16         256        1024
     8 x 512 x 512, 2   inference float32     0.7 / 1.0   2.5 / 2.2   10 / 9.8   33 / 30
@@ -14,12 +14,12 @@ one busy thread with AMX (`benchmarks/experts.py`):
                        training  float32      10 / 7.6    14 / 12    28 / 24    65 / 58
                                  bfloat16     22 / 21     36 / 28    57 / 45   101 / 89
 
-Without gradients the grouped form wins from about two tokens an expert on. In training it wins with many experts
-and loses up to a third with few wide ones; it is taken all the same, since the memory of the plain form depends on
-where the tokens go, and so cannot be foreseen.
+Without gradients the grouped form is faster from about two tokens per expert on. In training it is faster with
+many experts and up to a third slower with few wide ones; it is used anyway, since the memory of the plain form
+depends on the routing and so cannot be estimated.
 """
 
-# Shapes: N tokens, k experts a token, E experts, D width, H an expert's hidden width.
+# Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -30,16 +30,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from dunes.ops.precision import computing
+from dunes.ops.autocast import autocast_dtype
 
 FEW = 1
-"""Up to so many tokens an expert, on average, calling one by one is faster without gradients."""
+"""Up to this many tokens per expert, on average, the plain form is faster without gradients."""
 
 Act = Callable[[Tensor], Tensor]
 
 
 Stack = Tensor | Sequence[Tensor]
-"""A matrix for each expert, of one shape: a view of their storage, or one by one."""
+"""A matrix of equal shape for each expert: a view of their storage, or a sequence."""
 
 
 class Stacks(NamedTuple):
@@ -53,20 +53,20 @@ class Stacks(NamedTuple):
 def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tensor, weights: Tensor) -> Tensor:
     """Expert by expert: x (N, D), `chosen` experts and their `weights` (N, k) -> (N, D) in x's dtype.
 
-    While gradients are on, every expert is called, if need be with no token: all ranks of a sharded
-    model must take part in the same exchanges.
+    While gradients are enabled every expert is called, even without tokens: all ranks of a sharded model must take
+    part in the same collectives.
     """
     y = torch.zeros_like(x)
     for e, expert in enumerate(experts):
-        token, slot = _taken(chosen, e, len(experts))
+        token, slot = _routed_tokens(chosen, e, len(experts))
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or len(token):
-            said = expert(x[token]) * weights[token, slot, None]
-            y = y.index_add(0, token, said.to(y.dtype))
+            outputs = expert(x[token]) * weights[token, slot, None]
+            y = y.index_add(0, token, outputs.to(y.dtype))
     return y
 
 
-def _taken(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Which tokens took the expert, and as which of their choices; without numbers, as many as on average."""
+def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
+    """The tokens routed to the expert, and at which rank of their choices; for fake tensors, an average number."""
     if isinstance(chosen, FakeTensor):
         token = torch.arange(-(-chosen.numel() // experts), device=chosen.device)
         return token % len(chosen), torch.zeros_like(token)
@@ -75,42 +75,43 @@ def _taken(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The same of `down(act(gate(x)) * up(x))`, each matrix of all experts in one call."""
-    experts, k, dtype = len(stacks.gate), chosen.shape[1], computing(x)
+    """The same for experts `down(act(gate(x)) * up(x))`, with one product for each matrix of all experts."""
+    experts, k, dtype = len(stacks.gate), chosen.shape[1], autocast_dtype(x)
     order = chosen.flatten().argsort(stable=True)
     token = order // k
-    of_each = (chosen.flatten()[:, None] == torch.arange(experts, device=x.device)).sum(0)
-    ends = of_each.cumsum(0).to(torch.int32)
+    counts = (chosen.flatten()[:, None] == torch.arange(experts, device=x.device)).sum(0)
+    ends = counts.cumsum(0).to(torch.int32)
 
-    def times(rows: Tensor, weight: Stack) -> Tensor:
+    def multiply(rows: Tensor, weight: Stack) -> Tensor:
         if not isinstance(weight, Tensor):
             return cast(Tensor, products(rows.to(dtype), weight, ends, False))
         weight = weight.to(dtype)  # neither grouped_mm nor a custom operator knows autocast
         if not torch.is_grad_enabled() and not isinstance(rows, FakeTensor):
-            return F.grouped_mm(rows, weight.mT, offs=ends)  # a custom operator's first call takes a second
+            return F.grouped_mm(rows, weight.mT, offs=ends)  # the first call of a custom operator takes a second
         y: Tensor = product(rows, weight, ends)
         return y
 
     rows = x.index_select(0, token).to(dtype)
-    said = times(act(times(rows, stacks.gate)) * times(rows, stacks.up), stacks.down)
-    said = said * weights.flatten().index_select(0, order)[:, None]
-    return torch.zeros_like(x).index_add(0, token, said.to(x.dtype))
+    outputs = multiply(act(multiply(rows, stacks.gate)) * multiply(rows, stacks.up), stacks.down)
+    outputs = outputs * weights.flatten().index_select(0, order)[:, None]
+    return torch.zeros_like(x).index_add(0, token, outputs.to(x.dtype))
 
 
-# grouped_mm itself cannot be foreseen or compiled in float32: what says its shapes refuses all but bfloat16.
+# grouped_mm itself cannot be traced in float32: its fake implementation accepts only bfloat16.
 @torch.library.custom_op("dunes::grouped_product", mutates_args=())
 def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows (S, I), of which `ends` (E,) says where each expert's end, times its weight (E, O, I) -> (S, O)."""
+    """Rows (S, I), sorted by expert and ending at `ends` (E,), times each expert's weight (E, O, I) -> (S, O)."""
     return F.grouped_mm(rows, weight.mT, offs=ends)
 
 
 @torch.library.custom_op("dunes::grouped_outer", mutates_args=())
 def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Of rows a (S, O) and b (S, I), each expert's a.T @ b (E, O, I)."""
+    """Each expert's a.T @ b (E, O, I) for rows a (S, O) and b (S, I)."""
     return F.grouped_mm(a.mT, b, offs=ends)
 
 
-# A compiled graph cannot make views of the experts' storage: this takes the experts' own matrices, of any dtype.
+# A compiled graph cannot make views of the experts' storage: this operator takes the separate matrices, of any
+# dtype.
 @torch.library.custom_op("dunes::expert_products", mutates_args=())
 def products(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
     """`product` with the experts' weights (O, I) one by one, or (I, O) if transposed, in the dtype of the rows."""
@@ -133,41 +134,41 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
     return product(grad, weight.mT, ends), outer(grad, rows, ends), None
 
 
-product.register_autograd(_back, setup_context=_remember)
+product.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _remember_each(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], Tensor, bool], output: Tensor) -> None:
+def _setup_context_each(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], Tensor, bool], output: Tensor) -> None:
     rows, weights, ends, _ = inputs
     ctx.save_for_backward(rows, ends, *weights)
 
 
-def _back_each(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None, None]:
+def _backward_each(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None, None]:
     rows, ends, *weights = ctx.saved_tensors
     grad = grad.contiguous()
-    slopes = [s.to(w.dtype) for s, w in zip(outer(grad, rows, ends), weights, strict=True)]
-    return products(grad, weights, ends, True), slopes, None, None
+    grads = [g.to(w.dtype) for g, w in zip(outer(grad, rows, ends), weights, strict=True)]
+    return products(grad, weights, ends, True), grads, None, None
 
 
-products.register_autograd(_back_each, setup_context=_remember_each)
+products.register_autograd(_backward_each, setup_context=_setup_context_each)
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether grouped_mm takes matrices of this shape: rows of multiples of 16 bytes, both ways."""
+    """Whether grouped_mm accepts matrices of this shape: both sides multiples of 16 bytes."""
     return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """One view (E, ...) of `adjacent` weights, through which gradients go to each of them."""
+    """One view (E, ...) of `adjacent` weights, with gradients to each of them."""
     if torch.is_grad_enabled():
         view: Tensor = _Stacked.apply(*weights)  # type: ignore[no-untyped-call]
         return view
@@ -202,21 +203,26 @@ class _Stacked(torch.autograd.Function):
         return grad.unbind(0)
 
 
-def fits(x: Tensor, weights: Sequence[Tensor], each: float) -> bool:
-    """Whether the grouped form can serve tokens x (N, D), and is the faster one.
+def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool:
+    """Whether the grouped form applies to tokens x (N, D) and is faster.
 
-    `weights` are one expert's, which gets `each` tokens on average. In a group of processes they may belong
-    to FSDP, and must stay where they are.
+    `weights` are one expert's, which gets `tokens_per_expert` tokens on average. In a process group they may
+    belong to FSDP and must not be moved.
     """
-    dtype = computing(x)
-    able = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
-    # A model that runs with one module's weights at a time has the others on the meta device.
-    there = all(w.device == x.device for w in weights)
-    if not able or not there or not all(aligned(w, dtype) for w in weights) or _in_a_group():
+    dtype = autocast_dtype(x)
+    supported = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
+    # A model that is loaded one module at a time has the others on the meta device.
+    on_device = all(w.device == x.device for w in weights)
+    if not supported or not on_device or not all(aligned(w, dtype) for w in weights) or _in_process_group():
         return False
-    # A graph that called one by one would be a long one, and know no number of tokens.
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or each > FEW or isinstance(x, FakeTensor)
+    # A graph of separate calls would be long and depend on the number of tokens of each.
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or tokens_per_expert > FEW
+        or isinstance(x, FakeTensor)
+    )
 
 
-def _in_a_group() -> bool:
+def _in_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""silu(gate) * up. The fused form computes silu again on the way back, and so holds two tensors, not three."""
+"""silu(gate) * up. The fused form recomputes silu in the backward pass, and so saves two tensors, not three."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def plain(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def fused(gate: Tensor, up: Tensor) -> Tensor:
-    """Of two tensors of one shape and dtype, their like. https://arxiv.org/abs/2002.05202"""
+    """SwiGLU of two tensors of equal shape and dtype, in that shape and dtype. https://arxiv.org/abs/2002.05202"""
     if torch.compiler.is_compiling():
         return plain(gate, up)
     y: Tensor = _Fused.apply(gate, up)  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
-"""A frozen linear map, alone or with a low-rank change beside it: x W' + scale * (x A') B'.
+"""A frozen linear layer, alone or with a low-rank update: x W' + scale * (x A') B'.
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 
-W comes from a function that makes it, and is made again on the way back: in between nothing of it is held,
-neither the dense form of what is kept in few bits nor autocast's copy. The fused form goes over the large
-results once where the plain one makes a tensor for the change and one for its sum, and rounds that sum once.
+W is computed by a function, again in the backward pass: in between, neither the dense form of a quantized weight
+nor autocast's copy is kept in memory. The fused form accumulates into one output, where the plain one allocates
+the update and the sum, and it rounds the sum once.
 """
 
 # Shapes: N tokens, I inputs, O outputs, R rank.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dunes.ops.precision import computing
+from dunes.ops.autocast import autocast_dtype
 
 Dense = Callable[[], Tensor]
 
@@ -31,13 +31,13 @@ def fused(x: Tensor, a: Tensor, b: Tensor, dense: Dense, bias: Tensor | None, sc
 
     Neither W nor the bias (O,) gets a gradient.
     """
-    y: Tensor = _Fused.apply(x, a, b, dense, bias, scale, computing(x))  # type: ignore[no-untyped-call]
+    y: Tensor = _Fused.apply(x, a, b, dense, bias, scale, autocast_dtype(x))  # type: ignore[no-untyped-call]
     return y
 
 
 def frozen(x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-    """The map alone, x (..., I) -> (..., O). Neither W nor the bias gets a gradient."""
-    y: Tensor = _Frozen.apply(x, dense, bias, computing(x))  # type: ignore[no-untyped-call]
+    """The linear layer alone, x (..., I) -> (..., O). Neither W nor the bias gets a gradient."""
+    y: Tensor = _Frozen.apply(x, dense, bias, autocast_dtype(x))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -55,11 +55,11 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
         low = _product(flat, a.T, dtype)
-        y = _map(flat, dense, bias, dtype)
-        with _exact(x):
+        y = _linear(flat, dense, bias, dtype)
+        with _without_autocast(x):
             y.addmm_(low, b.T.to(dtype), alpha=scale)
         ctx.save_for_backward(flat, a, b, low)
-        ctx.dense, ctx.scale, ctx.like = dense, scale, (x.shape, x.dtype)
+        ctx.dense, ctx.scale, ctx.input_shape_dtype = dense, scale, (x.shape, x.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -67,12 +67,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, a, b, low = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
-        slope = _product(grad, b, grad.dtype).mul_(ctx.scale)
-        da, db = slope.T @ flat, (low.T @ grad).mul_(ctx.scale).T  # oneDNN is faster when few rows come first
+        grad_low = _product(grad, b, grad.dtype).mul_(ctx.scale)
+        da, db = grad_low.T @ flat, (low.T @ grad).mul_(ctx.scale).T  # oneDNN is faster with the few rows first
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (grad @ ctx.dense().to(grad.dtype)).addmm_(slope, a.to(grad.dtype))
-            dx = dx.view(ctx.like[0]).to(ctx.like[1])
+            dx = (grad @ ctx.dense().to(grad.dtype)).addmm_(grad_low, a.to(grad.dtype))
+            dx = dx.view(ctx.input_shape_dtype[0]).to(ctx.input_shape_dtype[1])
         return dx, da.to(a.dtype), db.to(b.dtype), None, None, None, None
 
 
@@ -80,7 +80,7 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.dense, ctx.dtype = dense, x.dtype
-        return _map(x.to(dtype), dense, bias, dtype)
+        return _linear(x.to(dtype), dense, bias, dtype)
 
     @staticmethod
     @once_differentiable
@@ -88,16 +88,16 @@ class _Frozen(torch.autograd.Function):
         return (grad @ ctx.dense().to(grad.dtype)).to(ctx.dtype), None, None, None
 
 
-def _map(x: Tensor, dense: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    with _exact(x):
+def _linear(x: Tensor, dense: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    with _without_autocast(x):
         return F.linear(x, dense().to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    with _exact(x):
+    with _without_autocast(x):
         return x @ y.to(dtype)
 
 
-def _exact(x: Tensor) -> torch.autocast:
-    """All that is multiplied here has its dtype already."""
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """No autocast: the operands already have their dtype."""
     return torch.autocast(x.device.type, enabled=False)

@@ -1,7 +1,7 @@
 """Root mean square norm: https://arxiv.org/abs/1910.07467
 
-Reduced in float32, and given out in the dtype that the next matrix product wants, which spares a
-copy for each of its readers. The fused form keeps one number a row for the backward pass.
+Reduced in float32 and returned in the dtype of the next matrix product, which saves each of its readers a cast.
+The fused form saves one number per row for the backward pass.
 """
 
 # Shapes: ... any, D width.
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dunes.ops.precision import computing
+from dunes.ops.autocast import autocast_dtype
 
 
 def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    return (y * weight.float()).to(computing(x))
+    return (y * weight.float()).to(autocast_dtype(x))
 
 
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension."""
     if torch.compiler.is_compiling():
         return plain(x, weight, eps)
-    y: Tensor = _Fused.apply(x, weight, eps, computing(x))  # type: ignore[no-untyped-call]
+    y: Tensor = _Fused.apply(x, weight, eps, autocast_dtype(x))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -47,7 +47,7 @@ class _Fused(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             dw = (grad.float() * wide).mul_(inverse).flatten(0, -2).sum(0).to(weight.dtype)
-        slope = grad.float() * weight.float()
-        along = (slope * wide).sum(-1, keepdim=True).mul_(inverse.square()).div_(-x.shape[-1])
-        dx = slope.addcmul_(wide, along).mul_(inverse)
+        grad_normed = grad.float() * weight.float()
+        radial = (grad_normed * wide).sum(-1, keepdim=True).mul_(inverse.square()).div_(-x.shape[-1])
+        dx = grad_normed.addcmul_(wide, radial).mul_(inverse)
         return dx.to(x.dtype), dw, None, None

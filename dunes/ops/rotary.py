@@ -1,8 +1,8 @@
-"""Turning pairs of dimensions by angles: https://arxiv.org/abs/2104.09864
+"""Rotating pairs of dimensions: https://arxiv.org/abs/2104.09864
 
 Half-split: dimension i pairs with i + D/2; adjacent: dimension 2i pairs with 2i + 1. The fused form writes
-each half once and turns the gradient back by the same angles, where the plain form makes four whole copies
-each way.
+each half once and rotates the gradient back by the same angles; the plain form makes four full copies in each
+direction.
 """
 
 # Shapes: B batch, T tokens, H heads, D head dim.
@@ -15,18 +15,18 @@ from torch import Tensor
 
 def plain(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     a, b = _pairs(x, adjacent)
-    turned = a * cos - b * sin, b * cos + a * sin
-    return torch.stack(turned, -1).flatten(-2) if adjacent else torch.cat(turned, -1)
+    rotated = a * cos - b * sin, b * cos + a * sin
+    return torch.stack(rotated, -1).flatten(-2) if adjacent else torch.cat(rotated, -1)
 
 
 def fused(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
-    """x (B, H, T, D) turned by angles whose cosines and sines (B or 1, 1, T, D/2) are given in x's dtype."""
+    """x (B, H, T, D) rotated by angles with cosines and sines (B or 1, 1, T, D/2) in x's dtype."""
     if torch.compiler.is_compiling():
         return plain(x, cos, sin, adjacent)
     if x.requires_grad:
         y: Tensor = _Fused.apply(x, cos, sin, adjacent)  # type: ignore[no-untyped-call]
         return y
-    return _turned(x, cos, sin, 1, adjacent)
+    return _rotate(x, cos, sin, 1, adjacent)
 
 
 class _Fused(torch.autograd.Function):
@@ -34,23 +34,23 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.adjacent = adjacent
-        return _turned(x, cos, sin, 1, adjacent)
+        return _rotate(x, cos, sin, 1, adjacent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, -1, ctx.adjacent), None, None, None
+        return _rotate(grad, cos, sin, -1, ctx.adjacent), None, None, None
 
 
 def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
-    """Views (..., D/2) of the first and of the second of each pair."""
+    """Views (..., D/2) of the first and the second member of each pair."""
     if adjacent:
         return x[..., ::2], x[..., 1::2]
     first, second = x.chunk(2, -1)
     return first, second
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int, adjacent: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, adjacent: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (a, b), (first, second) = _pairs(x, adjacent), _pairs(y, adjacent)
     torch.mul(a, cos, out=first)

@@ -1,9 +1,9 @@
-"""The pieces a transformer is put together from. They take plain arguments or built parts, never a config."""
+"""The parts of a transformer. They take plain arguments or built parts, never a config."""
 
 from dunes.parts.attention import Attention
-from dunes.parts.cache import Cache, IdCache, Rolling
+from dunes.parts.cache import Cache, IdCache, RollingCache
 from dunes.parts.checkpointed import Checkpointed
-from dunes.parts.context import Context
+from dunes.parts.context import ForwardContext
 from dunes.parts.decoder import Block, Decoder, cache_for
 from dunes.parts.embedding import Embedding
 from dunes.parts.mlp import MLP, GatedMLP, squared_relu
@@ -17,14 +17,14 @@ __all__ = [
     "Block",
     "Cache",
     "Checkpointed",
-    "Context",
     "Decoder",
     "Embedding",
+    "ForwardContext",
     "GatedMLP",
     "IdCache",
     "MoE",
     "RMSNorm",
-    "Rolling",
+    "RollingCache",
     "Rotary",
     "cache_for",
     "squared_relu",

@@ -4,8 +4,8 @@
 
 from torch import Tensor, nn
 
-from dunes.ops.attention import apart, attend
-from dunes.parts.context import Context
+from dunes.ops.attention import attend, varlen_attention
+from dunes.parts.context import ForwardContext
 from dunes.parts.position import Rotary
 from dunes.plural import plural
 
@@ -13,11 +13,10 @@ from dunes.plural import plural
 class Attention(nn.Module):
     """Multi-head attention: grouped when `kv_heads` < `heads`, sliding when `window` is set.
 
-    `position` turns queries and keys: Rotary, or any callable of (x, context), which says
-    `supports_packing = True` if it goes by the positions in the context alone. `q_norm` and `k_norm` are applied
-    to each head before that. `out_bias` is `bias` unless given. `dropout` acts on attention weights, in training
-    only.
-    Raises ValueError if the heads do not share the key/value heads evenly.
+    `position` encodes positions into queries and keys: Rotary, or any callable of (x, context), which declares
+    `supports_packing = True` if it uses only the positions in the context. `q_norm` and `k_norm` are applied to
+    each head before that. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only.
+    Raises ValueError if `heads` is no multiple of `kv_heads`.
     """
 
     def __init__(
@@ -38,9 +37,9 @@ class Attention(nn.Module):
         super().__init__()
         kv_heads, head_dim = kv_heads or heads, head_dim or dim // heads
         if heads % kv_heads:
-            raise ValueError(f"{plural(heads, 'head')} cannot share {kv_heads} key/value heads evenly")
+            raise ValueError(f"{plural(heads, 'head')} are no multiple of {kv_heads} key/value heads")
         if window is not None and window < 1:
-            raise ValueError(f"a window holds at least the token itself, not {window} tokens")
+            raise ValueError(f"window is {window}; it must be at least 1, the token itself")
         self.q = nn.Linear(dim, heads * head_dim, bias)
         self.k = nn.Linear(dim, kv_heads * head_dim, bias)
         self.v = nn.Linear(dim, kv_heads * head_dim, bias)
@@ -50,22 +49,22 @@ class Attention(nn.Module):
 
     @property
     def supports_packing(self) -> bool | None:
-        """Whether documents in a row do not see each other, which then hangs on `position`; None: not known."""
+        """Whether packed documents stay separate, which depends on `position`; None: unknown."""
         return self.position is None or getattr(self.position, "supports_packing", None)
 
-    def forward(self, x: Tensor, ctx: Context | None = None, layer: int = 0) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). Without a context: the whole sequence, from position 0."""
-        ctx = ctx or Context.of(x)
+    def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
+        """(B, T, dim) -> (B, T, dim). Without a context, positions are 0..T-1."""
+        ctx = ctx or ForwardContext.of(x)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # BHTD, BKTD, BKTD
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # norms may give float32, under autocast torch's do
+        q, k = q.to(v.dtype), k.to(v.dtype)  # norms may return float32, as torch's do under autocast
         k, v = ctx.put(layer, k, v)  # BKSD
-        if ctx.begins is not None:
-            y = apart(q, k, v, ctx.bands(q.dtype, self.window))
+        if ctx.document_starts is not None:
+            y = varlen_attention(q, k, v, ctx.query_blocks(q.dtype, self.window))
         else:
             y = attend(q, k, v, ctx.mask(self.window), self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))

@@ -1,4 +1,4 @@
-"""Activation checkpointing: less memory for more arithmetic. https://arxiv.org/abs/1604.06174"""
+"""Activation checkpointing: less memory for more computation. https://arxiv.org/abs/1604.06174"""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Checkpointed(nn.Module):
-    """A block that keeps only its inputs for the way back, and computes the rest a second time there.
+    """A block that saves only its inputs for the backward pass and recomputes the rest there.
 
-    `tree.replace(model, "blocks.*", Checkpointed)` gives it to every block. Values and gradients stay the
-    same; a forward pass more is paid.
+    `tree.replace(model, "blocks.*", Checkpointed)` wraps every block. Values and gradients stay the same, at the
+    cost of one more forward pass.
     """
 
     supports_packing = True

@@ -8,27 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.ops.attention import BAND
+from dunes.ops.attention import QUERY_BLOCK
 from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.parts.attention import Attention
-from dunes.parts.cache import Cache, IdCache, Rolling
+from dunes.parts.cache import Cache, IdCache, RollingCache
 from dunes.parts.context import (
-    Context,
-    at_hand,
-    documents,
+    ForwardContext,
+    document_starts,
     documents_by_length,
+    readable_on_host,
     supports_packing,
-    undeclared,
-    warn_of_mixing,
+    undeclared_modules,
+    warn_about_mixing,
 )
 from dunes.parts.embedding import Embedding
-from dunes.parts.moe import imbalance, routing
+from dunes.parts.moe import mean_balance_loss, record_routing
 
 Read = Callable[[Tensor], Tensor]
 
-GRID = BAND
-"""Numbers of tokens are multiples of it where that can be chosen."""
+PAD_MULTIPLE = QUERY_BLOCK
+"""Token counts are padded to a multiple of this where possible."""
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, ctx: Context | None = None, layer: int = 0) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
         x = x + self.dropout(self.attn(self.attn_norm(x), ctx, layer))
         y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
@@ -51,11 +51,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model. With head=None the token embedding is read backwards as the head (tied).
+    """A decoder-only language model. With head=None the token embedding is also the head (tied weights).
 
-    Documents that share a row do not see each other. If a module is of a class that does not say that it
-    `supports_packing`, each document goes through the model in a row of its own, and `cache_for` gives a cache of
-    ids alone; both take longer.
+    Documents packed into one row do not attend to each other. If a module's class does not declare
+    `supports_packing`, each document goes through the model in a row of its own, and `cache_for` returns a cache
+    that holds only ids; both are slower.
     """
 
     supports_packing = True
@@ -66,54 +66,59 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed, self.blocks, self.norm, self.head = embed, nn.ModuleList(blocks), norm, head
         if len(set(map(id, blocks))) < len(blocks):
-            raise ValueError("the same block stands twice in the list; build each one anew")
+            raise ValueError("the same block occurs twice in `blocks`; build a new one for each layer")
 
     def forward(
-        self, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None, last: int | None = None
+        self, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None, last: int | None = None
     ) -> Tensor:
-        """Logits (B, T, V) for ids (B, T), of the last `last` columns only if that is given.
+        """Logits (B, T, V) for ids (B, T), or of the last `last` positions only.
 
-        `at` (B, T) are positions, -1 for padding; a restart begins another document. With a cache
-        they come from `cache.start`, and the new keys and values are added to it.
+        `positions` (B, T) are -1 for padding; a restart begins a new document. With a cache they come from
+        `cache.start`, and the new keys and values are added to the cache.
         """
         if self._head_mixes:
-            scores = self._through(self.logits, ids, at, cache)
-            return scores if last is None else scores[:, -last:]
-        x = self.hidden(ids, at, cache)
+            logits = self._apply_separately(self.logits, ids, positions, cache)
+            return logits if last is None else logits[:, -last:]
+        x = self.hidden(ids, positions, cache)
         return self.logits(x if last is None else x[:, -last:])
 
-    def hidden(self, ids: Tensor, at: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """The normalised states (B, T, dim) that the head reads."""
-        return self._through(lambda x: x, ids, at, cache)
+    def hidden(self, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """The final hidden states (B, T, dim), after the last norm."""
+        return self._apply_separately(lambda x: x, ids, positions, cache)
 
     @property
     def _head_mixes(self) -> bool:
-        """Whether the head may mix tokens, so that it has to read each document by itself, too."""
-        return self.head is not None and bool(undeclared(self.head))
+        """Whether the head may mix tokens, so that it too has to be applied to each document separately."""
+        return self.head is not None and bool(undeclared_modules(self.head))
 
-    def _through(self, read: Read, ids: Tensor, at: Tensor | None, cache: Cache | None = None) -> Tensor:
-        """What `read` makes of the states, in which no document sees another."""
+    def _apply_separately(
+        self, read: Read, ids: Tensor, positions: Tensor | None, cache: Cache | None = None
+    ) -> Tensor:
+        """`read` of the hidden states, with documents kept separate."""
         if isinstance(cache, IdCache):
-            at = cache.start(torch.ones_like(ids, dtype=torch.bool)) if at is None else at
-            whole = self._through(read, *cache.put_ids(ids, at))
-            cache.advance((at >= 0).sum(1))
-            return whole.gather(1, at.clamp(min=0)[..., None].expand(-1, -1, whole.shape[-1]))
-        if at is not None and cache is None and not supports_packing(self):
-            warn_of_mixing(self, "documents of one length at a time go through the model")
-            return self._by_length(read, ids, at.expand_as(ids))
-        return read(self._states(ids, Context.of(ids, at, cache)))
+            positions = cache.start(torch.ones_like(ids, dtype=torch.bool)) if positions is None else positions
+            full = self._apply_separately(read, *cache.put_ids(ids, positions))
+            cache.advance((positions >= 0).sum(1))
+            return full.gather(1, positions.clamp(min=0)[..., None].expand(-1, -1, full.shape[-1]))
+        if positions is not None and cache is None and not supports_packing(self):
+            warn_about_mixing(self, "the model is run on documents of one length at a time")
+            return self._by_length(read, ids, positions.expand_as(ids))
+        return read(self._states(ids, ForwardContext.of(ids, positions, cache)))
 
-    def _by_length(self, read: Read, ids: Tensor, at: Tensor) -> Tensor:
-        """The same with each document in a row of its own, without padding: nothing is there to be seen."""
-        places = documents_by_length(at)
-        if not places:
-            return read(self._states(ids, Context(at)))
-        parts = [read(self._states(ids.flatten()[i], Context(at.flatten()[i]))).flatten(0, 1) for i in places]
+    def _by_length(self, read: Read, ids: Tensor, positions: Tensor) -> Tensor:
+        """The same with each document in a row of its own, without padding, so that nothing can be mixed."""
+        indices = documents_by_length(positions)
+        if not indices:
+            return read(self._states(ids, ForwardContext(positions)))
+        parts = [
+            read(self._states(ids.flatten()[i], ForwardContext(positions.flatten()[i]))).flatten(0, 1)
+            for i in indices
+        ]
         states = torch.cat(parts)
-        index = torch.cat([i.flatten() for i in places])
+        index = torch.cat([i.flatten() for i in indices])
         return states.new_zeros(ids.numel(), states.shape[1]).index_copy(0, index, states).view(*ids.shape, -1)
 
-    def _states(self, ids: Tensor, ctx: Context) -> Tensor:
+    def _states(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         x = self.embed(ids, ctx)
         for layer, block in enumerate(self.blocks):
             x = block(x, ctx, layer)
@@ -121,50 +126,50 @@ class Decoder(nn.Module):
         states: Tensor = self.norm(x)
         return states
 
-    def nats(self, ids: Tensor, targets: Tensor, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The summed loss of the targets (B, T), IGNORE counting nothing, and their number.
+    def loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The summed cross entropy of the targets (B, T), nats in float32, and their count; IGNORE is not counted.
 
-        Equal to `next_token` of this model's logits, which a plain head never has to hold. In training,
-        a mixture of experts adds for each target what its `balance` says of the uneven use of its experts.
-        On a CPU, where looking at `at` and `targets` costs no wait, padding is left out before the first block and
-        tokens of which nothing is asked before the head, and documents go through attention by themselves.
+        Equal to `next_token` on this model's logits, but with a plain head the logits are never materialised. In
+        training, each mixture of experts adds its load-balancing loss, weighted by its `balance`, per target.
+        On a CPU, where reading `positions` and `targets` needs no synchronisation, padding is dropped before the
+        first block, tokens without a target before the head, and documents use variable-length attention.
         """
-        begins = None
-        if at is not None and self._apart(at := at.expand_as(ids)):
-            ids, targets, at, begins = _row(ids, targets, at)
+        starts = None
+        if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
+            ids, targets, positions, starts = _flatten_documents(ids, targets, positions)
         mixes = self._head_mixes
-        with routing(self) as routed:
-            if at is None or begins is None:
-                x = self._through(self.logits, ids, at) if mixes else self.hidden(ids, at)
+        with record_routing(self) as routed:
+            if positions is None or starts is None:
+                x = self._apply_separately(self.logits, ids, positions) if mixes else self.hidden(ids, positions)
             else:
-                x = self._states(ids, Context(at, begins=begins))
+                x = self._states(ids, ForwardContext(positions, document_starts=starts))
         x, y = x.flatten(0, 1), targets.flatten()
-        if begins is not None:
-            asked = _asked(y)
-            x, y = (x, y) if len(asked) == len(y) else (x[asked], y[asked])
+        if starts is not None:
+            index = _target_index(y)
+            x, y = (x, y) if len(index) == len(y) else (x[index], y[index])
         head = self._head_weight()
         if head is not None:
             total = linear_cross_entropy(x, head, y)
         else:
-            x = x.masked_fill((y == IGNORE)[:, None], 0.0)  # as there, what is ignored may be inf
-            scores = x if mixes else self.logits(x)
-            total = F.cross_entropy(scores.float(), y, ignore_index=IGNORE, reduction="sum")
+            x = x.masked_fill((y == IGNORE)[:, None], 0.0)  # ignored states may be inf or NaN
+            logits = x if mixes else self.logits(x)
+            total = F.cross_entropy(logits.float(), y, ignore_index=IGNORE, reduction="sum")
         count = (y != IGNORE).sum()
         if routed:
-            real = None if at is None or not supports_packing(self) else at.flatten() >= 0
-            total = total + count * imbalance(routed, real)
+            real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
+            total = total + count * mean_balance_loss(routed, real)
         return total, count
 
     def _head_weight(self) -> Tensor | None:
-        """The matrix (V, dim) that is all of the head; None where a bias or something else is in it."""
+        """The matrix (V, dim) if that is all there is to the head; None if it has a bias or is another module."""
         if self.head is None:
             return self.embed.token.weight if isinstance(self.embed.token, nn.Embedding) else None
         plain = isinstance(self.head, nn.Linear) and type(self.head).forward is nn.Linear.forward
         return self.head.weight if plain and self.head.bias is None else None
 
-    def _apart(self, at: Tensor) -> bool:
+    def _uses_varlen(self, positions: Tensor) -> bool:
         """Whether all documents can stand in one row: attention must then take each by itself."""
-        if not at_hand(at) or not (at >= 0).any():
+        if not readable_on_host(positions) or not (positions >= 0).any():
             return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
         dropped = any(m.dropout and m.training for m in attentions)
@@ -178,38 +183,38 @@ class Decoder(nn.Module):
         return logits
 
 
-def _row(ids: Tensor, targets: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All tokens but padding in one row (1, N), and where the document of each begins (N,).
+def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All tokens but padding in one row (1, N), and the index at which each one's document starts (N,).
 
-    A little padding makes lengths few: oneDNN makes and keeps a kernel for each new shape.
+    N is padded to a multiple, so that few shapes occur: oneDNN compiles and caches a kernel for every new one.
     """
-    begins, real = documents(at), at >= 0
-    more = -len(begins) % GRID
-    row = (F.pad(t[real], (0, more), value=v)[None] for t, v in ((ids, 0), (targets, IGNORE), (at, -1)))
-    alone = torch.arange(len(begins), len(begins) + more, device=at.device)
-    return *row, torch.cat([begins, alone])  # type: ignore[return-value]
+    starts, real = document_starts(positions), positions >= 0
+    more = -len(starts) % PAD_MULTIPLE
+    row = (F.pad(t[real], (0, more), value=v)[None] for t, v in ((ids, 0), (targets, IGNORE), (positions, -1)))
+    padding = torch.arange(len(starts), len(starts) + more, device=positions.device)
+    return *row, torch.cat([starts, padding])  # type: ignore[return-value]
 
 
-def _asked(targets: Tensor) -> Tensor:
-    """Indices of the targets (N,) that are asked for, and of a few others for the same reason."""
-    asked = targets != IGNORE
-    count = int(asked.sum())
-    return torch.sort(~asked, stable=True).indices[: count + -count % GRID]
+def _target_index(targets: Tensor) -> Tensor:
+    """Indices of the targets (N,) that are not ignored, with a few others up to the same multiple."""
+    counted = targets != IGNORE
+    count = int(counted.sum())
+    return torch.sort(~counted, stable=True).indices[: count + -count % PAD_MULTIPLE]
 
 
-def cache_for(model: nn.Module, batch: int, context: int, device: torch.device | str = "cpu") -> Cache:
-    """An empty cache for `batch` texts of up to `context` tokens: rolling if every layer's window is smaller.
+def cache_for(model: nn.Module, batch: int, capacity: int, device: torch.device | str = "cpu") -> Cache:
+    """An empty cache for `batch` rows of up to `capacity` tokens: rolling if every layer's window is smaller.
 
-    Of ids alone where modules may mix tokens in ways that keys and values do not hold, also in a model that is
-    compiled or wrapped.
+    It holds only ids if a module may mix tokens in ways that keys and values do not capture, also in a model
+    that is compiled or wrapped.
     """
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
-    if inner is not None and undeclared(inner):
-        warn_of_mixing(inner, "the whole text is read again for each new token")
-        return IdCache(batch, context, device)
+    if inner is not None and undeclared_modules(inner):
+        warn_about_mixing(inner, "the whole text is computed again for each new token")
+        return IdCache(batch, capacity, device)
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
-    sees = [w for w in windows if w is not None]
+    limited = [w for w in windows if w is not None]
     depth = len(model.blocks) if isinstance(model, Decoder) else -1
-    if len(sees) == depth and max(sees) < context:
-        return Rolling(batch, max(sees), device)
-    return Cache(batch, context, device)
+    if len(limited) == depth and max(limited) < capacity:
+        return RollingCache(batch, max(limited), device)
+    return Cache(batch, capacity, device)

@@ -1,15 +1,15 @@
-"""From ids to vectors."""
+"""Token and position embeddings."""
 
 # Shapes: B batch, T tokens.
 
 from torch import Tensor, nn
 
-from dunes.parts.context import Context
+from dunes.parts.context import ForwardContext
 from dunes.plural import plural
 
 
 class Embedding(nn.Module):
-    """A vector for each token of the vocabulary, plus one for each of `positions` places if asked.
+    """A vector for each token of the vocabulary, plus a learned one for each of `positions` positions if given.
 
     `dropout` acts on the sum, in training only.
     """
@@ -22,7 +22,7 @@ class Embedding(nn.Module):
         self.place = nn.Embedding(positions, dim) if positions else None
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, ids: Tensor, ctx: Context) -> Tensor:
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids (B, T) -> (B, T, dim). Raises ValueError past the last learned position."""
         x: Tensor = self.token(ids)
         if self.place is not None:
@@ -31,6 +31,6 @@ class Embedding(nn.Module):
                     f"{plural(ids.shape[1], 'token')}, but only "
                     f"{plural(self.place.num_embeddings, 'position was', 'positions were')} learned"
                 )
-            x = x + self.place(ctx.at.clamp(min=0))
+            x = x + self.place(ctx.positions.clamp(min=0))
         y: Tensor = self.dropout(x)
         return y

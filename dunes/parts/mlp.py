@@ -1,4 +1,4 @@
-"""What a block does to each token by itself."""
+"""Feed-forward layers, which act on each token separately."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dunes.ops import gated
 
 Act = Callable[[Tensor], Tensor]
-"""Of each number by itself."""
+"""An elementwise function."""
 
 
 def squared_relu(x: Tensor) -> Tensor:

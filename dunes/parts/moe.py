@@ -1,6 +1,6 @@
-"""A mixture of experts in the place of an MLP. https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2401.04088"""
+"""A mixture of experts, in place of an MLP. https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2401.04088"""
 
-# Shapes: N tokens, E experts, k experts a token.
+# Shapes: N tokens, E experts, k experts per token.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from dunes.ops import experts as forms
 from dunes.parts.mlp import GatedMLP
-from dunes.plural import plural
 
 Routed = list[tuple["MoE", Tensor]]
 
 
 class MoE(nn.Module):
-    """Each token goes to the `top_k` experts that the router likes best, and gets their weighted sum.
+    """Routes each token to its `top_k` experts with the highest probability and returns their weighted sum.
 
-    `router` gives (N, E) logits, of which a softmax in float32 or wider makes weights; with `renormalise` those of
-    the chosen experts are made to add up to one. (With one expert a token that leaves its router
-    without a gradient.) Of equally liked experts the first is taken. `balance` weighs the loss that
-    `Decoder.nats` adds in training. Raises ValueError for a top_k that cannot be.
+    `router` returns logits (N, E), whose softmax in float32 or wider gives the weights; with `renormalise` those
+    of the chosen experts are scaled to sum to one. (With a top_k of 1 the router then gets no gradient.) Of
+    experts with equal probability the first is chosen. `balance` is the coefficient of the load-balancing loss
+    that `Decoder.loss` adds in training. Raises ValueError for a top_k below 1 or above the number of experts.
     """
 
     supports_packing = True
@@ -38,7 +37,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= len(experts):
-            raise ValueError(f"a token cannot go to {top_k} of {plural(len(experts), 'expert')}")
+            raise ValueError(f"top_k is {top_k}; expected 1 to {len(experts)}, the number of experts")
         self.router, self.experts = router, nn.ModuleList(experts)
         self.top_k, self.renormalise, self.balance = top_k, renormalise, balance
         self._routed: Routed | None = None
@@ -46,7 +45,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
         tokens = x.flatten(0, -2)
-        logits = _widened(self.router(tokens))
+        logits = _at_least_float32(self.router(tokens))
         if self._routed is not None:
             self._routed.append((self, logits))
         chosen, weights = self.route(logits)
@@ -58,18 +57,18 @@ class MoE(nn.Module):
         return y.view_as(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logits (N, E), the chosen experts (N, k), likeliest first, and their weights in float32 or wider."""
-        likely = _widened(logits).softmax(-1)
-        # topk leaves open which of equals it takes.
-        chosen = torch.sort(likely.detach(), dim=-1, descending=True, stable=True).indices[:, : self.top_k]
-        weights = likely.gather(-1, chosen)
+        """The chosen experts (N, k) for logits (N, E), most probable first, with weights of at least float32."""
+        probs = _at_least_float32(logits).softmax(-1)
+        # topk does not specify which of equal values it returns.
+        chosen = torch.sort(probs.detach(), dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        weights = probs.gather(-1, chosen)
         return chosen, weights / weights.sum(-1, keepdim=True) if self.renormalise else weights
 
     def pack(self) -> bool:
-        """Make the experts' weights views of one storage for each matrix, which the grouped form reads.
+        """Make each matrix of all experts a view of one storage, which the grouped form reads.
 
-        The parameters stay the same objects. False, and nothing is done, where the experts are not gated
-        MLPs of one shape, type and activation, without biases or changes.
+        The parameters stay the same objects. Returns False, and does nothing, if the experts are not unmodified
+        gated MLPs of equal shape, dtype and activation, without biases.
         """
         matrices = self._matrices()
         if matrices is None:
@@ -82,21 +81,23 @@ class MoE(nn.Module):
         return True
 
     def _matrices(self) -> list[list[Tensor]] | None:
-        """All experts' gates, ups and downs, if they are alike."""
+        """The gate, up and down weights of all experts, if the experts are equal in structure."""
         experts = [e for e in self.experts if type(e) is GatedMLP and e.act is F.silu]
         linears = [(e.gate, e.up, e.down) for e in experts]
         if len(experts) < len(self.experts) or any(type(m) is not nn.Linear for row in linears for m in row):
             return None
-        kinds = {tuple((m.weight.shape, m.weight.dtype, m.weight.device, m.bias) for m in row) for row in linears}
-        if len(kinds) > 1 or any(m.bias is not None for m in linears[0]):
+        signatures = {
+            tuple((m.weight.shape, m.weight.dtype, m.weight.device, m.bias) for m in row) for row in linears
+        }
+        if len(signatures) > 1 or any(m.bias is not None for m in linears[0]):
             return None
         return [[m.weight for m in column] for column in zip(*linears, strict=True)]
 
     def _stacks(self, x: Tensor) -> forms.Stacks | None:
-        """What the grouped form reads, if it can serve and is the faster one."""
+        """The weights for the grouped form, if it applies and is faster."""
         matrices = self._matrices()
-        each = len(x) * self.top_k / len(self.experts)
-        if matrices is None or not forms.fits(x, [weights[0] for weights in matrices], each):
+        tokens_per_expert = len(x) * self.top_k / len(self.experts)
+        if matrices is None or not forms.fits(x, [weights[0] for weights in matrices], tokens_per_expert):
             return None
         if torch.compiler.is_compiling():
             return forms.Stacks(*matrices)
@@ -105,8 +106,8 @@ class MoE(nn.Module):
 
 
 @contextmanager
-def routing(model: nn.Module) -> Iterator[Routed]:
-    """Collects the router's logits (N, E) of each mixture with a `balance`, in training only."""
+def record_routing(model: nn.Module) -> Iterator[Routed]:
+    """Record the router logits (N, E) of each mixture that has a `balance`, in training only."""
     routed: Routed = []
     layers = [m for m in model.modules() if isinstance(m, MoE) and m.balance] if model.training else []
     for layer in layers:
@@ -114,52 +115,51 @@ def routing(model: nn.Module) -> Iterator[Routed]:
     try:
         yield routed
     finally:
-        # Activation checkpointing computes forwards again, later.
+        # Activation checkpointing runs forwards again later.
         for layer in layers:
             layer._routed = None
 
 
-def imbalance(routed: Routed, real: Tensor | None = None) -> Tensor:
-    """The mean over layers of their weighted `load_balance`, layer by layer; `real` (N,) excludes padding.
+def mean_balance_loss(routed: Routed, real: Tensor | None = None) -> Tensor:
+    """The mean over layers of `balance` times each layer's `load_balance`; `real` (N,) excludes padding.
 
-    What a layer routed in several calls counts together; with `real` each call is of the same N tokens.
+    Several calls of one layer count together; with `real`, each call must be of the same N tokens.
     """
     calls: dict[MoE, list[Tensor]] = {}
     for layer, logits in routed:
         calls.setdefault(layer, []).append(logits)
     losses = []
     for layer, parts in calls.items():
-        counted = None if real is None else real.repeat(len(parts))
-        losses.append(layer.balance * load_balance([torch.cat(parts)], layer.top_k, counted))
+        real_tokens = None if real is None else real.repeat(len(parts))
+        losses.append(layer.balance * load_balance([torch.cat(parts)], layer.top_k, real_tokens))
     return torch.stack(losses).mean()
 
 
 def load_balance(layers: Sequence[Tensor], top_k: int, real: Tensor | None = None) -> Tensor:
-    """How unevenly tokens use experts, by the router's logits (N, E) of one or of several layers together.
+    """The load-balancing loss of the router logits (N, E) of one layer, or of several layers pooled.
 
-    The experts times the sum over them of their share of tokens times their mean probability: `top_k` if
-    all are used alike, the number of experts if `top_k` of them get everything (the convention of
-    transformers; https://arxiv.org/abs/2101.03961 divides by `top_k`). Several layers together look even
-    if each prefers other experts, so for training each is taken alone. Only tokens that are `real`
-    (N, bool) count.
+    E times the sum over experts of their share of tokens times their mean probability: `top_k` if all are used
+    equally, E if `top_k` of them get every token (the convention of transformers;
+    https://arxiv.org/abs/2101.03961 divides by `top_k`). Pooled layers look balanced if each prefers other
+    experts, so training takes each layer alone. Only tokens that are `real` (N, bool) count.
     """
     shares = [_shares(logits, top_k, real) for logits in layers]
-    load, likely = (torch.stack(part).mean(0) for part in zip(*shares, strict=True))
-    return layers[0].shape[-1] * (load * likely).sum()
+    load, probs = (torch.stack(part).mean(0) for part in zip(*shares, strict=True))
+    return layers[0].shape[-1] * (load * probs).sum()
 
 
 def _shares(logits: Tensor, top_k: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The share of tokens that each expert (E,) is chosen by, and its mean probability."""
-    if real is not None:  # NaN times zero is NaN, forward and backward
+    """The share of tokens that are routed to each expert (E,), and its mean probability (E,)."""
+    if real is not None:  # padding may be NaN, and NaN times zero is NaN, forward and backward
         logits = logits.masked_fill(~real[:, None], 0.0)
-    likely = _widened(logits).softmax(-1)
-    chosen = torch.sort(likely.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
-    load = torch.zeros_like(likely).scatter_(-1, chosen, 1.0)
+    probs = _at_least_float32(logits).softmax(-1)
+    chosen = torch.sort(probs.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
+    load = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)
     if real is None:
-        return load.mean(0), likely.mean(0)
+        return load.mean(0), probs.mean(0)
     count = real.sum().clamp(min=1)
-    return (load * real[:, None]).sum(0) / count, (likely * real[:, None]).sum(0) / count
+    return (load * real[:, None]).sum(0) / count, (probs * real[:, None]).sum(0) / count
 
 
-def _widened(logits: Tensor) -> Tensor:
+def _at_least_float32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

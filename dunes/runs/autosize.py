@@ -177,10 +177,10 @@ def config_for(plan: TrainConfig, vocab: int) -> Any:
     Widths are 32 or multiples of 64, and of those that come near, the one whose depth is
     nearest to a layer for each 64 of width.
     """
-    sized = FAMILIES[plan.family].Config.sized
+    from_size = FAMILIES[plan.family].Config.from_size
     if plan.shape:
         layers, width = plan.shape
-        return sized(vocab, width, layers, plan.context_length)
+        return from_size(vocab, width, layers, plan.context_length)
     size = parse_size(plan.size)
 
     def depth(dim: int) -> int:
@@ -191,7 +191,7 @@ def config_for(plan: TrainConfig, vocab: int) -> Any:
         return 5 * abs(math.log(count / size)) + abs(math.log(dim / depth(dim) / 64))
 
     dim = min([32, *range(64, 8193, 64)], key=cost)
-    return sized(vocab, dim, depth(dim), plan.context_length)
+    return from_size(vocab, dim, depth(dim), plan.context_length)
 
 
 def expected_bits(parameters: int, tokens: float, unique: float) -> float:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from dunes import checkpoint
-from dunes.augment import using
+from dunes.augment import adapter_active
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import Loaded
 from dunes.checkpoint.opening import adapts, base_of, put_on
-from dunes.generate import Sampler, below, generate
+from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.text import Stream, Tokenizer
@@ -110,12 +110,12 @@ class ChatEngine:
             self.model,
             ids,
             limit=min(tokens, voice.context - len(ids)),
-            context=voice.context,
-            sample=below(sample, voice.tokenizer.vocab),
+            context_length=voice.context,
+            sample=limit_vocab(sample, voice.tokenizer.vocab),
             stop={*voice.tokenizer.stops, voice.template.stop(voice.tokenizer)},
         )
         while True:
-            with using(self.model, voice.adapter):  # for this step only: others may be at it, too
+            with adapter_active(self.model, voice.adapter):  # for this step only: others may be at it, too
                 token = next(found, None)
             if token is None:
                 return
@@ -180,7 +180,7 @@ def _first(folder: Path, loaded: Loaded) -> dict[str, ChatModel]:
         return {NONE: _voice(folder, None, loaded)}
     base = base_of(folder)
     _, config, card = checkpoint.described(base)
-    alone = replace(loaded, card=card, context=config.context)
+    alone = replace(loaded, card=card, context_length=config.context_length)
     if Tokenizer.file(base):
         alone = replace(alone, tokenizer=Tokenizer.load(base))
     return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
@@ -188,7 +188,7 @@ def _first(folder: Path, loaded: Loaded) -> dict[str, ChatModel]:
 
 def _voice(place: Path, adapter: str | None, loaded: Loaded) -> ChatModel:
     assert loaded.tokenizer is not None, "where an adapter brings none it is the base's"
-    return ChatModel(place, adapter, loaded.tokenizer, loaded.context, loaded.card)
+    return ChatModel(place, adapter, loaded.tokenizer, loaded.context_length, loaded.card)
 
 
 COMMANDS = {

@@ -85,7 +85,7 @@ def scored(
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         for batch in batches:
-            total, counted = model.nats(*(part.to(device) for part in batch))
+            total, counted = model.loss(*(part.to(device) for part in batch))
             nats, count = nats + float(total), count + int(counted)
             kept = batch[1].numpy()
             size += int(width[kept[kept != IGNORE]].sum())

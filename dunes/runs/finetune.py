@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dunes import checkpoint, measure
-from dunes.augment import bare
+from dunes.augment import base_model
 from dunes.checkpoint.adapter import architecture, joined_factors
 from dunes.data import Ids
 from dunes.data.examples import coloured
@@ -60,10 +60,10 @@ def prepare(lesson: FinetuneData, known: Ids | None, folder: Path, show: Display
     task = FinetuneTask(lesson, known, stored)
     before = _asked(task, model, folder / BEFORE, show)
     model, notes, base = _changed(model, plan)
-    task = replace(task, before=before, notes=notes, base=base, settings=architecture(bare(model)))
+    task = replace(task, before=before, notes=notes, base=base, settings=architecture(base_model(model)))
     kept(model, plan)
     schedule = scheduled(plan)
-    how: dict[str, Any] = {"rate": schedule.rate, "dtype": dtype, "seed": plan.seed}
+    how: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": plan.seed}
     trainer = Trainer(model, optimizer(plan, model), answered, accumulate=plan.batch // plan.micro_batch, **how)
     return Run(folder, plan, task, model, trainer, schedule)
 

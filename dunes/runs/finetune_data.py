@@ -37,10 +37,10 @@ from dunes.runs.finetune_method import (
 )
 from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
 from dunes.runs.progress import Display
-from dunes.runs.run import learned
+from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat, templates
 from dunes.text.templates import Template
-from dunes.train import adamw, halved
+from dunes.train import adamw, cast_frozen
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ class FinetuneData:
         Raises ValueError for examples from which a model would not learn what they show.
         """
         context = self.plan.context_length
-        if context > self.base.context:
-            show.line(f"look: the base knows {self.base.context} tokens; what lies beyond is learned here alone")
+        if context > self.base.context_length:
+            show.line(
+                f"look: the base knows {self.base.context_length} tokens; what lies beyond is learned here alone"
+            )
         found = report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
         for line in found.lines():
             show.detail(line)
@@ -124,7 +126,7 @@ class FinetuneData:
     @property
     def context(self) -> int:
         """What the finetuned model looks at."""
-        return max(self.plan.context_length, self.base.context)
+        return max(self.plan.context_length, self.base.context_length)
 
     @property
     def _vocab(self) -> int:
@@ -162,11 +164,11 @@ def _divided(
 
 def _context(plan: FinetuneConfig, examples: Sequence[Example], base: checkpoint.Loaded) -> int:
     """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
-    sizes = (len(e) if e.window is None else min(len(e), base.context + 1) for e in examples)
+    sizes = (len(e) if e.window is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(sizes, default=0)
-    context = wide_enough(plan, longest, base.model, base.context)
+    context = wide_enough(plan, longest, base.model, base.context_length)
     spoken = any(e.window is None for e in examples)
-    return context if plan.context_length or spoken else min(context, base.context)
+    return context if plan.context_length or spoken else min(context, base.context_length)
 
 
 def _in_windows(example: Example, context: int) -> Iterable[Example]:
@@ -209,7 +211,7 @@ def memory(lesson: FinetuneData) -> dict[str, float]:
         return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in real)
 
     with torch.device("meta"):
-        size = sum(t.nbytes for t in learned(build()).values())
+        size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(plan.micro_batch, plan.context_length, getattr(torch, plan.dtype))
     return process(training(build, shape, True, Learning(partial(optimizer, plan), answered, batch)), size)
 
@@ -223,7 +225,7 @@ def _rows(plan: FinetuneConfig) -> Batch:
 
 def _shaped(lesson: FinetuneData) -> Decoder:
     """The model that trains, without its numbers."""
-    words = checkpoint.said(lesson.base.model, lesson.base.context)
+    words = checkpoint.said(lesson.base.model, lesson.base.context_length)
     assert not isinstance(words, str), "it came from a folder that says so"
     stored = next(lesson.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[lesson.plan.method].adapter is None else stored
@@ -246,7 +248,7 @@ def kept(model: Decoder, plan: FinetuneConfig) -> None:
     """Round frozen weights to the dtype of products, where they are found again in the base."""
     assert plan.dtype, "chosen before"
     if METHODS[plan.method].adapter is not None:
-        halved(model, getattr(torch, plan.dtype))
+        cast_frozen(model, getattr(torch, plan.dtype))
 
 
 def optimizer(plan: FinetuneConfig, model: nn.Module) -> Optimizer:
@@ -257,4 +259,4 @@ def optimizer(plan: FinetuneConfig, model: nn.Module) -> Optimizer:
 def answered(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The loss of answers: what `Batches` make."""
     assert isinstance(model, Decoder), "runs build nothing else"
-    return model.nats(*batch)
+    return model.loss(*batch)

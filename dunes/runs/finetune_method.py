@@ -104,7 +104,7 @@ def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[d
     lora.shape(model, **note)
     if fill:
         lora.fill(model, **note)
-    lora.select(model, ADAPTER)
+    lora.set_adapter(model, ADAPTER)
     only(model, note["new"])
     return [*notes, note]
 

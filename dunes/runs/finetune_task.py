@@ -17,7 +17,7 @@ from dunes.checkpoint.atomic import write_file
 from dunes.data import Ids
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
-from dunes.generate import below, generate, sampler
+from dunes.generate import generate, limit_vocab, sampler
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, scored, widths
@@ -147,7 +147,7 @@ class FinetuneTask:
         if self.domain is None:
             return None
         width = widths(self.tokenizer.pieces())
-        return evaluate(model, self.domain, width, self.lesson.base.context, dtype, DOMAIN)
+        return evaluate(model, self.domain, width, self.lesson.base.context_length, dtype, DOMAIN)
 
     def _said(self, model: Decoder, talk: Talk) -> str:
         """What the model answers: the likeliest tokens, up to one that ends an answer."""
@@ -157,11 +157,11 @@ class FinetuneTask:
             asked = talk[:-1] if talk[-1].role == "assistant" else talk
             ids = templates.prompt(self.lesson.template, asked, self.tokenizer)
         context = self.lesson.context
-        likeliest, stop = below(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
+        likeliest, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
         room = ids[-max(1, context - ANSWER) :]
         device, dtype = next(model.parameters()).device.type, getattr(torch, self.plan.dtype or "float32")
         with torch.autocast(device, dtype, dtype != torch.float32):
-            tokens = generate(model, room, limit=ANSWER, context=context, sample=likeliest, stop=stop)
+            tokens = generate(model, room, limit=ANSWER, context_length=context, sample=likeliest, stop=stop)
             return self.tokenizer.decode([token.id for token in tokens])
 
     def needs(self) -> str:
@@ -203,7 +203,7 @@ class FinetuneTask:
         if METHODS[self.plan.method].adapter is None:
             checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
             return
-        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context": context, "facts": about}
+        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, made_for=self.base, **beside)
 
     @property

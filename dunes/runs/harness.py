@@ -53,7 +53,7 @@ class Harness(TemplateLM):
         super().__init__()
         self._device = measure.device()
         loaded, tokenizer = checkpoint.load_with_tokenizer(folder, self._device, any_base)
-        self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context, show, 0
+        self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context_length, show, 0
         # Special tokens count in a task's text, as they do for the `hf` backend; in `loaded` they do not.
         self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()
@@ -196,7 +196,12 @@ class Harness(TemplateLM):
         spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in wanted.until}
         going = set(range(len(prompts)))
         for row in generate_all(
-            self.model, prompts, limit=wanted.limit, context=self.max_length, sample=wanted.sample, stop=self.ends
+            self.model,
+            prompts,
+            limit=wanted.limit,
+            context_length=self.max_length,
+            sample=wanted.sample,
+            stop=self.ends,
         ):
             for i in tuple(going):
                 token = row[i]

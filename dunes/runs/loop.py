@@ -28,9 +28,9 @@ from dunes.runs.run import (
     alone,
     begin,
     begun,
+    load_trainable_state,
     note,
     records,
-    relearned,
     resume,
 )
 from dunes.runs.saver import Saver
@@ -180,7 +180,7 @@ def loop(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: Tenso
     clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
     run.began, saved, warned = monotonic() - run.elapsed, monotonic(), 0
     told, aside = _teller(run, show), mirror.aside
-    over = run.schedule.over(run.trainer.number)
+    over = run.schedule.is_over(run.trainer.number)
     batches = run.spent.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in steps:
@@ -189,8 +189,8 @@ def loop(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: Tenso
         if clock is not None:
             # What the end takes is known better after each check, and never more than a tenth.
             clock.seconds = plan.seconds - min(plan.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
-            clock.tell(step.number, run.elapsed)
-        over, checked = run.schedule.over(step.number), None
+            clock.update(step.number, run.elapsed)
+        over, checked = run.schedule.is_over(step.number), None
         with run.spent("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
         if checked and warned != run.best_step and (words := rising(run)):
@@ -263,7 +263,9 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
 
     def told(step: Step) -> None:
         if step.skipped:
-            show.line(f"step {step.number}: loss {step.loss}, gradient norm {step.norm}; this step was skipped")
+            show.line(
+                f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; this step was skipped"
+            )
         else:
             losses[:] = [*losses[-100:], step.loss]
         left = run.elapsed * (1 / max(run.done(step.number), 1e-9) - 1)
@@ -271,7 +273,7 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
             f"step {step.number}",
             f"loss {smoothed(losses)[-1]:.3f}" if losses else "",
             f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
-            f"lr {run.trainer.base[0] * step.rate:.2g}",
+            f"lr {run.trainer.base_lrs[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} tok/s",
             f"{work * step.count / step.seconds / run.plan.matmul:.0%} of matmul" if run.plan.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
@@ -336,7 +338,7 @@ def _finish(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: Te
 def _last_score(run: Run, hurried: bool) -> Score:
     """The score of the best weights, which the model has from here on; somebody who stops a run waits less."""
     if run.best_weights:
-        relearned(run.model, run.best_weights)
+        load_trainable_state(run.model, run.best_weights)
     if hurried and run.best:
         return run.best
     return run.score(FINAL_TOKENS)
@@ -351,7 +353,7 @@ def rising(run: Run) -> str:
     return (
         f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
         f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} checks; the best "
-        f"weights are kept. A lower learning rate (it is {run.trainer.base[0]:.2g}) helps if it jumped, fewer "
+        f"weights are kept. A lower learning rate (it is {run.trainer.base_lrs[0]:.2g}) helps if it jumped, fewer "
         "steps or more data if it crept up"
     )
 

@@ -38,7 +38,7 @@ class Shape:
 def nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     """The loss that runs train with: windows of ids (B, T + 1)."""
     assert isinstance(model, Decoder), "runs build nothing else"
-    return model.nats(batch[:, :-1], batch[:, 1:])
+    return model.loss(batch[:, :-1], batch[:, 1:])
 
 
 def windows(shape: Shape) -> Tensor:
@@ -85,7 +85,7 @@ def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
             cache = cache_for(model, shape.batch, shape.context, measure.device())
             for new in (ids, ids[:, :1]):
                 real = torch.ones_like(new, dtype=torch.bool)
-                model(new, at=cache.start(real), cache=cache, last=1)
+                model(new, positions=cache.start(real), cache=cache, last=1)
     return log
 
 

@@ -93,7 +93,7 @@ def merge(
         model = filled(checked(base)).eval()
         put_adapter(model, folder, any_base=any_base)
         apart = _apart(model, loaded)
-    kind = dtype or next(augment.bare(model).parameters()).dtype
+    kind = dtype or next(augment.base_model(model).parameters()).dtype
     with alone(out):
         return _written(model, loaded, (folder, out), kind, apart)
 
@@ -102,7 +102,7 @@ def _written(
     model: Decoder, loaded: Loaded, way: tuple[Path, Path], dtype: torch.dtype, apart: tuple[float, float] | None
 ) -> Report:
     folder, out = way
-    before = Unmerged.of(model, folder, loaded.context, dtype)
+    before = Unmerged.of(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
     errors = augment.merge(model, dtype=dtype).errors
     reports: list[Report] = []
@@ -113,7 +113,7 @@ def _written(
 
     facts = {k: v for k, v in loaded.card.items() if k not in KEPT_APART}
     facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
-    checkpoint.save(model.to(dtype), out, loaded.tokenizer, loaded.context, facts, check)
+    checkpoint.save(model.to(dtype), out, loaded.tokenizer, loaded.context_length, facts, check)
     return reports[0]
 
 
@@ -139,8 +139,8 @@ def _apart(original: Decoder, trained: Loaded) -> tuple[float, float]:
 
     Raises ValueError if it is further.
     """
-    there, here = (held_logits(m, trained.context) for m in (trained.model, original))
-    bases = [held_logits(augment.bare(m), trained.context) for m in (trained.model, original)]
+    there, here = (held_logits(m, trained.context_length) for m in (trained.model, original))
+    bases = [held_logits(augment.base_model(m), trained.context_length) for m in (trained.model, original)]
     moved, allowed = _distance(there, here), TWICE * _distance(*bases)
     if not moved <= allowed:
         raise ValueError(

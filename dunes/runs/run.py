@@ -138,11 +138,11 @@ class Run:
         # A first score that is not a number would be below none.
         if self.best is None or score.bits_per_byte < self.best.bits_per_byte or isnan(self.best.bits_per_byte):
             self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
-            self.best_weights = {k: v.detach().cpu().clone() for k, v in learned(self.model).items()}
+            self.best_weights = {k: v.detach().cpu().clone() for k, v in trainable_state(self.model).items()}
         return score
 
 
-def learned(model: nn.Module) -> dict[str, Tensor]:
+def trainable_state(model: nn.Module) -> dict[str, Tensor]:
     """The part of a model's state that training changes, and the buffers that stand beside it.
 
     What is frozen is not in it: a base that a finetune starts from is found again where it came from.
@@ -152,14 +152,14 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
         own = [*module.named_parameters(place, recurse=False)]
         trains = [name for name, p in own if p.requires_grad]
         names |= {*trains}
-        if trains or not getattr(module, "constant", False):
+        if trains or not getattr(module, "constant_buffers", False):
             names |= {name for name, _ in module.named_buffers(place, recurse=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
-def relearned(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Put back what `learned` gave. Raises ValueError if that was of another model."""
-    there = learned(model)
+    there = trainable_state(model)
     check_tensors(there, weights)
     with torch.no_grad():
         for name, tensor in there.items():
@@ -270,7 +270,7 @@ def state_of(run: Run) -> dict[str, Any]:
     return {
         "plan": asdict(run.plan),
         "corpus": dict(run.task.prints),
-        "weights": learned(run.model),
+        "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
         "records": [[r.begin, r.end] for r in run.schedule.records],
         "elapsed": run.elapsed,
@@ -311,8 +311,8 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
     try:
         check_optimizer(run.trainer.optimizer, state["optimizer"])
         if state["best_weights"]:
-            check_tensors(learned(run.model), state["best_weights"])
-        relearned(run.model, state["weights"])
+            check_tensors(trainable_state(run.model), state["best_weights"])
+        load_trainable_state(run.model, state["weights"])
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     run.trainer.load_state_dict(state["trainer"])
@@ -368,7 +368,7 @@ def _is_metric(record: dict[str, Any]) -> bool:
         return False
     if "loss" not in record:
         return True
-    steps = all(_is_number(record.get(name)) for name in ("loss", "norm", "rate", "count", "seconds"))
+    steps = all(_is_number(record.get(name)) for name in ("loss", "grad_norm", "lr_scale", "count", "seconds"))
     return steps and "skipped" in record and 0 < record["seconds"] < inf
 
 

@@ -28,7 +28,7 @@ def score_folder(
         ids, files = held_out(tokenizer, loaded.card, sources, **how)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return evaluate(loaded.model, ids, widths(tokenizer.pieces()), loaded.context), files
+    return evaluate(loaded.model, ids, widths(tokenizer.pieces()), loaded.context_length), files
 
 
 def held_out(

@@ -113,7 +113,7 @@ class TensorBoard:
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """A line of metrics.jsonl, a number for each tag: nats a token, norm, share of the rates, tokens a second."""
-    found = {name: record.get(name) for name in ("loss", "bits_per_byte", "rate", "norm")}
+    found = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
     found["tokens_per_second"] = record["count"] / record["seconds"]
     return {name: value for name, value in found.items() if value is not None}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dunes import checkpoint, measure, tree
 from dunes.data import Windows
 from dunes.models import FAMILIES
-from dunes.models.start import initialise
+from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.autosize import chosen, config_for, larger_than_asked, needs
@@ -69,7 +69,7 @@ def prepare(plan: TrainConfig, folder: Path, tokens: Tokens) -> Run:
     model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
     schedule = scheduled(plan)
     optimizer = muon(model) if plan.lr is None else muon(model, plan.lr, plan.lr / 2)
-    trainer = Trainer(model, optimizer, nats, rate=schedule.rate, dtype=dtype, seed=plan.seed)
+    trainer = Trainer(model, optimizer, nats, lr_scale=schedule.lr_scale, dtype=dtype, seed=plan.seed)
     return Run(folder, plan, TrainTask(plan, tokens), model, trainer, schedule)
 
 

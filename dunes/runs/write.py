@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from dunes.generate import Sampler, begun, below, generate, sampler
+from dunes.generate import Sampler, force_prefix, generate, limit_vocab, sampler
 from dunes.plural import plural
 from dunes.text import Stream, Tokenizer
 from dunes.text.lines import decode_text, split_lines
@@ -19,8 +19,8 @@ def write(
 ) -> Iterator[str]:
     """The text that follows the prompt, a piece for each token as it comes, up to the end of the document."""
     ids, stream = tokenizer.prompt(prompt), Stream(tokenizer)
-    sample = below(sample, tokenizer.vocab)
-    for token in generate(model, ids, limit=limit, context=context, sample=sample, stop=tokenizer.stops):
+    sample = limit_vocab(sample, tokenizer.vocab)
+    for token in generate(model, ids, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
         yield stream.feed(token.id)
 
 
@@ -42,8 +42,8 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
     is_whole = len(prefix) <= 8 * context and len(encoded) <= room
     ids, healed = taken_back(encoded[-room:], pieces)
     prompt = [*(tokenizer.begin if is_whole else tokenizer.bos), *ids] or [tokenizer.end]
-    sample, text = below(begun(sampler(0.0), pieces, healed), len(pieces)), b""
-    for token in generate(model, prompt, limit=limit, context=context, sample=sample, stop=tokenizer.stops):
+    sample, text = limit_vocab(force_prefix(sampler(0.0), pieces, healed), len(pieces)), b""
+    for token in generate(model, prompt, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
         text += pieces[token.id]
         if LINE_END.search(text, len(healed)):
             break

@@ -1,9 +1,9 @@
 """The step loop and what it needs. It knows no model and no tokenizer: any nn.Module, any loss."""
 
 from dunes.ops.cross_entropy import IGNORE
+from dunes.train.frozen import cast_frozen
 from dunes.train.loss import cross_entropy, mean_squared, next_token
 from dunes.train.optim import adamw, muon, muon_split, rmsprop, sgd
-from dunes.train.precision import halved
 from dunes.train.schedule import Clock, Record, Schedule
 from dunes.train.trainer import Diverged, Step, Trainer
 
@@ -16,8 +16,8 @@ __all__ = [
     "Step",
     "Trainer",
     "adamw",
+    "cast_frozen",
     "cross_entropy",
-    "halved",
     "mean_squared",
     "muon",
     "muon_split",

@@ -1,6 +1,6 @@
-"""What a Trainer makes small: `loss(model, batch) -> (sum, count)`, never a mean.
+"""Losses for a Trainer: `loss(model, batch) -> (sum, count)`, never a mean.
 
-Means of unequal micro-batches do not add up; sums and counts do, so that accumulating over several
+Means of unequal micro-batches cannot be added, sums and counts can, so that gradient accumulation over several
 micro-batches equals one large batch.
 """
 
@@ -19,19 +19,19 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Summed loss in nats and the number of trained tokens.
+    """Summed cross entropy in nats and the number of trained tokens.
 
-    The batch is windows of ids (B, T + 1), or (ids, targets) of (B, T) each with IGNORE where
-    nothing is asked, or (ids, targets, at) with positions for packed documents. Raises ValueError for others.
+    The batch is windows of ids (B, T + 1), or (ids, targets) of (B, T) each with IGNORE where no target is, or
+    (ids, targets, positions) with positions for packed documents. Raises ValueError for others.
     """
     parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
     if not isinstance(parts, (tuple, list)) or not 2 <= len(parts) <= 3:
         raise ValueError(
-            "next_token takes a batch of ids (B, T + 1), (ids, targets) or (ids, targets, at), "
+            "next_token takes a batch of ids (B, T + 1), (ids, targets) or (ids, targets, positions), "
             f"not a {type(batch).__name__} of other parts: write a loss that picks them"
         )
-    ids, targets, *at = parts
-    return _summed(model(ids, *at).flatten(0, 1), targets.flatten())
+    ids, targets, *positions = parts
+    return _summed(model(ids, *positions).flatten(0, 1), targets.flatten())
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Optimizers for a model's parameters, grouped as each needs it. All are `torch.optim.Optimizer`s.
+"""Optimizers for a model's parameters, in the groups that each needs. All are `torch.optim.Optimizer`s.
 
-Matrices decay, vectors (norms, biases) do not. A parameter that is frozen is left out. Raises
-ValueError if nothing is left to train, and for rates that are not finite or below 0.
+Weight decay applies to matrices, not to vectors (norms, biases). Frozen parameters are left out. Raises ValueError
+if no parameter is trainable, and for rates that are negative or not finite.
 """
 
 import math
@@ -25,22 +25,22 @@ def adamw(
     _check("adamw", lr=lr, decay=decay)
     matrices, vectors = _split(model, lambda name, p: p.dim() >= 2)
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(_filled(groups), lr, betas, fused=_fusable(model))
+    return torch.optim.AdamW(_non_empty(groups), lr, betas, fused=_fusable(model))
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
-    """Gradient descent with momentum."""
+    """Stochastic gradient descent with momentum."""
     _check("sgd", lr=lr, momentum=momentum, decay=decay)
     everything, _ = _split(model, lambda name, p: True)
-    groups = _filled([{"params": everything}])
+    groups = _non_empty([{"params": everything}])
     return torch.optim.SGD(groups, lr, momentum, weight_decay=decay, fused=_fusable(model))
 
 
 def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentum: float = 0.0) -> Optimizer:
-    """RMSprop: steps divided by a running root mean square of the gradient."""
+    """RMSprop: updates divided by a running root mean square of the gradient."""
     _check("rmsprop", lr=lr, momentum=momentum)
     everything, _ = _split(model, lambda name, p: True)
-    return torch.optim.RMSprop(_filled([{"params": everything}]), lr, smoothing, momentum=momentum)
+    return torch.optim.RMSprop(_non_empty([{"params": everything}]), lr, smoothing, momentum=momentum)
 
 
 def muon(
@@ -49,29 +49,29 @@ def muon(
     adam_lr: float = 0.01,
     momentum: float = 0.9,
     decay: float = 0.01,
-    inside: tree.Where | None = None,
+    where: tree.Where | None = None,
 ) -> Optimizer:
-    """Muon for the matrices inside, AdamW for the rest. https://arxiv.org/abs/2502.16982
+    """Muon for the hidden matrices, AdamW for all other parameters. https://arxiv.org/abs/2502.16982
 
-    Inside are the matrices of the blocks: what has children and stands in a ModuleList, or in a Sequential beside
-    others of its class. Of a model without blocks it is all matrices but those of its heads: the linear maps whose
-    width no other one takes in, or else the last. A table of vectors, and a head that shares its weight, is never
-    inside. No name is looked at, so a model that is wrapped or compiled is split as before. `inside`, globs over
-    the names of parameters (`["**layers.**", "!**.router.*"]`), says otherwise; `muon_split` shows the split.
-    Raises ValueError for rates that are not finite or below 0, and if `inside` selects no matrix.
+    Hidden matrices are those of the blocks: modules with children in a ModuleList, or in a Sequential together
+    with others of their class. In a model without blocks they are all matrices but those of its heads: the linear
+    layers whose outputs no other layer takes as inputs, or else the last one. Embeddings, and heads tied to them,
+    are never among them. Names play no part, so a wrapped or compiled model is split in the same way. `where`,
+    globs over the names of parameters (`["**layers.**", "!**.router.*"]`), replaces this rule; `muon_split` shows
+    the split. Raises ValueError for rates that are negative or not finite, and if `where` selects no matrix.
     """
     _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay)
-    matrices = _inside(model, inside)
-    chosen, rest = _split(model, lambda name, p: p in matrices)
-    optimizers: list[Optimizer] = [Muon(chosen, lr, decay, momentum)] if chosen else []
+    matrices = _hidden_matrices(model, where)
+    hidden, rest = _split(model, lambda name, p: p in matrices)
+    optimizers: list[Optimizer] = [Muon(hidden, lr, decay, momentum)] if hidden else []
     if rest:
         optimizers.append(torch.optim.AdamW(rest, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model)))
-    return Together(optimizers) if len(optimizers) > 1 else optimizers[0]
+    return CombinedOptimizer(optimizers) if len(optimizers) > 1 else optimizers[0]
 
 
-def muon_split(model: nn.Module, inside: tree.Where | None = None) -> dict[str, list[str]]:
-    """The names of the parameters that `muon` gives to "muon" and to "adamw"."""
-    matrices = _inside(model, inside)
+def muon_split(model: nn.Module, where: tree.Where | None = None) -> dict[str, list[str]]:
+    """The names of the parameters that `muon` trains with "muon" and with "adamw"."""
+    matrices = _hidden_matrices(model, where)
     named = _trainable(model)
     return {
         "muon": [name for name, p in named if p in matrices],
@@ -79,14 +79,14 @@ def muon_split(model: nn.Module, inside: tree.Where | None = None) -> dict[str, 
     }
 
 
-def _inside(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
+def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
     """The matrices that Muon trains. Raises ValueError if `where` selects none."""
     matrices = {name: p for name, p in _trainable(model) if p.dim() == 2}
     if where is not None:
         selected = {p for name, p in matrices.items() if tree.matches(where, name)}
         if not selected:
             some = ", ".join(matrices) or "none"
-            raise ValueError(f"{where!r} selects no trainable matrix; there are: {some[:300]}")
+            raise ValueError(f"{where!r} selects no trainable matrix; the matrices are: {some[:300]}")
         return selected
     tables: set[Tensor] = {p for m in model.modules() if hasattr(m, "embedding_dim") for p in m.parameters()}
     in_blocks: set[Tensor] = {p for block in _blocks(model) for p in block.parameters() if p.dim() == 2}
@@ -95,7 +95,7 @@ def _inside(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """What has children and stands in a list, or in a sequence beside others of its class."""
+    """Modules with children in a ModuleList, or in a Sequential together with others of their class."""
     blocks = []
     for container in model.modules():
         parents = [m for m in container.children() if any(True for _ in m.children())]
@@ -108,7 +108,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The linear maps that give the model's outputs: those whose width no other one takes in, or else the last."""
+    """The output layers: linear layers whose outputs no other takes as inputs, or else the last one."""
     linears = list(_linears(model))
     widths = Counter(m.in_features for m in linears)
     unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
@@ -116,7 +116,7 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:
-    """Linear maps, each with what is wrapped around it; not a larger module that says its features, too."""
+    """Linear layers, each with its wrappers; not larger modules that also have in_features."""
     if tree.linear(module) and not any(True for _ in tree.innermost(module).children()):
         yield module
     else:
@@ -125,10 +125,10 @@ def _linears(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon` with matrices of one shape orthogonalised together. https://arxiv.org/abs/2502.16982
+    """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
 
-    A tall matrix stands with the wide ones of its turned shape. Same update as PyTorch's to the
-    rounding of bfloat16, in a third of its time for small matrices.
+    Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding
+    and takes a third of the time for small matrices.
     """
 
     def __init__(self, params: Sequence[Tensor], lr: float, decay: float, momentum: float) -> None:
@@ -136,13 +136,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "a step takes no closure here"
+        assert closure is None, "closures are not supported"
         for group in self.param_groups:
-            alike: dict[tuple[int, ...], list[Tensor]] = {}
+            by_shape: dict[tuple[int, ...], list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    alike.setdefault(tuple(sorted(p.shape)), []).append(p)
-            for params in alike.values():
+                    by_shape.setdefault(tuple(sorted(p.shape)), []).append(p)
+            for params in by_shape.values():
                 self._update(params, group)
 
     def _update(self, params: list[Tensor], group: Group) -> None:
@@ -154,13 +154,13 @@ class Muon(Optimizer):
         ahead = torch._foreach_lerp(grads, averages, group["momentum"])
         wide = torch.stack([a if a.shape[0] <= a.shape[1] else a.T for a in ahead])
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for p, update in zip(params, orthogonal(wide), strict=True):
+        for p, update in zip(params, orthogonalise(wide), strict=True):
             update = update if p.shape[0] <= p.shape[1] else update.T
             p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Wide matrices (N, rows, columns) with their singular values brought near 1, in bfloat16.
+def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Wide matrices (N, rows, columns) with singular values moved near 1, in bfloat16.
 
     Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon/
     """
@@ -173,8 +173,8 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     return x
 
 
-class Together(Optimizer):
-    """Several optimizers as one: their groups stand behind each other, their states keep apart."""
+class CombinedOptimizer(Optimizer):
+    """Several optimizers as one: their parameter groups are concatenated, their states are separate."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -182,7 +182,7 @@ class Together(Optimizer):
         self.param_groups = [g for o in optimizers for g in o.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "a step takes no closure here"
+        assert closure is None, "closures are not supported"
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -196,11 +196,11 @@ class Together(Optimizer):
 
 
 def _check(optimizer: str, **rates: float) -> None:
-    """Raises ValueError for rates that are not finite or below 0, and a momentum that never fades."""
+    """Raises ValueError for rates that are negative or not finite, and for a momentum of 1 or more."""
     for name, rate in rates.items():
         if not 0 <= rate < (1 if name == "momentum" else math.inf):
             raise ValueError(
-                f"{optimizer}: {name} is {rate}; it is a number from 0" + " to below 1" * (name == "momentum")
+                f"{optimizer}: {name} is {rate}; expected a number from 0" + " to below 1" * (name == "momentum")
             )
 
 
@@ -211,12 +211,12 @@ def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     return named
 
 
-def _split(model: nn.Module, chosen: Callable[[str, Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
+def _split(model: nn.Module, selects: Callable[[str, Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
     named = _trainable(model)
-    return [p for n, p in named if chosen(n, p)], [p for n, p in named if not chosen(n, p)]
+    return [p for n, p in named if selects(n, p)], [p for n, p in named if not selects(n, p)]
 
 
-def _filled(groups: list[Group]) -> list[Group]:
+def _non_empty(groups: list[Group]) -> list[Group]:
     return [g for g in groups if g["params"]]
 
 

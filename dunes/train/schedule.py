@@ -1,9 +1,9 @@
-"""The learning rate as a pure function of the step and of written records.
+"""The learning rate schedule as a pure function of the step and of recorded decisions.
 
-Warm-up, plateau, linear fall (https://arxiv.org/abs/2405.18392). Where the fall begins and where the
-run ends is a record. A run of so many steps has its record from the beginning; a run of so many
-minutes gets it from a clock on the way, and once more when the end is near. The clock's readings
-never enter the rate by any other way, so a resumed run that has the records repeats exactly.
+Warmup, constant, linear decay (https://arxiv.org/abs/2405.18392). A record says where the decay starts and where
+the run ends. A run of a given number of steps has its record from the start; a run of a given time gets one from a
+clock while it trains, and a correction near the end. The clock affects the learning rate only through these
+records, so a resumed run with the same records repeats exactly.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Record:
-    """From step `begin` the rate falls, to reach its lowest when `end` steps are done."""
+    """The learning rate decays from step `begin` and reaches its minimum after `end` steps."""
 
     begin: int
     end: int
@@ -20,10 +20,10 @@ class Record:
 
 @dataclass
 class Schedule:
-    """The share of the full learning rate at each step (0, 1, 2, ...), and when to stop.
+    """The factor of the learning rate at each step (0, 1, 2, ...), and when to stop.
 
-    `warmup` steps rise linearly; the last part falls linearly to `lowest`, a share of the full rate.
-    Raises ValueError for a warmup below 0 or a share that is none.
+    It rises linearly for `warmup` steps, and at the end decays linearly to `lowest`, a share of the full rate.
+    Raises ValueError for a negative warmup or a share outside 0 to 1.
     """
 
     warmup: int = 0
@@ -36,56 +36,56 @@ class Schedule:
         _check_share("lowest", self.lowest)
 
     @classmethod
-    def steps(cls, total: int, warmup: int = 0, fall: float = 0.5, lowest: float = 0.0) -> "Schedule":
-        """A schedule of a known length, whose last `fall` (a share of all steps) goes down."""
-        _check_share("fall", fall)
-        return cls(warmup, lowest, [Record(total - round(total * fall), total)])
+    def steps(cls, total: int, warmup: int = 0, decay: float = 0.5, lowest: float = 0.0) -> "Schedule":
+        """A schedule of `total` steps that decays over the last `decay`, a share of all steps."""
+        _check_share("decay", decay)
+        return cls(warmup, lowest, [Record(total - round(total * decay), total)])
 
-    def rate(self, step: int) -> float:
-        """The share of the full rate for this step."""
-        rising = min(1.0, (step + 1) / (self.warmup + 1))
-        return min(rising, self._fallen(step, self.records))
+    def lr_scale(self, step: int) -> float:
+        """The factor of the learning rate at this step."""
+        warmup = min(1.0, (step + 1) / (self.warmup + 1))
+        return min(warmup, self._decayed(step, self.records))
 
-    def _fallen(self, step: int, records: Sequence[Record]) -> float:
+    def _decayed(self, step: int, records: Sequence[Record]) -> float:
         active = [r for r in records if r.begin <= step]
         if not active:
             return 1.0
         last = active[-1]
-        height = self._fallen(last.begin, active[:-1])
-        left = max(0.0, (last.end - step) / max(1, last.end - last.begin))
-        return self.lowest + (height - self.lowest) * left
+        height = self._decayed(last.begin, active[:-1])
+        remaining = max(0.0, (last.end - step) / max(1, last.end - last.begin))
+        return self.lowest + (height - self.lowest) * remaining
 
-    def over(self, step: int) -> bool:
-        """Whether `step` steps are all there are to do."""
+    def is_over(self, step: int) -> bool:
+        """Whether the run ends after `step` steps."""
         return bool(self.records) and step >= self.records[-1].end
 
 
 @dataclass
 class Clock:
-    """Writes a schedule's records so that the run ends `seconds` after its start.
+    """Adds records to a schedule so that the run ends `seconds` after its start.
 
-    Tell it after each step; it notes the beginning of the fall when its time has come, and corrects
-    the end once, half-way down.
+    Call `update` after each step. It records the start of the decay when its time has come, and corrects the end
+    once, half-way through the decay.
     """
 
     schedule: Schedule
     seconds: float
-    fall: float = 0.5
+    decay: float = 0.5
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
             raise ValueError(f"seconds is {self.seconds}; expected a time above 0")
-        _check_share("fall", self.fall)
+        _check_share("decay", self.decay)
 
-    def tell(self, step: int, elapsed: float) -> None:
-        """`step` steps took `elapsed` seconds since the start, all that happened between included."""
+    def update(self, step: int, elapsed: float) -> None:
+        """`step` steps are done `elapsed` seconds after the start, with everything in between included."""
         records = self.schedule.records
-        falling = (1 - self.fall) * self.seconds
-        if not records and elapsed >= falling:
+        decay_start = (1 - self.decay) * self.seconds
+        if not records and elapsed >= decay_start:
             records.append(Record(step, self._end(step, elapsed, elapsed / max(1, step))))
-        elif len(records) == 1 and elapsed >= (falling + self.seconds) / 2:
-            # The fall began when its time had come, so what it took since then is known.
-            pace = (elapsed - falling) / max(1, step - records[0].begin)
+        elif len(records) == 1 and elapsed >= (decay_start + self.seconds) / 2:
+            # The decay started at its time, so the time since then is that of its steps.
+            pace = (elapsed - decay_start) / max(1, step - records[0].begin)
             records.append(Record(step, self._end(step, elapsed, pace)))
 
     def _end(self, step: int, elapsed: float, pace: float) -> int:

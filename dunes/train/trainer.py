@@ -1,4 +1,4 @@
-"""The step loop, as a generator: printing, saving, sampling and stopping are the caller's loop body."""
+"""The training loop as a generator: printing, saving, sampling and stopping belong to the caller's loop body."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -20,34 +20,35 @@ from dunes.train.loss import Loss
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did. `loss` is the mean over `count` targets; it is shown as it is, NaN included.
+    """The result of one step. `loss` is the mean over `count` targets, as computed, NaN included.
 
-    A count that is not finite is shown as 0.
+    `grad_norm` is the norm before clipping, `lr_scale` the factor of the learning rates, `skipped` whether the
+    weights were left unchanged. A count that is not finite is reported as 0.
     """
 
     number: int
     loss: float
     count: int
-    norm: float
-    rate: float
+    grad_norm: float
+    lr_scale: float
     skipped: bool
     seconds: float
 
 
 class Diverged(RuntimeError):
-    """Too many steps in a row had a loss or gradient that is not finite; the last good weights stand."""
+    """Too many steps in a row had a loss or gradient that is not finite; the weights are those before them."""
 
 
 class Trainer:
     """Trains any module: `for step in Trainer(model, optimizer, loss).run(batches): ...`
 
-    `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one.
-    Gradients of `accumulate` batches are added and divided once by the count of all, then clipped to the norm
-    `clip`. `rate(step)` is a share of the optimizer's learning rates. `seed` keys all randomness inside a step, so
-    that what a caller draws between steps changes nothing. A step whose loss or gradient is not finite changes no
-    weight and is marked, and so is one that counted nothing; `patience` of them in a row raise Diverged.
-    Raises ValueError for settings that cannot be, a model without parameters, and from `run` for a loss
-    or a rate that is none.
+    `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one element.
+    Gradients of `accumulate` batches are added, divided once by the total count, then clipped to the norm `clip`.
+    `lr_scale(step)` is the factor of the optimizer's learning rates. `seed` seeds all randomness inside a step, so
+    that random numbers drawn between steps change nothing. A step whose loss or gradient is not finite, or whose
+    count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged.
+    Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss or
+    lr_scale.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class Trainer:
         *,
         accumulate: int = 1,
         clip: float | None = 1.0,
-        rate: Callable[[int], float] = lambda step: 1.0,
+        lr_scale: Callable[[int], float] = lambda step: 1.0,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         patience: int = 10,
     ) -> None:
         _check(accumulate, clip, dtype, seed, patience)
-        self.model, self.optimizer, self.loss, self.rate = model, optimizer, loss, rate
+        self.model, self.optimizer, self.loss, self.lr_scale = model, optimizer, loss, lr_scale
         self.accumulate, self.clip, self.dtype, self.seed, self.patience = (
             accumulate,
             clip,
@@ -73,10 +74,10 @@ class Trainer:
             patience,
         )
         self.number = 0
-        self.bad = 0
-        self.base = [float(group["lr"]) for group in optimizer.param_groups]
-        if not all(0 <= lr < math.inf for lr in self.base):
-            raise ValueError(f"the optimizer's learning rates are {self.base}; expected numbers from 0")
+        self.bad_steps = 0
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        if not all(0 <= lr < math.inf for lr in self.base_lrs):
+            raise ValueError(f"the optimizer's learning rates are {self.base_lrs}; expected numbers from 0")
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("nothing to train: the model has no parameters")
@@ -84,94 +85,92 @@ class Trainer:
 
     @property
     def consumed(self) -> int:
-        """How many batches the finished steps took: where a resumed run's batches begin."""
+        """How many batches the finished steps consumed: where a resumed run's batches start."""
         return self.number * self.accumulate
 
     def run(self, batches: Iterable[Any]) -> Iterator[Step]:
-        """Yield after each whole step. A stream that ends inside an accumulation drops that part."""
+        """Yield after each step. Batches left over when the stream ends within an accumulation are dropped."""
         stream = iter(batches)
         while True:
             start = perf_counter()
-            taken = [batch for _, batch in zip(range(self.accumulate), stream, strict=False)]
-            if len(taken) < self.accumulate:
+            micro_batches = [batch for _, batch in zip(range(self.accumulate), stream, strict=False)]
+            if len(micro_batches) < self.accumulate:
                 return
             with tree.mode(self.model, True):
-                step = self._step(taken, start)
+                step = self._step(micro_batches, start)
             yield step
-            if self.bad >= self.patience:
+            if self.bad_steps >= self.patience:
                 raise Diverged(
-                    f"{_trouble(step)} for {plural(self.bad, 'step')} in a row, up to step {step.number}; "
-                    "the weights are those before them. A lower learning rate or a look at the data may help"
+                    f"{_skip_reason(step)} for {plural(self.bad_steps, 'step')} in a row, up to step "
+                    f"{step.number}; the weights are those before them; lower the learning rate or check the data"
                 )
 
     def _step(self, batches: list[Any], start: float) -> Step:
-        rate = self._rate()
-        buffers = [(b, b.clone()) for b in self.changing]
-        # The one place where the host waits for the device.
-        loss, counted, size = torch.stack(self.gradients(batches)).tolist()
+        scale = self._next_lr_scale()
+        buffers = [(b, b.clone()) for b in self.mutable_buffers]
+        # The only synchronisation of host and device in a step.
+        loss, counted, norm = torch.stack(self.gradients(batches)).tolist()
         if counted < 0:
             raise ValueError(f"the loss of step {self.number + 1} counted {counted:g} targets; expected 0 or more")
-        good = counted > 0 and all(map(math.isfinite, (loss, counted, size)))
-        if good:
-            for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
-                group["lr"] = base * rate
+        finite = counted > 0 and all(map(math.isfinite, (loss, counted, norm)))
+        if finite:
+            for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+                group["lr"] = lr * scale
             self.optimizer.step()
         else:
             for buffer, before in buffers:
                 buffer.copy_(before)
         self.optimizer.zero_grad(set_to_none=True)
         self.number += 1
-        self.bad = 0 if good else self.bad + 1
+        self.bad_steps = 0 if finite else self.bad_steps + 1
         count = int(counted) if math.isfinite(counted) else 0
-        return Step(self.number, loss, count, size, rate, not good, perf_counter() - start)
+        return Step(self.number, loss, count, norm, scale, not finite, perf_counter() - start)
 
-    def _rate(self) -> float:
-        """The share of the learning rates for the step to come."""
-        rate = float(self.rate(self.number))
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"rate({self.number}) is {rate}; expected a share of the learning rate, 0 or more")
-        return rate
+    def _next_lr_scale(self) -> float:
+        """The factor of the learning rates for the next step."""
+        scale = float(self.lr_scale(self.number))
+        if not 0 <= scale < math.inf:
+            raise ValueError(f"lr_scale({self.number}) is {scale}; expected a finite factor of at least 0")
+        return scale
 
     @property
-    def changing(self) -> list[Tensor]:
-        """The buffers that a forward may write to: not those of a quantized base, say, which is `constant`."""
-        modules = [m for m in self.model.modules() if not getattr(m, "constant", False)]
+    def mutable_buffers(self) -> list[Tensor]:
+        """The buffers that a forward may write to: not those of modules with `constant_buffers`."""
+        modules = [m for m in self.model.modules() if not getattr(m, "constant_buffers", False)]
         return [b for m in modules for b in m.buffers(recurse=False)]
 
     def gradients(self, batches: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Leave a step's gradients, divided by the count and clipped, in the parameters.
+        """Compute a step's gradients, divided by the count and clipped, into the parameters' `grad`.
 
-        Returns the mean loss, the count and the norm before clipping (float64, not yet waited for).
+        Returns the mean loss, the count and the norm before clipping (float64, without synchronising).
         """
-        total, count = self._summed(batches)
+        total, count = self._accumulate(batches)
         return total / count, count, self._normalise(count)
 
-    def _summed(self, batches: list[Any]) -> tuple[Tensor, Tensor]:
-        """Add up the gradients of the summed losses; returns the sums of loss and count (float64)."""
-        total = count = torch.zeros((), dtype=torch.float64, device=self._wide)
+    def _accumulate(self, batches: list[Any]) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradients of the summed losses; returns the sums of loss and count (float64)."""
+        total = count = torch.zeros((), dtype=torch.float64, device=self._float64_device)
         self.optimizer.zero_grad(set_to_none=True)
         for i, batch in enumerate(batches):
-            with _keyed(self.device, (int(self.seed), self.number, i)), self._precision():
-                loss, counted = _pair(self.loss(self.model, _moved(batch, self.device)))
+            with _seeded(self.device, (int(self.seed), self.number, i)), self._autocast():
+                loss, counted = _sum_and_count(self.loss(self.model, _to_device(batch, self.device)))
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             elif counted != 0:
-                raise ValueError(
-                    "the loss has no gradient: it depends on no weight that is trained, or lost its graph"
-                )
+                raise ValueError("the loss has no gradient: it depends on no trained parameter, or was detached")
             total = total + loss.detach().to(total)
             count = count + counted.to(count)
         return total, count
 
     @property
-    def _wide(self) -> torch.device:
+    def _float64_device(self) -> torch.device:
         return torch.device("cpu") if self.device.type == "mps" else self.device  # Apple's GPU has no float64
 
     def _normalise(self, count: Tensor) -> Tensor:
         """Divide the gradients by the count, clip them, and return their norm before clipping."""
-        grads = [_dense_part(p) for p in self.model.parameters() if p.grad is not None]
+        grads = [_grad_values(p) for p in self.model.parameters() if p.grad is not None]
         if not grads and count != 0:
-            raise ValueError("no gradient reached a parameter: does the loss depend on trained weights?")
+            raise ValueError("no parameter received a gradient: does the loss depend on trained parameters?")
         if not grads:
             return torch.zeros_like(count)
         norm = torch.nn.utils.get_total_norm(grads).to(count) / count
@@ -181,26 +180,26 @@ class Trainer:
         torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))
         return norm
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[Any]:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs beside the weights: the optimizer's state and two counters."""
-        return {"number": self.number, "bad": self.bad, "optimizer": self.optimizer.state_dict()}
+        """What a resumed run needs besides the weights: the optimizer's state and two counters."""
+        return {"number": self.number, "bad": self.bad_steps, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         counters = state["number"], state["bad"]
         if not all(isinstance(n, int) and n >= 0 for n in counters):
             raise ValueError(f"the trainer's state has number and bad {counters}; expected whole numbers from 0")
-        self.number, self.bad = counters
+        self.number, self.bad_steps = counters
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def _dense_part(p: Tensor) -> Tensor:
-    """The numbers of a gradient, each entry once: of a sparse one, as of some embeddings, those that it holds."""
-    assert p.grad is not None, "a parameter that a gradient reached"
+def _grad_values(p: Tensor) -> Tensor:
+    """The values of a parameter's gradient; of a sparse one, as of some embeddings, its coalesced values."""
+    assert p.grad is not None, "a parameter with a gradient"
     if not p.grad.is_sparse:
         return p.grad
     p.grad = p.grad.coalesce()
@@ -208,7 +207,7 @@ def _dense_part(p: Tensor) -> Tensor:
 
 
 def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, patience: int) -> None:
-    """Raises ValueError for settings that cannot be."""
+    """Raises ValueError for invalid settings."""
     counts: dict[str, Any] = {"accumulate": accumulate, "patience": patience, "seed": seed}
     for name, value in counts.items():
         if not isinstance(value, Integral) or (name != "seed" and value < 1):
@@ -219,19 +218,17 @@ def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, p
         raise ValueError(f"dtype is {dtype}; expected bfloat16 or float16 for autocast, or float32 for none")
 
 
-def _pair(result: Any) -> tuple[Tensor, Tensor]:
-    """What a loss returned, as two tensors without dimensions. Raises ValueError for what is no (sum, count)."""
+def _sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
+    """The (sum, count) that a loss returned, as 0-dim tensors. Raises ValueError for anything else."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise ValueError(f"the loss returned {_described(result)}; expected a pair (sum, count), not a mean")
+        raise ValueError(f"the loss returned {_describe(result)}; expected a pair (sum, count), not a mean")
     loss, count = result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise ValueError(f"the sum that the loss returned is {_described(loss)}; expected a tensor of one element")
+        raise ValueError(f"the sum that the loss returned is {_describe(loss)}; expected a tensor of one element")
     if _is_number(count):
         count = torch.tensor(float(count), dtype=torch.float64)
     if not isinstance(count, Tensor) or count.numel() != 1 or count.dtype == torch.bool:
-        raise ValueError(
-            f"the count that the loss returned is {_described(count)}; expected one number of targets"
-        )
+        raise ValueError(f"the count that the loss returned is {_describe(count)}; expected one number of targets")
     return loss.reshape(()), count.detach().reshape(())
 
 
@@ -239,19 +236,19 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
     return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"a {type(value).__name__}"
 
 
-def _trouble(step: Step) -> str:
+def _skip_reason(step: Step) -> str:
     """Why the step was skipped."""
     return "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """The batch on the device: tensors, what has a `to`, and those in tuples, lists, mappings and dataclasses."""
+def _to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on the device: tensors, objects with a `to`, and tuples, lists, mappings, dataclasses of them."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, type):
@@ -259,24 +256,24 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, (tuple, list)):
-        items = [_moved(b, device) for b in batch]
+        items = [_to_device(b, device) for b in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, MutableMapping):
-        moved = copy(batch)
+        mapping = copy(batch)
         for key in batch:
-            moved[key] = _moved(batch[key], device)
-        return moved
+            mapping[key] = _to_device(batch[key], device)
+        return mapping
     if is_dataclass(batch):
-        example = copy(batch)
+        record = copy(batch)
         for field in fields(batch):
-            object.__setattr__(example, field.name, _moved(getattr(batch, field.name), device))
-        return example
+            object.__setattr__(record, field.name, _to_device(getattr(batch, field.name), device))
+        return record
     return batch
 
 
 @contextmanager
-def _keyed(device: torch.device, key: tuple[int, int, int]) -> Iterator[None]:
-    """Random numbers from (seed, step, micro-batch) inside, and the generators as they were afterwards."""
+def _seeded(device: torch.device, key: tuple[int, int, int]) -> Iterator[None]:
+    """Seed the generators with (seed, step, micro-batch) inside, and restore them afterwards."""
     seed, step, micro = key
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):

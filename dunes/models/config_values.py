@@ -1,25 +1,25 @@
-"""Reading other people's config.json: a refusal of what would be silently wrong, and of what makes no sense."""
+"""Validated values of a config.json: what is unsupported or out of range is refused."""
 
 from collections.abc import Mapping
 from typing import Any
 
-LARGEST = 1 << 24
-"""No size of a model is larger: whatever says so is broken, or wants our memory."""
+MAX_SIZE = 1 << 24
+"""No size of a model is larger; a file that claims so is broken or malicious."""
 
 
-def hf_config(hf: dict[str, Any], refused: dict[str, Any]) -> dict[str, Any]:
-    """The config again, after a check that each key in `refused`, if present, has the one value we build.
+def check_supported(hf: dict[str, Any], required: dict[str, Any]) -> dict[str, Any]:
+    """Return the config after checking that each key in `required`, if present, has that value.
 
-    Raises ValueError that names the key, what was found and what is supported.
+    Raises ValueError that names the key, its value and the supported one.
     """
-    for key, supported in refused.items():
+    for key, supported in required.items():
         if hf.get(key, supported) != supported:
             raise ValueError(f"config.json: {key} is {_short(hf[key])}, and only {supported!r} is supported")
     return hf
 
 
-def size(hf: Mapping[str, Any], key: str, default: int | None = None, largest: int = LARGEST) -> int:
-    """A whole number from 1 on; `default` where it is null or absent. Raises ValueError, or KeyError if absent."""
+def size(hf: Mapping[str, Any], key: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
+    """A whole number of at least 1; `default` if null or absent. Raises ValueError, KeyError if required."""
     value = hf[key] if default is None else hf.get(key)
     if value is None and default is not None:
         return default
@@ -48,20 +48,20 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     return value
 
 
-def divided(hf: Mapping[str, Any], whole: str, parts: str) -> int:
-    """`whole` over `parts`, both sizes. Raises ValueError unless it comes out even."""
+def quotient(hf: Mapping[str, Any], whole: str, parts: str) -> int:
+    """`whole` / `parts`, both sizes. Raises ValueError unless it is whole."""
     a, b = size(hf, whole), size(hf, parts)
     if a % b:
-        raise ValueError(f"config.json: {whole} is {a}, which {parts}, {b}, does not divide")
+        raise ValueError(f"config.json: {whole} is {a}, which is not divisible by {parts}, {b}")
     return a // b
 
 
-def no_windows(hf: dict[str, Any]) -> None:
-    """Raises ValueError if some layers have a window and others none, as Qwen's configs can say."""
-    kinds, window = hf.get("layer_types"), hf.get("sliding_window", 4096)
-    if kinds is not None and (not isinstance(kinds, list) or any(k != "full_attention" for k in kinds)):
-        raise ValueError(f"config.json: layer_types is {_short(kinds)}, and only 'full_attention' is supported")
-    if kinds is None and flag(hf, "use_sliding_window") and window is not None:
+def refuse_mixed_windows(hf: dict[str, Any]) -> None:
+    """Raises ValueError if only some layers have a window, which Qwen's configs can express."""
+    types, window = hf.get("layer_types"), hf.get("sliding_window", 4096)
+    if types is not None and (not isinstance(types, list) or any(t != "full_attention" for t in types)):
+        raise ValueError(f"config.json: layer_types is {_short(types)}, and only 'full_attention' is supported")
+    if types is None and flag(hf, "use_sliding_window") and window is not None:
         first, depth = hf.get("max_window_layers", 0), size(hf, "num_hidden_layers")
         if type(first) is not int or first < depth:
             raise ValueError(
@@ -70,6 +70,6 @@ def no_windows(hf: dict[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    """On one line, whatever it is."""
+    """At most 60 characters of its repr, on one line."""
     text = repr(value)
     return text if len(text) < 60 else text[:57] + "..."

@@ -1,0 +1,32 @@
+"""The initial weights of a model that is trained from scratch."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dunes.parts import Decoder
+
+
+def initialise(model: Decoder, seed: int = 0) -> Decoder:
+    """Initialise the weights in place and return the model; the same seed (modulo 2^64) gives the same weights.
+
+    Matrices are normal with standard deviation 1/sqrt(inputs), embeddings 0.02, biases zero; the projections that
+    add to the residual stream (attention's `out`, each MLP's `down`) are zero, so that every block starts as the
+    identity. https://arxiv.org/abs/2203.03466
+    """
+    generator = torch.Generator().manual_seed(seed % 2**64)
+
+    def normal(weight: Tensor, std: float) -> None:
+        weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                normal(module.weight, 0.02)
+            elif isinstance(module, nn.Linear):
+                residual = name.endswith(("attn.out", ".down"))
+                normal(module.weight, 0.0 if residual else 1 / math.sqrt(module.in_features))
+                if module.bias is not None:
+                    module.bias.zero_()
+    return model
