@@ -15,7 +15,7 @@ from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import checked
+from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.opening import about
 from dunes.cli import augment, verbs
 from dunes.runs.chat import speaker
@@ -283,7 +283,7 @@ def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monke
 def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     folder, _ = made
     with pytest.raises(ValueError, match="merge it first: dunes augment merge"):
-        convert(checked(folder), tmp_path / "out")
+        convert(open_verified_source(folder), tmp_path / "out")
     assert checkpoint.described(folder)[0] == "llama"
     assert checkpoint.described(folder)[2]["template"] == "chatml"
     assert not (tmp_path / "out").exists()
@@ -392,7 +392,7 @@ def test_a_base_in_another_form_is_known(form, tmp_path):
     adapter_in(tmp_path / "a", ours, tmp_path / "base")
     out = tmp_path / "out"
     if form in ROUNDED:
-        convert(checked(tmp_path / "base"), out, dtype=ROUNDED[form])
+        convert(open_verified_source(tmp_path / "base"), out, dtype=ROUNDED[form])
     else:
         rewritten(tmp_path / "base", out, form)
     model = checkpoint.load(out).model

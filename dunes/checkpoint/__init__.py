@@ -2,14 +2,14 @@
 
 from dunes.checkpoint.adapter import load_adapter, save_adapter
 from dunes.checkpoint.base import identity
-from dunes.checkpoint.folder import Loaded, save
+from dunes.checkpoint.folder import LoadedModel, save
 from dunes.checkpoint.hub import local
 from dunes.checkpoint.opening import described, load, load_with_tokenizer
 from dunes.checkpoint.say import said
 from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
 
 __all__ = [
-    "Loaded",
+    "LoadedModel",
     "Snapshot",
     "described",
     "identity",

@@ -17,7 +17,7 @@ import torch
 from dunes import checkpoint
 from dunes.augment import adapter_active
 from dunes.checkpoint import card as cards
-from dunes.checkpoint.folder import Loaded
+from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.opening import adapts, base_of, put_on
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
@@ -174,7 +174,7 @@ def _alike(folders: Sequence[Path]) -> None:
             )
 
 
-def _first(folder: Path, loaded: Loaded) -> dict[str, ChatModel]:
+def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The voices of a folder: of a model its own, of an adapter that and the base's."""
     if not adapts(folder):
         return {NONE: _voice(folder, None, loaded)}
@@ -186,7 +186,7 @@ def _first(folder: Path, loaded: Loaded) -> dict[str, ChatModel]:
     return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
 
 
-def _voice(place: Path, adapter: str | None, loaded: Loaded) -> ChatModel:
+def _voice(place: Path, adapter: str | None, loaded: LoadedModel) -> ChatModel:
     assert loaded.tokenizer is not None, "where an adapter brings none it is the base's"
     return ChatModel(place, adapter, loaded.tokenizer, loaded.context_length, loaded.card)
 
