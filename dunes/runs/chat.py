@@ -31,6 +31,10 @@ ROOM = 4
 """An answer has at least this part of the context, if it may be so long: conversations are cut to leave it."""
 
 
+class NoTemplate(ValueError):
+    """A model without a chat template."""
+
+
 @dataclass(frozen=True, eq=False)
 class ChatModel:
     """What one adapter, or with None the base alone, is to be spoken to with; `place` is its folder."""
@@ -46,10 +50,8 @@ class ChatModel:
         """Raises ValueError, with the remedy, for a model that brings none."""
         found = of(self.tokenizer, self.card)
         if found is None:
-            raise ValueError(
-                f"{self.place}: no chat template, so it was not trained to answer; let it go on with a text: "
-                f'dunes generate {self.place} "..."'
-            )
+            remedy = f'use dunes generate {self.place} "..."'
+            raise NoTemplate(f"{self.place}: no chat template, so it was not trained to chat; {remedy}")
         return found
 
     @cached_property
@@ -246,7 +248,10 @@ class Chat:
         if word == "/new":
             self.talk = []
         elif word == "/adapter" and rest.strip():
-            self.speak_to(rest.strip())
+            try:
+                self.speak_to(rest.strip())
+            except NoTemplate as error:
+                self.note(str(error))
         elif word in ("/help", "/adapter"):
             here = self.name or next(iter(self.speaker.voices))
             names = ", ".join(f"{name} (now)" if name == here else name for name in self.speaker.voices)
