@@ -87,7 +87,7 @@ def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path)
         [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_dict=False
     )
     assert ids == prompt(template, TALK, loaded.tokenizer)
-    assert loaded.tokenizer.special("<|im_end|>") in loaded.tokenizer.stops
+    assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
 
 
 def test_the_base_is_found_where_both_were_moved_and_missed_with_a_remedy(made, tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
         assert report.verified.rounding > report.verified.largest_difference
         assert max(report.errors.values()) > 1e-5
     assert of(loaded.tokenizer, loaded.card) is named("chatml")
-    assert loaded.tokenizer.special("<|im_end|>") in loaded.tokenizer.stops
+    assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
     assert prompt(named("chatml"), TALK, loaded.tokenizer) == prompt(named("chatml"), TALK, TOKENS)
     card = json.loads((tmp_path / "out" / "dunes.json").read_text())
     assert card["changes"][-1]["name"] == "merge"

@@ -69,13 +69,13 @@ def test_special_ids_above_the_vocabulary_are_warned_of_and_never_met(tmp_path):
     ):
         ours = checkpoint.load(folder)
     assert ours.tokenizer is not None
-    assert ours.tokenizer.end == tokens.end
+    assert ours.tokenizer.eos == tokens.eos
     text = "".join(
         write(ours.model, ours.tokenizer, ours.context_length, "ab", 8, lambda logits, seen: logits.argmax(-1))
     )
     assert isinstance(text, str)
     checkpoint.save(ours.model, tmp_path / "again", ours.tokenizer, ours.context_length)
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == tokens.end
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == tokens.eos
     with pytest.warns(UserWarning, match="special ids are up to 50256"):  # its generation_config.json is kept
         assert checkpoint.load(tmp_path / "again").tokenizer is not None
 

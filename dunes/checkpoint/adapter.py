@@ -293,7 +293,7 @@ class Words:
     @classmethod
     def read(cls, path: Path) -> "Words":
         """Raises ValueError for what is no LoRA, or changes the base in a way that is not read here."""
-        return cls.told(path, json_file.read(path, json_file.CONFIG))
+        return cls.told(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
 
     @classmethod
     def told(cls, path: Path, config: Mapping[str, Any]) -> "Words":

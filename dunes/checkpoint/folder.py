@@ -206,7 +206,7 @@ def write_tokenizer(
 
 def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
     """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
-    names = tokenizer.named
+    names = tokenizer.special_tokens_map
     ids = special_ids(tokenizer)
     made = {
         "generation_config.json": {k: v for k, v in ids.items() if v is not None},
@@ -218,13 +218,13 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
         },
         "special_tokens_map.json": names,
     }
-    return {name: content for name, content in made.items() if name not in tokenizer.beside}
+    return {name: content for name, content in made.items() if name not in tokenizer.extra_files}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """What config.json says of special tokens."""
-    names = tokenizer.named
-    return {f"{n}_token_id": tokenizer.special(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
+    names = tokenizer.special_tokens_map
+    return {f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
@@ -295,7 +295,7 @@ def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | No
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer in a folder; None, with a warning, where there is none."""
-    if Tokenizer.file(folder) is not None:
+    if Tokenizer.find_file(folder) is not None:
         return Tokenizer.load(folder)
     warnings.warn(f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; tokenizer is None", stacklevel=2)
     return None
@@ -371,7 +371,7 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
     """
     rows, special = source.config.vocab, _special(source)
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
-    marked = () if tokenizer is None else tokenizer.marked
+    marked = () if tokenizer is None else tokenizer.configured_ids
     largest = max([*marked, *(i for ids in special.values() for i in ids)], default=0)
     if ids > rows or padding >= rows:
         said = ", ".join(f"{k} {v}" for k, v in special.items())

@@ -95,7 +95,7 @@ def _header(mapped: MappedFile) -> tuple[int, dict[str, Any]]:
         text = file.read(length)
     if text.count(b"{") > TENSORS + 2:
         raise ValueError(f"the header has {text.count(b'{')} '{{'; at most {TENSORS} tensors are read")
-    header = json_file.parsed(
+    header = json_file.parse(
         text, mapped.path
     )  # first, since it bounds the memory that the library's parser takes
     with safe_open(mapped.path, "np"):  # raises; torch's mapping would reserve memory for all of the file

@@ -45,7 +45,7 @@ def judge(source: Source) -> Verdict:
     except ValueError as error:
         reasons.append(str(error))
     try:
-        tokenizer = None if Tokenizer.file(source.folder) is None else Tokenizer.load(source.folder)
+        tokenizer = None if Tokenizer.find_file(source.folder) is None else Tokenizer.load(source.folder)
         check_vocabulary(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))
@@ -78,7 +78,11 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
 def _ids(source: Source, tokenizer: Tokenizer | None) -> str:
     if tokenizer is not None:
         return f"{tokenizer.vocab:,} ids"
-    return "none that opens" if Tokenizer.file(source.folder) else "none, so text can be neither read nor written"
+    return (
+        "none that opens"
+        if Tokenizer.find_file(source.folder)
+        else "none, so text can be neither read nor written"
+    )
 
 
 def _counted(differences: list[Any]) -> str:

@@ -142,12 +142,14 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Sourc
 
 
 def _adapter(folder: Path) -> str:
-    base = header.quote(json_file.read(folder / ADAPTER, json_file.CONFIG).get("base_model_name_or_path"))
+    base = header.quote(
+        json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES).get("base_model_name_or_path")
+    )
     return f"{folder}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {folder} OUT"
 
 
 def _hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
-    words = json_file.read(folder / CONFIG, json_file.CONFIG)
+    words = json_file.read(folder / CONFIG, json_file.MAX_CONFIG_BYTES)
     if (quantized := words.get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ValueError(
@@ -177,7 +179,7 @@ def _renamed(files: dict[str, LazyTensor], renames: Mapping[str, str], folder: P
 
 
 def _native(folder: Path) -> Source:
-    said = json_file.read(folder / native.PARAMS, json_file.CONFIG)
+    said = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
     shards = _consolidated(folder)
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s["tok_embeddings.weight"].shape for s in shards if "tok_embeddings.weight" in s]

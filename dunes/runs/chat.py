@@ -22,13 +22,17 @@ from dunes.checkpoint.opening import adapts, base_of, put_on
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.text import Stream, Tokenizer
+from dunes.text import DecodeStream, Tokenizer
 from dunes.text.templates import Talk, Template, Turn, of, prompt
 
 NONE = "none"
 """The name of the base without an adapter."""
 ROOM = 4
 """An answer has at least this part of the context, if it may be so long: conversations are cut to leave it."""
+
+
+class NoTemplate(ValueError):
+    """A model without a chat template."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +50,8 @@ class ChatModel:
         """Raises ValueError, with the remedy, for a model that brings none."""
         found = of(self.tokenizer, self.card)
         if found is None:
-            raise ValueError(
-                f"{self.place}: no chat template, so it was not trained to answer; let it go on with a text: "
-                f'dunes generate {self.place} "..."'
-            )
+            remedy = f'use dunes generate {self.place} "..."'
+            raise NoTemplate(f"{self.place}: no chat template, so it was not trained to chat; {remedy}")
         return found
 
     @cached_property
@@ -98,7 +100,7 @@ class ChatEngine:
         that the template has no form for, or that leaves no room.
         """
         voice = self.voice(name)
-        ids, stream = prompt(voice.template, talk, voice.tokenizer), Stream(voice.tokenizer)
+        ids, stream = prompt(voice.template, talk, voice.tokenizer), DecodeStream(voice.tokenizer)
         if len(ids) >= voice.context:
             raise ValueError(
                 f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
@@ -117,7 +119,7 @@ class ChatEngine:
                 token = next(found, None)
             if token is None:
                 return
-            if piece := stream.feed(token.id):
+            if piece := stream.step(token.id):
                 yield piece
 
     def cut(self, talk: Talk, tokens: int, name: str | None = None) -> Talk:
@@ -179,7 +181,7 @@ def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     base = base_of(folder)
     _, config, card = checkpoint.described(base)
     alone = replace(loaded, card=card, context_length=config.context_length)
-    if Tokenizer.file(base):
+    if Tokenizer.find_file(base):
         alone = replace(alone, tokenizer=Tokenizer.load(base))
     return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
 
@@ -246,7 +248,10 @@ class Chat:
         if word == "/new":
             self.talk = []
         elif word == "/adapter" and rest.strip():
-            self.speak_to(rest.strip())
+            try:
+                self.speak_to(rest.strip())
+            except NoTemplate as error:
+                self.note(str(error))
         elif word in ("/help", "/adapter"):
             here = self.name or next(iter(self.speaker.voices))
             names = ", ".join(f"{name} (now)" if name == here else name for name in self.speaker.voices)
