@@ -74,7 +74,7 @@ def qlora(folder, kind="nf4"):
     attach(ours, where="blocks.*.attn.*", rank=2)
     trained(ours)
     facts = {"changes": [note]}
-    checkpoint.save_adapter(ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context=32, facts=facts)
+    checkpoint.save_adapter(ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context_length=32, facts=facts)
     return ours
 
 
@@ -114,12 +114,12 @@ def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path,
 def test_a_merge_that_makes_another_model_leaves_nothing(tmp_path, monkeypatch):
     _, ours = base_in(tmp_path / "base")
     adapter_in(tmp_path / "a", ours, tmp_path / "base")
-    right = Adapter.changed
+    right = Adapter.updated
 
     def wrong(self, base, dtype=torch.float64):
         return right(self, base, dtype) * 1.01
 
-    monkeypatch.setattr(Adapter, "changed", wrong)
+    monkeypatch.setattr(Adapter, "updated", wrong)
     with pytest.raises(ValueError, match=r"the result is another model: .*; nothing was written"):
         merge(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
