@@ -74,7 +74,9 @@ def qlora(folder, kind="nf4"):
     attach(ours, where="blocks.*.attn.*", rank=2)
     trained(ours)
     facts = {"changes": [note]}
-    checkpoint.save_adapter(ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context_length=32, facts=facts)
+    checkpoint.save_adapter(
+        ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context_length=32, facts=facts
+    )
     return ours
 
 
