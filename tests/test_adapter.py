@@ -215,10 +215,10 @@ def test_parts_of_fused_matrices_are_enough(tmp_path):
 def test_an_adapter_learnt_on_a_quantized_base_opens_on_the_dense_one(tmp_path):
     theirs, ours = pair("llama")
     dense = base_model(ours)
-    before = checkpoint.identity(dense)
+    before = checkpoint.base_identity(dense)
     quantize(ours, kind="nf4")
     attach(ours, rank=2)
-    checkpoint.save_adapter(trained(ours), tmp_path / "a", made_for=before | checkpoint.identity(ours))
+    checkpoint.save_adapter(trained(ours), tmp_path / "a", made_for=before | checkpoint.base_identity(ours))
     checkpoint.load_adapter(dense, tmp_path / "a")
     assert difference(dense(IDS), their_logits(theirs, tmp_path / "a")) <= LIMIT * 10
     detach(dense)
@@ -467,7 +467,7 @@ def test_a_base_that_was_quantized_by_hand_is_refused(saved):
         checkpoint.load_adapter(quantized, folder)
     checkpoint.load_adapter(ours, folder)
     quantize(ours)
-    assert checkpoint.identity(ours)["kind"] == "NF4, torch.float32"
+    assert checkpoint.base_identity(ours)["kind"] == "NF4, torch.float32"
 
 
 def test_digests_are_those_of_whole_tensors_rounded_as_torch_rounds():

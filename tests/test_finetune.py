@@ -207,7 +207,7 @@ def test_a_finetune_knows_its_base_rounded_and_refuses_another(method, tokenizer
     finetuned(asked(base, examples, steps=1, method=method, dtype="bfloat16"), tmp_path / "run")
     model = checkpoint.load(base).model
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
-    assert card["base"]["digests"] == checkpoint.identity(model)["digests"]
+    assert card["base"]["digests"] == checkpoint.base_identity(model)["digests"]
     assert card["base"]["kind"] == {"lora": "torch.float32", "qlora": "NF4, torch.float32"}[method]
     said = checkpoint.load(tmp_path / "run").model(torch.arange(60)[None])
     checkpoint.save(model.bfloat16(), base, tokenizer, 128)
@@ -388,7 +388,7 @@ def test_only_what_was_named_learns(base, examples, tmp_path):
 def test_full_finetuning_of_bfloat16_is_done_in_float32_and_kept_in_bfloat16(tokenizer, examples, tmp_path):
     half = base_in(tmp_path / "half", tokenizer, dtype=torch.bfloat16)
     finetuned(asked(half, examples, method="full", lr=1e-5), tmp_path / "run")
-    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert {t.dtype for t in state["weights"].values()} == {torch.float32}
     before = checkpoint.load(half).model.state_dict()
     moved = [not torch.equal(state["weights"][k], v.float()) for k, v in before.items()]
@@ -644,7 +644,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
 
 def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     finetuned(asked(base, examples, method="pissa"), tmp_path / "run")
-    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
     model = checkpoint.load(base).model

@@ -21,8 +21,8 @@ from dunes.checkpoint import card as cards
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.header import shown
+from dunes.checkpoint.hf_config_of import HfConfig, hf_config_of
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.say import Said, said
 from dunes.checkpoint.source import CONFIG, Source, indexed, opened, tensors
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -74,8 +74,8 @@ def save(
     save or load. Raises ValueError for a model that no family describes without the `build` that gives it, and for
     what `load` would not take: a tokenizer with more ids than the embedding has rows, a context of nothing.
     """
-    words, folder = said(model, context_length), Path(folder)
-    if isinstance(words, Said):
+    words, folder = hf_config_of(model, context_length), Path(folder)
+    if isinstance(words, HfConfig):
         known, settings, weights = _in_their_terms(model, words)
         _fits(tokenizer, words.config.vocab)
     elif build is not None:
@@ -115,7 +115,9 @@ def _fits(tokenizer: Tokenizer | None, rows: int) -> None:
         )
 
 
-def _in_their_terms(model: nn.Module, words: Said) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
+def _in_their_terms(
+    model: nn.Module, words: HfConfig
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """What the card and config.json say of a model of a family, and its tensors by Hugging Face's names."""
     family, state = FAMILIES[words.family], in_memory(model.state_dict())
     moves, unknown = to_theirs(family.NAMES, state)

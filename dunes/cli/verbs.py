@@ -114,7 +114,7 @@ def generate(
     from dunes.runs.write import write
 
     sample, tokens = sampling.sampler(), sampling.tokens
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(prompt, end="", flush=True)
     count = 0
@@ -195,7 +195,7 @@ def complete(
     from dunes.text.lines import decode_text
 
     prefix = text_before(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
 
@@ -239,7 +239,7 @@ def evaluate(
     from dunes.runs.score import score_folder
 
     how = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
-    score, files = score_folder(checkpoint.local(model).folder, sources, any_base, **how)
+    score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **how)
     print(
         f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats a token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
@@ -253,7 +253,7 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
 
     if sources:
         raise ValueError(f"{sources[0]}: tasks bring their own text; leave out the sources, or --tasks")
-    results = run_tasks(checkpoint.local(model).folder, names, Display(), **options)
+    results = run_tasks(checkpoint.locate_model(model).folder, names, Display(), **options)
     print("\n".join(table(results)))
     print(f"full results: {options['out'] or '--out FILE.json keeps them'}")
 
@@ -272,12 +272,12 @@ def inspect(model: Model, values: bool = False) -> int:
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
     from dunes.checkpoint.folder import settled
-    from dunes.checkpoint.opening import about, adapts
+    from dunes.checkpoint.loading import describe_adapter, is_adapter
     from dunes.checkpoint.source import opened
 
-    folder = checkpoint.local(model, verify=True).folder
-    if adapts(folder):
-        lines, reason = about(folder, values)
+    folder = checkpoint.locate_model(model, verify=True).folder
+    if is_adapter(folder):
+        lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = opened(settled(folder))
@@ -348,7 +348,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.runs.progress import Display
     from dunes.units import format_seconds
 
-    found = checkpoint.local(model, verify=True)
+    found = checkpoint.locate_model(model, verify=True)
     source = checked(found.folder, None if names is None else table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:

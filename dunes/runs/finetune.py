@@ -72,12 +72,12 @@ def _changed(model: Decoder, plan: FinetuneConfig) -> tuple[Decoder, list[dict[s
     """The model as it trains, the notes of what was changed, and the identity of its base."""
     if METHODS[plan.method].adapter is None:
         model, notes = altered(model, plan)
-        return model, notes, checkpoint.identity(model)
-    base = checkpoint.identity(model)
+        return model, notes, checkpoint.base_identity(model)
+    base = checkpoint.base_identity(model)
     model, notes = altered(model, plan)
     joined_factors(model)
     if any(note["name"] == "quantize" for note in notes):
-        base |= checkpoint.identity(model)
+        base |= checkpoint.base_identity(model)
     return model, notes, base
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
-from dunes.checkpoint.opening import adapts
+from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import Example, Record, split, tokenized
 from dunes.data.packing import Batch, Batches, collated
@@ -62,7 +62,7 @@ class FinetuneData:
     @classmethod
     def read(cls, plan: FinetuneConfig, show: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
-        if adapts(folder := checkpoint.local(plan.model).folder):
+        if is_adapter(folder := checkpoint.locate_model(plan.model).folder):
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
         files, lines = read_dataset(plan.data, plan.text_field, plan.follow_links)
         others, more = (
@@ -225,7 +225,7 @@ def _rows(plan: FinetuneConfig) -> Batch:
 
 def _shaped(lesson: FinetuneData) -> Decoder:
     """The model that trains, without its numbers."""
-    words = checkpoint.said(lesson.base.model, lesson.base.context_length)
+    words = checkpoint.hf_config_of(lesson.base.model, lesson.base.context_length)
     assert not isinstance(words, str), "it came from a folder that says so"
     stored = next(lesson.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[lesson.plan.method].adapter is None else stored

@@ -72,7 +72,7 @@ def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[
         with _occupied(show, how.dry_run), alone(folder):  # refused now, not after the text was read
             pass
     if how.dry_run and (earlier := begun(folder, type(plan))) is not None:
-        state = checkpoint.latest(folder, show.line)
+        state = checkpoint.latest_state(folder, show.line)
         newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
         end = plural(plan.steps, "step") if plan.steps else plural(plan.minutes, "minute")
         goes_on = f"; with --resume it goes on from there to its end after {end}" if how.resume else ""
