@@ -41,8 +41,8 @@ from dunes import measure
 side, folder = sys.argv[1:]
 if side == "dunes":
     from pathlib import Path
-    from dunes.checkpoint.folder import filled
-    from dunes.checkpoint.source import opened
+    from dunes.checkpoint.folder import load_decoder
+    from dunes.checkpoint.source import open_source
 else:
     from transformers import AutoModelForCausalLM
 ids = torch.arange(8)[None]
@@ -50,7 +50,7 @@ before = measure.resident()
 measure.forget_peak(torch.device("cpu"))
 start = time.perf_counter()
 if side == "dunes":
-    model = filled(opened(Path(folder))).eval()
+    model = load_decoder(open_source(Path(folder))).eval()
 else:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 there = time.perf_counter() - start
@@ -68,7 +68,7 @@ from dunes import measure
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.inspect import values
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.checkpoint.lazy_tensor import in_memory
 folder, scratch = map(Path, sys.argv[1:])
 cpu = torch.device("cpu")
@@ -82,7 +82,7 @@ def copied():
     shutil.copyfile(folder / "model.safetensors", scratch / "copy")
     atomic.sync(scratch / "copy")
 
-source = opened(folder)
+source = open_source(folder)
 size = sum(w.nbytes for w in source.files.values())
 found = {"copy": timed(copied)}
 (scratch / "copy").unlink()

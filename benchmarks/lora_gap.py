@@ -27,7 +27,7 @@ import tyro
 
 from dunes import augment, checkpoint, measure, tree
 from dunes.bench import plot
-from dunes.checkpoint import Loaded
+from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
 from dunes.parts import Decoder
 from dunes.runs import score
@@ -99,7 +99,7 @@ def prepared(run: Run, model: Decoder) -> None:
         p.requires_grad_(tree.matches(chosen, name))
 
 
-def batches(sweep: Sweep, loaded: Loaded) -> tuple[Batches, Batches]:
+def batches(sweep: Sweep, loaded: LoadedModel) -> tuple[Batches, Batches]:
     """To learn from, and held out."""
     sides = examples.split(examples.read(sweep.data).rows)
     rows = (sides[0][sweep.skip :][: sweep.examples or None], sides[1])
@@ -123,7 +123,7 @@ def held_out(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
     return float(sums[0] / sums[1])
 
 
-def own_text(loaded: Loaded, dtype: torch.dtype) -> float:
+def own_text(loaded: LoadedModel, dtype: torch.dtype) -> float:
     """Bits a byte of what the base's training held out, in windows spread over it."""
     width, ids = widths(loaded.tokenizer.pieces()), score.held_out(loaded.tokenizer, loaded.card)[0]
     return evaluate(loaded.model, ids, width, loaded.context_length, dtype, OWN).bits_per_byte

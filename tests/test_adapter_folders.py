@@ -15,7 +15,7 @@ from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import checked
+from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.loading import describe_adapter
 from dunes.cli import augment, verbs
 from dunes.runs.chat import speaker
@@ -44,7 +44,7 @@ def adapter_in(folder, ours, base, **options):
     tokenizer = carried(named("chatml"), TOKENS)
     facts = {"template": "chatml"}
     checkpoint.save_adapter(
-        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context=24, facts=facts
+        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context_length=24, facts=facts
     )
     return ours(IDS)
 
@@ -114,7 +114,7 @@ def test_a_name_on_the_hub_goes_to_the_hub(made, monkeypatch):
     del card["base"]["folder"], card["files"]["adapter_config.json"]
     (folder / "dunes.json").write_text(json.dumps(card))
     words(base_model_name_or_path="org/name", revision="main")(folder)
-    monkeypatch.setattr("dunes.checkpoint.loading.local", local)
+    monkeypatch.setattr("dunes.checkpoint.loading.locate_model", local)
     with pytest.raises(ValueError, match="no way to the Hub; or name it"):
         checkpoint.load(folder)
     assert asked == [("org/name", "main")]
@@ -283,7 +283,7 @@ def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monke
 def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     folder, _ = made
     with pytest.raises(ValueError, match="merge it first: dunes augment merge"):
-        convert(checked(folder), tmp_path / "out")
+        convert(open_verified_source(folder), tmp_path / "out")
     assert checkpoint.describe(folder)[0] == "llama"
     assert checkpoint.describe(folder)[2]["template"] == "chatml"
     assert not (tmp_path / "out").exists()
@@ -392,7 +392,7 @@ def test_a_base_in_another_form_is_known(form, tmp_path):
     adapter_in(tmp_path / "a", ours, tmp_path / "base")
     out = tmp_path / "out"
     if form in ROUNDED:
-        convert(checked(tmp_path / "base"), out, dtype=ROUNDED[form])
+        convert(open_verified_source(tmp_path / "base"), out, dtype=ROUNDED[form])
     else:
         rewritten(tmp_path / "base", out, form)
     model = checkpoint.load(out).model

@@ -207,7 +207,7 @@ def test_forgetting_the_peak_lets_the_next_one_be_seen():
 
 @pytest.mark.slow
 def test_the_command_says_who_holds_what_and_what_if():
-    shape = ["--size", "300k", "--context", "64", "--batch", "2", "8"]
+    shape = ["--size", "300k", "--context-length", "64", "--batch", "2", "8"]
     line = [sys.executable, "-m", "dunes", "bench", "memory", *shape, "--checkpointing", "--check", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ from dunes.bench.race import Lap, Work, race
 from dunes.bench.subject import Setting, of_folder, of_shape
 from dunes.bench.timed import kind, of_work
 from dunes.cli import bench as cli
+from dunes.cli.main import run as run_command
 from dunes.ops import attention
 from dunes.parts import Decoder
 from dunes.runs import timings
@@ -130,7 +131,7 @@ def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
 
 @pytest.mark.parametrize("name", sorted(benchmarks.BENCHMARKS))
 def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model_folder, tmp_path):
-    reads = {"batch": "batches", "context": "contexts", "dtype": "dtypes"}
+    reads = {"batch": "batches", "context-length": "contexts", "dtype": "dtypes"}
     idle = {fields: [] for option, fields in reads.items() if option not in benchmarks.BENCHMARKS[name].reads}
     kept = measured(name, tmp_path / "out.jsonl", models=[model_folder], sizes=[], **idle)
     assert rows.read(tmp_path / "out.jsonl") == kept
@@ -210,7 +211,7 @@ def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypa
         ("complete", {"batches": []}, "a shape has no tokenizer"),
         ("complete", {}, "--batch means nothing to complete; leave it out"),
         ("tokenize", {"batches": [], "contexts": [], "dtypes": []}, "a shape has no tokenizer"),
-        ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context means nothing to load"),
+        ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context-length means nothing to load"),
         ("train", {"models": [Path("nowhere")]}, "nowhere is not a model folder"),
     ],
 )
@@ -220,7 +221,7 @@ def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):
 
 
 def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"was made for 32 tokens; --context 64 is more"):
+    with pytest.raises(ValueError, match=r"was made for 32 tokens; --context-length 64 is more"):
         measured("prefill", tmp_path / "o.jsonl", models=[model_folder], sizes=[], contexts=[64])
 
 
@@ -454,20 +455,18 @@ def test_losses_of_several_runs(model_folder, tmp_path):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(capsys):
     """Runs `dunes bench` with these arguments in this process, and returns what it printed."""
-    monkeypatch.setattr(measure, "keep_memory", lambda: None)
-    monkeypatch.setattr(measure, "quick_small_numbers", lambda: None)
 
     def run(*arguments: object) -> str:
-        assert cli.run(list(map(str, arguments))) == 0
+        assert run_command("dunes bench", cli.ABOUT, cli.commands(), list(map(str, arguments))) == 0
         return capsys.readouterr().out
 
     return run
 
 
 def test_a_table_or_one_json_document_is_printed(command, tmp_path):
-    shape = ("--size", "300k", "600k", "--context", 32, "--batch", 2, "--dtype", "float32", "--threads", 1)
+    shape = ("--size", "300k", "600k", "--context-length", 32, "--batch", 2, "--dtype", "float32", "--threads", 1)
     printed = command("prefill", *shape, "--rounds", 2, "--out", tmp_path / "a.jsonl")
     assert "middle half" in printed.splitlines()[1]
     assert "{" not in printed
@@ -495,7 +494,7 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
         "prefill",
         "--size",
         "300k",
-        "--context",
+        "--context-length",
         "32",
         "--rounds",
         "10000",

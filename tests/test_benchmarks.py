@@ -84,7 +84,7 @@ def test_what_a_save_costs_is_said():
 def finetuning_in(folder, code):
     """A file for results, a base, and examples."""
     base, data = folder / "base", folder / "data.jsonl"
-    size = ("--size", "300k", "--context", "64", "--batch", "4", "--steps", "3")
+    size = ("--size", "300k", "--context-length", "64", "--batch", "4", "--steps", "3")
     command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(base), *size]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     data.write_text("".join(f'{{"prompt": "{i} and 1?", "completion": "{i + 1}"}}\n' for i in range(300)))
@@ -201,7 +201,7 @@ def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monk
     figures = importlib.import_module("figures")
     for name, path in (("KEPT", "kept"), ("PICTURES", "pictures"), ("TABLE", "figures.md")):
         monkeypatch.setattr(figures, name, tmp_path / path)
-    shape = ("--size", "300k", "600k", "--context", "32", "--batch", "2", "--threads", "1", "--rounds", "2")
+    shape = ("--size", "300k", "600k", "--context-length", "32", "--batch", "2", "--threads", "1", "--rounds", "2")
     monkeypatch.setattr(figures, "steps", lambda *paths: {"train": figures.swept("train", *shape)})
     figures.main()
     table = (tmp_path / "figures.md").read_text()

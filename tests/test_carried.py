@@ -7,7 +7,7 @@ import pytest
 
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import checked
+from dunes.checkpoint.folder import open_verified_source
 from dunes.models import FAMILIES
 from dunes.text import SPECIAL, Tokenizer
 from dunes.text.templates import TEMPLATES, Own, Turn, carried, encoded, named, of, prompt
@@ -49,7 +49,7 @@ def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, re
     assert tokenizer.stops >= stops
     facts = {} if case == "own" else {"template": case}
     checkpoint.save(model, tmp_path / "m", tokenizer, 512, facts)
-    convert(checked(tmp_path / "m"), tmp_path / "again")
+    convert(open_verified_source(tmp_path / "m"), tmp_path / "again")
     talk = tuple(Turn(m["role"], m["content"]) for m in messages)
     for folder in (tmp_path / "m", tmp_path / "again"):
         loaded = checkpoint.load(folder)

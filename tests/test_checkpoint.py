@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
 from dunes.checkpoint import card, inspect, state, stream
-from dunes.checkpoint.folder import verified
+from dunes.checkpoint.folder import verified_card
 from dunes.checkpoint.lazy_tensor import in_memory
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES, llama
 from dunes.models.initialise import initialise
 from dunes.parts import MLP, RMSNorm
@@ -142,7 +142,7 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
 def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
     from dunes.checkpoint import folder as folders
 
-    filled, other, calls = folders.filled, initialise(build(), seed=9), []
+    filled, other, calls = folders.load_decoder, initialise(build(), seed=9), []
 
     def saved_meanwhile(source):
         calls.append(source)
@@ -151,12 +151,12 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
             raise ValueError("model.safetensors: changed while it was being read")
         return filled(source)
 
-    monkeypatch.setattr(folders, "filled", saved_meanwhile)
+    monkeypatch.setattr(folders, "load_decoder", saved_meanwhile)
     assert torch.equal(checkpoint.load(folder).model.embed.token.weight, other.embed.token.weight)
     assert len(calls) == 2
     flip(folder / "tokenizer.json")
     looks = []
-    monkeypatch.setattr(folders, "checked", lambda f: looks.append(f) or refused())
+    monkeypatch.setattr(folders, "open_verified_source", lambda f: looks.append(f) or refused())
     with pytest.raises(ValueError, match="nothing has changed"):
         checkpoint.load(folder)
     assert len(looks) == 1
@@ -204,11 +204,11 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
         checkpoint.load(folder)
-    assert verified(folder, most=before.st_size), "too large to hash at each load"
-    assert "another SHA-256" in inspect.judged(opened(folder)).reasons[0]
+    assert verified_card(folder, most=before.st_size), "too large to hash at each load"
+    assert "another SHA-256" in inspect.judged(open_source(folder)).reasons[0]
     limits = []
     monkeypatch.setattr(card, "check", lambda folder, card, most: limits.append(most))
-    inspect.judged(opened(folder))
+    inspect.judged(open_source(folder))
     assert limits == [math.inf]
     (folder / "dunes.json").unlink()
     checkpoint.load(folder)

@@ -20,7 +20,7 @@ from dunes.checkpoint import convert as conversion
 from dunes.checkpoint.convert import convert, table
 from dunes.checkpoint.inspect import values
 from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory, renamed
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import logits
 from dunes.cli.main import main
 from dunes.models import FAMILIES
@@ -99,9 +99,9 @@ def digests(folder):
 def test_native_files_give_the_same_bits_and_logits(kind, dtype, tmp_path):
     hf = type(theirs(kind, tmp_path / "hf", dtype)).from_pretrained(tmp_path / "hf").eval()
     write_native(tmp_path / "hf", tmp_path / "native")
-    back = convert(opened(tmp_path / "native"), tmp_path / "back")
+    back = convert(open_source(tmp_path / "native"), tmp_path / "back")
     print(f"{kind}: {back}")
-    assert opened(tmp_path / "native").form == "native"
+    assert open_source(tmp_path / "native").form == "native"
     assert back.relative <= 1e-5, "adjacent pairs and halves are one model"
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     again = type(hf).from_pretrained(tmp_path / "back").eval()
@@ -141,11 +141,11 @@ def test_shards_of_several_machines_are_one_model(words_in, tmp_path):
     for i, part in enumerate(shards(weights | {"rope.freqs": torch.ones(4)}, 2, words_in)):
         torch.save(part, meta / f"consolidated.{i:02d}.pth")
     (meta / "params.json").write_text(json.dumps(params | {"vocab_size": -1}))
-    convert(opened(meta), tmp_path / "back")
+    convert(open_source(meta), tmp_path / "back")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     (meta / "consolidated.00.pth").rename(meta / "consolidated.02.pth")
     with pytest.raises(ValueError, match=r"one file is missing or twice there, found consolidated\.01\.pth"):
-        opened(meta)
+        open_source(meta)
 
 
 def test_the_first_mixtral_files_stacked_and_apart(tmp_path):
@@ -165,7 +165,7 @@ def test_the_first_mixtral_files_stacked_and_apart(tmp_path):
     torch.save(weights, torrent / "consolidated.00.pt")
     torch.save({k: v.clone() for k, v in stacked.items()}, torrent / "consolidated.01.pt")
     (torrent / "params.json").write_text((tmp_path / "native" / "params.json").read_text())
-    convert(opened(torrent), tmp_path / "back")
+    convert(open_source(torrent), tmp_path / "back")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
 
 
@@ -181,7 +181,7 @@ def test_a_wrong_permutation_does_not_pass(wrong, size, dtype, tmp_path, monkeyp
     broken = {"not permuted": lambda w, heads: w, "keys by the heads of queries": lambda w, heads: right(w, 2)}
     monkeypatch.setattr(native, "to_halves", broken[wrong])
     with pytest.raises(ValueError, match="the result is another model: logits of 32 tokens differ by"):
-        convert(opened(tmp_path / "native"), tmp_path / "back", dtype=dtype)
+        convert(open_source(tmp_path / "native"), tmp_path / "back", dtype=dtype)
     assert not (tmp_path / "back").exists()
 
 
@@ -195,7 +195,7 @@ def test_adjacent_pairs_become_halves():
 @pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6)])
 def test_another_dtype_is_measured_and_said(dtype, least, tmp_path):
     theirs("llama", tmp_path / "hf")
-    found = convert(opened(tmp_path / "hf"), tmp_path / "narrow", dtype=dtype)
+    found = convert(open_source(tmp_path / "hf"), tmp_path / "narrow", dtype=dtype)
     assert found.relative == 0.0
     assert least < found.rounding / found.size < 32 * torch.finfo(dtype).eps
     assert {w.dtype for w in bits(tmp_path / "narrow").values()} == {dtype}
@@ -211,19 +211,19 @@ def test_numbers_too_large_for_the_dtype_are_refused(tmp_path):
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ValueError, match=r"float16 cannot hold these weights"):
-        convert(opened(tmp_path / "hf"), tmp_path / "narrow", dtype=torch.float16)
+        convert(open_source(tmp_path / "hf"), tmp_path / "narrow", dtype=torch.float16)
     assert not (tmp_path / "narrow").exists()
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ValueError, match="its logits are not finite; look with"):
-        convert(opened(tmp_path / "hf"), tmp_path / "new" / "deep" / "same")
+        convert(open_source(tmp_path / "hf"), tmp_path / "new" / "deep" / "same")
     assert not (tmp_path / "new").exists()
 
 
 def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
     theirs("llama", tmp_path / "hf")
     before = digests(tmp_path / "hf")
-    source = opened(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
     for out in (tmp_path / "hf", tmp_path / "hf" / "inside", tmp_path):
         with pytest.raises(ValueError, match="must not lie in each other"):
             convert(source, out)
@@ -249,7 +249,7 @@ KILLED = """
     from pathlib import Path
     from dunes.checkpoint import atomic, stream
     from dunes.checkpoint.convert import convert
-    from dunes.checkpoint.source import opened
+    from dunes.checkpoint.source import open_source
 
     left = int(sys.argv[3])
 
@@ -264,7 +264,7 @@ KILLED = """
 
     stream._bytes, atomic.sync = counted(stream._bytes), counted(atomic.sync)
     os.replace, os.rename = counted(os.replace), counted(os.rename)
-    convert(opened(Path(sys.argv[1])), Path(sys.argv[2]))
+    convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
 """
 
@@ -272,7 +272,7 @@ KILLED = """
 def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
     theirs("llama", tmp_path / "hf")
     before = digests(tmp_path / "hf")
-    convert(opened(tmp_path / "hf"), tmp_path / "whole")
+    convert(open_source(tmp_path / "hf"), tmp_path / "whole")
     whole = digests(tmp_path / "whole")
 
     def killed(after, out):
@@ -286,10 +286,10 @@ def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
     for after in [0, 7, *range(20, steps)][::every]:
         assert killed(after, out).returncode == 9
         if not out.exists() or all(p.name.startswith(".") for p in out.iterdir()):
-            convert(opened(tmp_path / "hf"), out)
+            convert(open_source(tmp_path / "hf"), out)
         else:  # the kill came while the last names were given
             with pytest.raises(ValueError, match="is there already"):
-                convert(opened(tmp_path / "hf"), out)
+                convert(open_source(tmp_path / "hf"), out)
         assert digests(out) == whole, f"killed after {after} of {steps} steps"
         for path in out.iterdir():
             path.unlink()
@@ -308,25 +308,25 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stream, "_bytes", full)
     with pytest.raises(OSError, match=r"No space left.*model\.safetensors"):
-        convert(opened(tmp_path / "hf"), tmp_path / "out")
+        convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match="are needed and"):
-        convert(opened(tmp_path / "hf"), tmp_path / "out")
+        convert(open_source(tmp_path / "hf"), tmp_path / "out")
 
 
 def test_two_at_once_do_not_spoil_each_other(tmp_path):
     theirs("llama", tmp_path / "hf")
     with conversion.alone(tmp_path / "out"), pytest.raises(ValueError, match="another process is writing"):
-        convert(opened(tmp_path / "hf"), tmp_path / "out")
-    convert(opened(tmp_path / "hf"), tmp_path / "out")
+        convert(open_source(tmp_path / "hf"), tmp_path / "out")
+    convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
 
 
 def test_a_card_keeps_where_a_model_came_from(tmp_path):
     theirs("llama", tmp_path / "hf")
-    convert(opened(tmp_path / "hf"), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
-    first = folder.checked(tmp_path / "a")
+    convert(open_source(tmp_path / "hf"), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
+    first = folder.open_verified_source(tmp_path / "a")
     convert(replace(first, card=first.card | {"trained": {"steps": 3}, "changes": ["x"]}), tmp_path / "b")
     card = json.loads((tmp_path / "b" / "dunes.json").read_text())
     assert card["converted"]["before"]["repository"] == "org/name"
@@ -338,10 +338,10 @@ MEMORY = """
     from pathlib import Path
     from dunes import measure
     from dunes.checkpoint.convert import convert
-    from dunes.checkpoint.source import opened
+    from dunes.checkpoint.source import open_source
 
     cpu = torch.device("cpu")
-    source = opened(Path(sys.argv[1]))
+    source = open_source(Path(sys.argv[1]))
     before = measure.forget_peak(cpu)
     convert(source, Path(sys.argv[2]), dtype=getattr(torch, sys.argv[3]))
     print(measure.peak_memory(cpu) - before)
@@ -392,12 +392,12 @@ def test_every_family_through_here_bit_for_bit(form, tmp_path):
     (tmp_path / "hf").mkdir()
     stream.write(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(config)))
-    found = convert(opened(tmp_path / "hf"), tmp_path / "out")
+    found = convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert found.largest_difference == 0.0
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert (logits(opened(tmp_path / "out")) - model.eval()(ids)).abs().max() <= 1e-4
+        assert (logits(open_source(tmp_path / "out")) - model.eval()(ids)).abs().max() <= 1e-4
 
 
 def test_a_tied_model_in_native_files(tmp_path):
@@ -405,7 +405,7 @@ def test_a_tied_model_in_native_files(tmp_path):
     theirs("tied", tmp_path / "hf")
     write_native(tmp_path / "hf", tmp_path / "native")
     assert json.loads((tmp_path / "native" / "params.json").read_text())["tied_embeddings"]
-    convert(opened(tmp_path / "native"), tmp_path / "back")
+    convert(open_source(tmp_path / "native"), tmp_path / "back")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
 
 
@@ -420,7 +420,7 @@ def test_a_table_of_foreign_names(tmp_path):
     save_file(weights, foreign / "model.safetensors")
     (foreign / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
     with pytest.raises(ValueError, match=r"gpt\.h\.0\.\S+ \(\S+ is not a weight"):
-        convert(opened(foreign), tmp_path / "out")
+        convert(open_source(foreign), tmp_path / "out")
     names = {"gpt.h.{i}.query.weight": "model.layers.{i}.self_attn.q_proj.weight"}
     names |= {
         f"gpt.h.{{i}}.{part}.weight": f"model.layers.{{i}}.{part}.weight"
@@ -432,17 +432,17 @@ def test_a_table_of_foreign_names(tmp_path):
         )
     }
     (tmp_path / "names.json").write_text(json.dumps(names))
-    convert(opened(foreign, table(tmp_path / "names.json")), tmp_path / "out")
+    convert(open_source(foreign, table(tmp_path / "names.json")), tmp_path / "out")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     for broken, words in {'{"a": 1}': "'a' must stand for a name", '{"{i}": "{j}"}': "j"}.items():
         (tmp_path / "names.json").write_text(broken)
         with pytest.raises(ValueError, match=words):
             table(tmp_path / "names.json")
     with pytest.raises(ValueError, match=r"no tensor is called gpt\.h\.\{i\}\.key"):
-        opened(foreign, names | {"gpt.h.{i}.key": "x.{i}"})
+        open_source(foreign, names | {"gpt.h.{i}.key": "x.{i}"})
     (tmp_path / "names.json").write_text(json.dumps(dict.fromkeys(names, "one.name")))
     with pytest.raises(ValueError, match="two tensors are called"):
-        opened(foreign, table(tmp_path / "names.json"))
+        open_source(foreign, table(tmp_path / "names.json"))
 
 
 def test_more_than_a_file_holds_goes_into_several(tmp_path):
@@ -456,7 +456,7 @@ def test_more_than_a_file_holds_goes_into_several(tmp_path):
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "many").state_dict()
     assert same(weights, dict(again))
-    assert torch.equal(logits(opened(tmp_path / "many")), logits(opened(tmp_path / "hf")))
+    assert torch.equal(logits(open_source(tmp_path / "many")), logits(open_source(tmp_path / "hf")))
 
 
 def test_what_we_write_is_what_the_library_reads(tmp_path):
@@ -473,12 +473,12 @@ def test_a_model_with_a_smaller_file_than_before_is_the_new_one(tmp_path):
     ready = tmp_path / "hf" / folder.READY
     ready.mkdir()
     stream.write(ready, in_memory(bits(tmp_path / "hf")), shard=40_000)
-    folder.settle(tmp_path / "hf")
+    folder.finish_save(tmp_path / "hf")
     assert not (tmp_path / "hf" / "model.safetensors").exists()
     assert (tmp_path / "hf" / stream.INDEX).exists()
     ready.mkdir()
-    stream.write(ready, opened(tmp_path / "hf").files)
-    folder.settle(tmp_path / "hf")
+    stream.write(ready, open_source(tmp_path / "hf").files)
+    folder.finish_save(tmp_path / "hf")
     assert [p.name for p in (tmp_path / "hf").glob("model*")] == ["model.safetensors"]
 
 
@@ -617,6 +617,6 @@ def test_a_pickle_becomes_safetensors_bit_for_bit_and_shared_numbers_are_written
     old.mkdir()
     torch.save(state, old / "pytorch_model.bin")
     (old / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
-    convert(opened(old), tmp_path / "out")
+    convert(open_source(old), tmp_path / "out")
     assert same(bits(tmp_path / "out"), weights)
     assert "lm_head.weight" not in bits(tmp_path / "out")

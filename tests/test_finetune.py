@@ -230,7 +230,7 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     monkeypatch.chdir(tmp_path / "there")
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     (tmp_path / "here" / "rows.json").rename("moved.json")
-    again = {"again": True, "asked": ["data"], "override": ["data"]}
+    again = {"resume": True, "asked": ["data"], "override": ["data"]}
     assert finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
     (tmp_path / "there" / "moved.json").write_text(json.dumps(ROWS[1:]))
     with pytest.raises(ValueError, match="cannot go on: examples changed"):
@@ -427,6 +427,8 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
     assert domain["before"] != domain["after"]
     page = (folder / "samples.md").read_text()
+    assert finetune(FinetuneConfig(), folder, display()[0], resume=True) == 0
+    assert (folder / "samples.md").read_text() == page, "the table is written once"
     _, held = split(read(examples).rows)
     for record in held[:3]:
         assert f"| {record.talk[0].text} | {record.talk[1].text} |" in page
@@ -681,9 +683,6 @@ def test_the_verb(base, examples, tmp_path):
     config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert config["use_rslora"]
     assert config["r"] == 2
-    done = subprocess.run([*map(str, command), "--steps", "3"], **how)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"dunes: {tmp_path / 'run'}: holds a run already")
 
 
 def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, tmp_path):

@@ -167,7 +167,7 @@ def test_a_run_on_a_disk_that_was_full_keeps_all_other_metrics(code, tmp_path, m
     expected = [n for n in range(1, 13) if n != 4]
     assert [r["step"] for r in records(folder / "metrics.jsonl", list)] == expected
     show, out = display()
-    longer = {"again": True, "override": ["steps"]}
+    longer = {"resume": True, "override": ["steps"]}
     assert train(toy(code, steps=15), folder, show, **longer) == 0
     assert "metrics.jsonl, line 4: " in out.getvalue()
     assert [r["step"] for r in records(folder / "metrics.jsonl", pytest.fail) if "loss" in r] == [

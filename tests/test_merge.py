@@ -13,7 +13,7 @@ from dunes import checkpoint
 from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, Unmerged, held_logits
 from dunes.runs.merge import merge
 from dunes.text.templates import named, of, prompt
@@ -199,4 +199,4 @@ def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path):
     infinite = torch.full_like(plain, torch.inf)
     before = Unmerged(tmp_path, torch.float32, plain, infinite, infinite)
     with pytest.raises(ValueError, match="the result is another model"):
-        before.verify(opened(tmp_path / "base"))
+        before.verify(open_source(tmp_path / "base"))

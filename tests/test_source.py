@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from dunes import checkpoint, tree
 from dunes.checkpoint import folder as folders
 from dunes.checkpoint.differences import SHOWN, Difference, report
-from dunes.checkpoint.folder import filled
+from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import inspect
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.mapped import Mapped
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.cli import main as cli
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -102,7 +102,7 @@ def words(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def refusal(folder, read=opened):
+def refusal(folder, read=open_source):
     """What is said, after a look that it is one line and that no number was read for it."""
 
     def never(*_):
@@ -209,8 +209,8 @@ def test_what_is_wrong_is_listed_before_a_number_is_read(wrong, copy):
     assert said.startswith(f"{folder}: ")
     for pattern in patterns:
         assert re.search(pattern, said), said
-    lines = list(inspect(opened(folder)))
-    differences = opened(folder).compared[1]
+    lines = list(inspect(open_source(folder)))
+    differences = open_source(folder).compared[1]
     assert [line for line in lines if line.startswith("difference")] == [
         f"difference  {d}" for d in differences[:40]
     ]
@@ -229,7 +229,7 @@ def test_several_things_are_said_at_once(copy):
         tensors[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
 
     weights(folder, change)
-    assert [(d.kind, d.name.split(".")[-2]) for d in opened(folder).compared[1]] == [
+    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).compared[1]] == [
         ("shape", "up_proj"),
         ("dtype", "gate_proj"),
         ("missing", "norm"),
@@ -248,7 +248,7 @@ def test_many_differences_are_counted_and_each_kind_is_shown(copy):
     assert "lm_head.weight is (1,), not (97, 32)" in said
     assert "odd.0 (1,) is not a weight" in said
     assert said.endswith(f"and {121 - SHOWN} more, which `dunes inspect` lists")
-    lines = list(inspect(opened(folder)))
+    lines = list(inspect(open_source(folder)))
     assert sum(line.startswith("difference") for line in lines) == 40
     assert "            and 81 more" in lines
     assert lines[-1] == "loads       no: 1 of another shape, 20 missing, 100 unexpected"
@@ -277,7 +277,7 @@ def test_a_tied_model_may_bring_its_head_along_if_it_is_the_embedding(copy, orig
     checkpoint.load(folder)
     words(folder, tie_word_embeddings=True)
     weights(folder, put("lm_head.weight", torch.ones(5, 32)))
-    assert "is another matrix (5, 32)" in refusal(folder, lambda f: opened(f))
+    assert "is another matrix (5, 32)" in refusal(folder, lambda f: open_source(f))
 
 
 def test_an_untied_config_without_a_head_loads_once_it_says_tied(copy, originals):
@@ -431,15 +431,15 @@ def test_a_table_of_names_mends_a_rename(copy, originals):
     parts = ["input_layernorm", "post_attention_layernorm", *[f"self_attn.{p}_proj" for p in "qkvo"]]
     parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
     table = {f"net.stage{{i}}.{p}.weight": f"model.layers.{{i}}.{p}.weight" for p in parts}
-    source = opened(folder, table)
+    source = open_source(folder, table)
     with torch.no_grad():
-        assert (filled(source)(IDS) - originals["llama"][2]).abs().max() < 1e-5
+        assert (load_decoder(source)(IDS) - originals["llama"][2]).abs().max() < 1e-5
     for wrong, why in {
         "model.{j}": "two tensors are called model.{j}",
         "model.norm.weight": "two tensors are called",
     }.items():
         bad = {"net.stage{i}.input_layernorm.weight": wrong}
-        assert why in refusal(folder, lambda f, bad=bad: opened(f, bad))
+        assert why in refusal(folder, lambda f, bad=bad: open_source(f, bad))
 
 
 def sharded(originals, folder, kind="llama"):
@@ -471,8 +471,8 @@ def test_one_file_or_several_of_either_kind_are_one_model(kind, parts, form, ori
         binned(folder)
     assert not list(folder.glob("*.bin" if form == "safetensors" else "*.safetensors"))
     agrees(folder, originals[kind][2])
-    single = filled(opened(originals[kind][0])).state_dict()
-    found = filled(opened(folder)).state_dict()
+    single = load_decoder(open_source(originals[kind][0])).state_dict()
+    found = load_decoder(open_source(folder)).state_dict()
     assert found.keys() == single.keys()
     assert all(torch.equal(v, single[k]) for k, v in found.items())
 
@@ -639,17 +639,17 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
     script = """
         import sys
         from pathlib import Path
-        from dunes.checkpoint.source import opened
+        from dunes.checkpoint.source import open_source
         import dunes.models.meta
         opens = []
-        opened(Path(sys.argv[1])).weights()
+        open_source(Path(sys.argv[1])).weights()
         sys.addaudithook(lambda event, args: opens.append(str(args[0])) if event == "open" else None)
-        opened(Path(sys.argv[1])).weights()
+        open_source(Path(sys.argv[1])).weights()
         assert len(opens) > 3, "it sees those inside"
         for folder in sys.argv[2:]:
             opens.clear()
             try:
-                opened(Path(folder)).weights()
+                open_source(Path(folder)).weights()
             except ValueError:
                 for path in opens:
                     real = Path(path).resolve()
@@ -754,21 +754,21 @@ FILES = {
 READ = """
     import json, sys, time
     from pathlib import Path
-    from dunes.checkpoint.source import opened
+    from dunes.checkpoint.source import open_source
 
     def peak():
         # What getrusage says begins with the parent's peak.
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
 
     folder, name = Path(sys.argv[1]), sys.argv[2]
-    opened(folder).weights()
+    open_source(folder).weights()
     cases, base = sorted(Path(sys.argv[3]).iterdir()), peak()
     for case in cases:
         (folder / name).unlink()
         (folder / name).symlink_to(case)
         began = time.process_time()
         try:
-            opened(folder).weights()
+            open_source(folder).weights()
             said = None
         except ValueError as error:
             said = str(error)
@@ -828,7 +828,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
     assert numbers > 1e11
     with pytest.raises(ValueError, match=re.escape(said)):
-        next(line for line in inspect(opened(folder)) if line.startswith("parameters"))
+        next(line for line in inspect(open_source(folder)) if line.startswith("parameters"))
 
 
 def test_narrow_blocks_are_counted_too(made):
@@ -879,7 +879,7 @@ def test_no_params_json_costs_memory_or_time(made, tmp_path):
     hidden = tensors["layers.0.feed_forward.w1.weight"].shape[0]
     good = PARAMS | {"hidden_dim": hidden}
     (folder / "params.json").write_text(json.dumps(good))
-    opened(folder).weights()
+    open_source(folder).weights()
     sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
     changes = {f"{k} {str(v)[:9]}": {k: v} for k in sizes for v in NOT_SIZES}
     changes |= {f"norm_eps {str(v)[:9]}": {"norm_eps": v} for v in NOT_FRACTIONS if v is not None}
@@ -938,10 +938,10 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
         import sys, time
         from pathlib import Path
         from dunes.checkpoint.inspect import inspect
-        from dunes.checkpoint.source import opened
+        from dunes.checkpoint.source import open_source
         peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
         before, began = peak(), time.perf_counter()
-        lines = list(inspect(opened(Path(sys.argv[1]))))
+        lines = list(inspect(open_source(Path(sys.argv[1]))))
         print(peak() - before, time.perf_counter() - began)
         print("\\n".join(lines))
     """
@@ -978,7 +978,7 @@ def test_weights_are_brought_to_one_dtype(copy):
 
 
 def test_nothing_is_read_where_all_dtypes_agree(copy):
-    source = opened(copy())
+    source = open_source(copy())
     weights = source.weights()
     assert folders._alike(source, weights) is weights
     assert isinstance(next(iter(weights.values())), LazyTensor)

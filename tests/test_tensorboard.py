@@ -121,7 +121,7 @@ def test_it_is_switched_on_later_and_is_no_part_of_the_plan(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
     assert not (tmp_path / "run" / "tensorboard").exists()
     plan = (tmp_path / "run" / "state" / "plan.json").read_bytes()
-    longer = {"again": True, "override": ["steps"], "tensorboard": True}
+    longer = {"resume": True, "override": ["steps"], "tensorboard": True}
     assert train(toy(code, steps=15), tmp_path / "run", display()[0], **longer) == 0
     assert shown(tmp_path / "run") == noted(tmp_path / "run")
     assert plan.replace(b'"steps": 12', b'"steps": 15') == (tmp_path / "run" / "state" / "plan.json").read_bytes()

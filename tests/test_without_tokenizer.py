@@ -14,7 +14,7 @@ from adapters import trained
 from dunes import augment, checkpoint
 from dunes.bench import subject
 from dunes.checkpoint import inspect
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.runs.chat import speaker
@@ -119,7 +119,7 @@ def test_the_command_writes_a_warning_as_one_line(bare, monkeypatch, capsys):
 
 @pytest.mark.filterwarnings("ignore:.*special ids are up to 50256")
 def test_inspect_says_that_it_loads_without_a_tokenizer(bare):
-    source = opened(bare)
+    source = open_source(bare)
     verdict = inspect.judged(source)
     assert verdict == inspect.Verdict(None, ())
     lines = list(inspect.inspect(source, verdict))

@@ -55,7 +55,7 @@ BENCHMARKS: dict[str, Benchmark] = {}
 def benchmark(
     batch: int = 1,
     memory: Callable[[Build, Shape], Allocations] | None = None,
-    reads: tuple[str, ...] = ("batch", "context", "dtype"),
+    reads: tuple[str, ...] = ("batch", "context-length", "dtype"),
 ) -> Callable[[Make], Make]:
     """Register a benchmark under its function's name. Raises ValueError if the name is taken."""
 
@@ -131,7 +131,7 @@ def score(subject: Subject, setting: Setting) -> Work:
     return Work(run, tokens, flops=tokens * flops(model, setting.context) / 3, model=model)
 
 
-@benchmark(reads=("context", "dtype"))
+@benchmark(reads=("context-length", "dtype"))
 def complete(subject: Subject, setting: Setting) -> Work:
     """The rest of a line of the standard library, from where it is cut: seconds to wait for it."""
     tokenizer, model = subject.tokenizer, subject.model(setting.dtype)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
 from dunes import __version__, measure, tree
 from dunes.bench import rows
@@ -26,17 +27,30 @@ FRAGMENTS = 1.5
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to measure. Several values of a field are several contestants; an empty one means the usual."""
+def _several(flag: str, metavar: str, default: str = "none") -> Any:
+    return tyro.conf.arg(name=flag, metavar=metavar, help_behavior_hint=f"(default: {default})")
 
-    models: Sequence[Path] = ()
-    sizes: Sequence[str] = ()
-    families: Sequence[str] = ("arcee",)
-    batches: Sequence[int] = ()
-    contexts: Sequence[int] = ()
-    dtypes: Sequence[str] = ()
-    threads: Sequence[int] = ()
+
+@dataclass(frozen=True)
+class Shapes:  # several values of a field are several contestants; an empty one means the usual
+    models: Annotated[tuple[Path, ...], tyro.conf.Positional, _several("models", "MODEL")] = ()
+    """Model folders."""
+    sizes: Annotated[tuple[str, ...], _several("size", "SIZE")] = ()
+    """Numbers of parameters of randomly initialised models, like 500k or 3m."""
+    families: Annotated[tuple[str, ...], _several("family", "FAMILY", "arcee")] = ("arcee",)
+    """Architectures of those models."""
+    batches: Annotated[tuple[int, ...], _several("batch", "SEQUENCES", "the benchmark's")] = ()
+    """Batch sizes."""
+    contexts: Annotated[tuple[int, ...], _several("context-length", "TOKENS", "the model's")] = ()
+    """Sequence lengths in tokens."""
+    dtypes: Annotated[tuple[str, ...], _several("dtype", "DTYPE", "the benchmark's")] = ()
+    """Dtypes of matrix products, like float32 or bfloat16."""
+
+
+@dataclass(frozen=True)
+class Request(Shapes):  # what to measure
+    threads: Annotated[tuple[int, ...], _several("threads", "THREADS", "measured")] = ()
+    """Numbers of threads."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +81,12 @@ def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
     """Each subject with each setting. Raises ValueError for what no machine can do."""
     for option, values in (
         ("batch", request.batches),
-        ("context", request.contexts),
+        ("context-length", request.contexts),
         ("threads", request.threads),
     ):
         if min(values, default=1) < 1:
             raise ValueError(f"--{option} must be at least 1, not {min(values)}")
-    asked = {"batch": request.batches, "context": request.contexts, "dtype": request.dtypes}
+    asked = {"batch": request.batches, "context-length": request.contexts, "dtype": request.dtypes}
     if idle := [option for option, values in asked.items() if values and option not in BENCHMARKS[name].reads]:
         raise ValueError(f"--{idle[0]} means nothing to {name}; leave it out")
     if not request.models and not request.sizes:
@@ -83,7 +97,9 @@ def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
     for subject in _subjects(request):
         contexts = request.contexts or (subject.context,)
         if (most := max(contexts)) > subject.context:
-            raise ValueError(f"{subject.name}: was made for {subject.context} tokens; --context {most} is more")
+            raise ValueError(
+                f"{subject.name}: was made for {subject.context} tokens; --context-length {most} is more"
+            )
         settings = itertools.product(request.batches or (BENCHMARKS[name].batch,), contexts, *computing)
         found += [(subject, Setting(*setting)) for setting in settings]
     return found
@@ -123,7 +139,7 @@ def _fits(found: Sequence[Contestant]) -> None:
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
             f"this needs about {format_bytes(need)} and {format_bytes(free)} are free; a smaller model, --batch "
-            "or --context, or fewer values at once would fit"
+            "or --context-length, or fewer values at once would fit"
         )
 
 

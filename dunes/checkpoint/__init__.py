@@ -2,14 +2,14 @@
 
 from dunes.checkpoint.adapter import load_adapter, save_adapter
 from dunes.checkpoint.base import base_identity
-from dunes.checkpoint.folder import Loaded, save
+from dunes.checkpoint.folder import LoadedModel, save
 from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
 
 __all__ = [
-    "Loaded",
+    "LoadedModel",
     "Snapshot",
     "base_identity",
     "describe",

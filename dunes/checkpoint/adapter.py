@@ -23,8 +23,8 @@ from dunes.augment.quantize import Quantized
 from dunes.checkpoint import stream
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
 from dunes.checkpoint.base import ANYWAY, BaseRecord, BaseWeights, base_identity, check_base, read_base_record
-from dunes.checkpoint.folder import verified, write, write_card, write_tokenizer
-from dunes.checkpoint.header import shown
+from dunes.checkpoint.folder import verified_card, write_card, write_files, write_tokenizer
+from dunes.checkpoint.header import quote
 from dunes.checkpoint.hf_config_of import hf_config_of, module_rows
 from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory
 from dunes.checkpoint.source import ADAPTER, tensors
@@ -135,7 +135,7 @@ def save_adapter(
         write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})
 
-    write(folder, fill, sum(w.nbytes for w in weights.values()))
+    write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
 def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
@@ -255,14 +255,14 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     these will do. Warns where nothing is known of the base: PEFT writes no digests.
     """
     folder = Path(folder)
-    if not any_base and (record := read_base_record(verified(folder), folder)) is not None:
+    if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
         check_base(BaseWeights(model), record, folder)
     return attach_adapter(model, folder, name, any_base)
 
 
 def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
     """`load_adapter` on a base whose weights have been proven to be the adapter's."""
-    card = verified(folder)
+    card = verified_card(folder)
     words = Words.read(folder / ADAPTER)
     base = base_of(model)
     found = _found(folder, words, base)
@@ -361,52 +361,52 @@ STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 def _refuse(path: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first setting that would make the adapter another function than we compute."""
     if (kind := config.get("peft_type")) != "LORA":
-        raise ValueError(f"{path}: peft_type is {shown(kind)}; only 'LORA' is read, have PEFT merge this one")
+        raise ValueError(f"{path}: peft_type is {quote(kind)}; only 'LORA' is read, have PEFT merge this one")
     if (start := config.get("init_lora_weights", True)) not in STARTS:
         raise ValueError(
-            f"{path}: init_lora_weights is {shown(start)}, which changes the base, too; "
+            f"{path}: init_lora_weights is {quote(start)}, which changes the base, too; "
             "have PEFT write it as plain LoRA (save_pretrained(path_initial_model_for_weight_conversion=...))"
         )
     usual = {"bias": "none"}
     for key, value in config.items():
         if key not in HARMLESS | READ | {"peft_type", "init_lora_weights"} and value and value != usual.get(key):
-            raise ValueError(f"{path}: {shown(key)} is {shown(value)}; this is not read here, have PEFT merge it")
+            raise ValueError(f"{path}: {quote(key)} is {quote(value)}; this is not read here, have PEFT merge it")
 
 
 def _number(path: Path, key: str, value: Any, *types: type) -> Any:
     if type(value) not in types or not 0 < value < LARGEST:
-        raise ValueError(f"{path}: {key} is {shown(value)}; a positive number is expected, fetch the file again")
+        raise ValueError(f"{path}: {key} is {quote(value)}; a positive number is expected, fetch the file again")
     return value
 
 
 def _flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
     if (value := config.get(key) or False) not in (True, False):
-        raise ValueError(f"{path}: {key} is {shown(value)}; true or false is expected")
+        raise ValueError(f"{path}: {key} is {quote(value)}; true or false is expected")
     return bool(value)
 
 
 def _dropout(path: Path, config: Mapping[str, Any]) -> float:
     rate = config.get("lora_dropout") or 0.0
     if type(rate) is not float or not 0 <= rate < 1:
-        raise ValueError(f"{path}: lora_dropout is {shown(rate)}; a number from 0 to below 1 is expected")
+        raise ValueError(f"{path}: lora_dropout is {quote(rate)}; a number from 0 to below 1 is expected")
     return rate
 
 
 def _patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
-        raise ValueError(f"{path}: {key} is {shown(patterns)}; an object is expected")
+        raise ValueError(f"{path}: {key} is {quote(patterns)}; an object is expected")
     for pattern, value in patterns.items():
-        _number(path, f"{key} of {shown(pattern)}", value, *types)
+        _number(path, f"{key} of {quote(pattern)}", value, *types)
         # Someone else's expression must not be one that takes forever.
         if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
             raise ValueError(
-                f"{path}: {key} has {shown(pattern)}, which is too intricate; write the names in full"
+                f"{path}: {key} has {quote(pattern)}, which is too intricate; write the names in full"
             )
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{path}: {key} has {shown(pattern)}, no regular expression: {error}") from None
+            raise ValueError(f"{path}: {key} has {quote(pattern)}, no regular expression: {error}") from None
     return patterns
 
 
@@ -433,7 +433,7 @@ def _same_structure(base: Base, note: lora.Note, card: Mapping[str, Any], folder
     if said != (here := structure(base, note)):
         raise ValueError(
             f"{folder}: base and adapter make another model here, with the structure {here[:12]}, not "
-            f"{shown(said)[:14]}: a setting of the base, rank or alpha differ, or the versions of dunes or torch; "
+            f"{quote(said)[:14]}: a setting of the base, rank or alpha differ, or the versions of dunes or torch; "
             f"load its own base, {ANYWAY}"
         )
 
@@ -464,7 +464,7 @@ def _grouped(folder: Path) -> dict[str, dict[str, LazyTensor]]:
             groups.setdefault(key.removesuffix(f".{end}"), {})[PARTS[end]] = stored
     if unknown:
         raise ValueError(
-            f"{path}: {plural(len(unknown), 'tensor is', 'tensors are')} no adapter's, such as {shown(unknown[0])}"
+            f"{path}: {plural(len(unknown), 'tensor is', 'tensors are')} no adapter's, such as {quote(unknown[0])}"
         )
     return groups
 

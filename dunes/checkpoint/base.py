@@ -17,7 +17,7 @@ from dunes.augment import lora
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import atomic
 from dunes.checkpoint.card import CARD
-from dunes.checkpoint.header import shown
+from dunes.checkpoint.header import quote
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """In which a card has digests of a dense base."""
@@ -132,11 +132,11 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
         return
     if weights.kind != record.kind and not comparable:
         raise ValueError(
-            f"{folder}: made for a base in {shown(record.kind)}, with which one in {weights.kind} cannot be "
+            f"{folder}: made for a base in {quote(record.kind)}, with which one in {weights.kind} cannot be "
             f"compared; {_way(weights, record)}, {ANYWAY}"
         )
     raise ValueError(
-        f"{folder}: made for other weights: a base with SHA-256 {shown(record.sha256[:12])}, not "
+        f"{folder}: made for other weights: a base with SHA-256 {quote(record.sha256[:12])}, not "
         f"{weights.sha256(None)[0][:12]!r}; load that base, {ANYWAY}"
     )
 

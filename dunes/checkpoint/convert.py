@@ -12,7 +12,7 @@ import torch
 
 from dunes.checkpoint import folder, stream
 from dunes.checkpoint.lazy_tensor import cast, renamed, track_reads
-from dunes.checkpoint.source import CONFIG, Source, opened
+from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.checkpoint.verify import Verified, verify
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
@@ -60,11 +60,11 @@ def convert(
         _copied(source.folder, staged)
         if tokenizer is not None:
             tokenizer.save(staged)
-        verified.append(verify(source, opened(staged), rounded, partial(tick, "comparing")))
+        verified.append(verify(source, open_source(staged), rounded, partial(tick, "comparing")))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
     with alone(out):
-        folder.write(out, fill, size)
+        folder.write_files(out, fill, size)
     return verified[0]
 
 
@@ -109,7 +109,7 @@ def new(source: Path, out: Path) -> None:
         raise ValueError(f"{there}: is there, and not a folder; choose another name")
     if (ready := out / folder.READY).is_dir():
         # Written whole, but not moved yet: all of it is there still, or the rest is moved now.
-        shutil.rmtree(ready) if _empty(out) else folder.settle(out)
+        shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
     if out.exists() and not _empty(out):
         raise ValueError(f"{out}: is there already; choose another name, or remove it")
 
@@ -136,7 +136,7 @@ def _json_files(
     if tokenizer is None:
         return {CONFIG: words}
     ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
-    return {CONFIG: ids | words, **folder.beside(tokenizer, source.config.context_length)}
+    return {CONFIG: ids | words, **folder.tokenizer_configs(tokenizer, source.config.context_length)}
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:

@@ -20,10 +20,10 @@ from dunes.checkpoint import atomic, built, stream
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
-from dunes.checkpoint.header import shown
+from dunes.checkpoint.header import quote
 from dunes.checkpoint.hf_config_of import HfConfig, hf_config_of
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.source import CONFIG, Source, indexed, opened, tensors
+from dunes.checkpoint.source import CONFIG, Source, indexed_tensors, open_source, tensors
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
 from dunes.models.names import to_theirs
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model from a folder, in evaluation mode; `card` is what dunes.json says, empty without one.
 
     `tokenizer` is None where the folder has none.
@@ -103,7 +103,7 @@ def save(
         }  # which facts cannot change
         write_card(staged, {**card, **check(staged)})
 
-    write(folder, fill, sum(w.nbytes for w in weights.values()))
+    write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
 def _fits(tokenizer: Tokenizer | None, rows: int) -> None:
@@ -125,12 +125,12 @@ def _in_their_terms(
     return {"family": words.family}, family.to_hf(words.config), renamed(moves, state)
 
 
-def write(folder: Path, fill: Callable[[Path], None], size: int) -> None:
+def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
     """Put the files that `fill` makes, about `size` bytes, into a folder: all of them or none.
 
     They are made in a folder beside, so that several may be at it; the one that finishes last counts.
     """
-    settle(folder)
+    finish_save(folder)
     atomic.write_folder(folder / READY, fill, size, _place)
 
 
@@ -150,7 +150,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
 
 
-def settle(folder: Path) -> None:
+def finish_save(folder: Path) -> None:
     """Finish a save that was cut short after its files were written. Raises OSError if they cannot be moved."""
     if (folder / READY).is_dir():
         with atomic.naming(folder), folder_lock(folder):
@@ -201,12 +201,12 @@ def write_tokenizer(
     if tokenizer is None:
         return {}
     tokenizer.save(folder)
-    for name, content in beside(tokenizer, context_length).items():
+    for name, content in tokenizer_configs(tokenizer, context_length).items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return special_ids(tokenizer)
 
 
-def beside(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
+def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
     """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
     names = tokenizer.named
     ids = special_ids(tokenizer)
@@ -229,10 +229,10 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {f"{n}_token_id": tokenizer.special(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
 
 
-def steady(folder: Path, read: Callable[[Path], T]) -> T:
+def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
     """What `read` makes of the folder, anew where another thread or process saved there meanwhile."""
     for _ in range(TRIES):
-        settled(folder)
+        readable_folder(folder)
         before = _saved(folder)
         try:
             result = read(folder)
@@ -243,7 +243,7 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
             if _saved(folder) == before:
                 return result
     with folder_lock(folder):
-        settled(folder)
+        readable_folder(folder)
         return read(folder)
 
 
@@ -253,41 +253,45 @@ def _saved(folder: Path) -> list[tuple[int, int] | None]:
     return [None if f is None else (f.st_ino, f.st_mtime_ns) for f in found]
 
 
-def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> Loaded:
+def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
     """The model, its tokenizer and its card, from any form of model folder, that of a function with `build`.
 
     Warns where there is no tokenizer, and of special ids that are above the vocabulary.
     """
-    folder = settled(folder)
+    folder = readable_folder(folder)
     if built.function_of(cards.read(folder), folder / CARD) is not None:
         return _built(folder, device, build)
-    source = checked(folder)
+    source = open_verified_source(folder)
     tokenizer = load_tokenizer(source.folder)
-    agree(source, tokenizer)
-    return Loaded(filled(source).to(device).eval(), tokenizer, source.config.context_length, dict(source.card))
+    check_vocabulary(source, tokenizer)
+    return LoadedModel(
+        load_decoder(source).to(device).eval(), tokenizer, source.config.context_length, dict(source.card)
+    )
 
 
-def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loaded:
+def _built(folder: Path, device: torch.device | str, build: Build | None) -> LoadedModel:
     """A model that its function builds. Raises ValueError, with the remedy, without that function."""
-    card = verified(folder)
+    card = verified_card(folder)
     function = built.function_of(card, folder / CARD)
     assert function is not None, "asked before"
     name, arguments = function
     if build is None:
         raise ValueError(built.loading_hint(folder, name))
     index = folder / stream.INDEX
-    files = indexed(index) if index.is_file() else tensors(folder / stream.SINGLE)
+    files = indexed_tensors(index) if index.is_file() else tensors(folder / stream.SINGLE)
     tokenizer = load_tokenizer(folder)
-    model = built.fill(build, arguments, card, files, folder / CARD)
     # Whatever is built: what needs a language model will miss its parts.
-    return Loaded(cast_type(Decoder, model).to(device).eval(), tokenizer, context_of(card, folder), card)
+    model = built.fill(build, arguments, card, files, folder / CARD)
+    return LoadedModel(
+        cast_type(Decoder, model).to(device).eval(), tokenizer, context_length_of(card, folder), card
+    )
 
 
-def context_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
+def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
     """How many tokens a card says that its model looks at. Raises ValueError for what is no number."""
     context_length = card.get("context", otherwise)
     if type(context_length) is not int or context_length < 1:
-        raise ValueError(f"{folder / CARD}: context is {shown(context_length)}; a number of tokens is expected")
+        raise ValueError(f"{folder / CARD}: context is {quote(context_length)}; a number of tokens is expected")
     return context_length
 
 
@@ -299,7 +303,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return None
 
 
-def filled(source: Source) -> Decoder:
+def load_decoder(source: Source) -> Decoder:
     """The model with its weights, which are mapped, not copied: a file never changes.
 
     Raises ValueError that lists every difference before any number is read.
@@ -312,28 +316,30 @@ def filled(source: Source) -> Decoder:
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a model folder without its weights. Raises ValueError like `load`."""
-    source = checked(Path(folder), most=0)
+    source = open_verified_source(Path(folder), most=0)
     return source.family, source.config, dict(source.card)
 
 
-def checked(folder: Path, renamed: Mapping[str, str] | None = None, most: float = atomic.LARGE) -> Source:
-    """A folder as `opened` gives it, after a look whether its files are those that its card, if any, names.
+def open_verified_source(
+    folder: Path, renames: Mapping[str, str] | None = None, most: float = atomic.LARGE
+) -> Source:
+    """A folder as `open_source` gives it, after a look whether its files are those that its card, if any, names.
 
     Raises ValueError for the first that is not. They are hashed unless they have more than `most` bytes together.
     """
-    folder = settled(folder)
-    card = verified(folder, most)  # first, since it says what was changed where opening would only wonder
-    return replace(opened(folder, renamed), card=card)
+    folder = readable_folder(folder)
+    card = verified_card(folder, most)  # first, since it says what was changed where opening would only wonder
+    return replace(open_source(folder, renames), card=card)
 
 
-def verified(folder: Path, most: float = atomic.LARGE) -> dict[str, Any]:
+def verified_card(folder: Path, most: float = atomic.LARGE) -> dict[str, Any]:
     """The card of a folder, empty without one. Raises ValueError for the first file that is not as it says."""
     card = cards.read(folder)
     cards.check(folder, card, most)
     return card
 
 
-def settled(folder: Path) -> Path:
+def readable_folder(folder: Path) -> Path:
     """Where to read a folder, after what our save left there to be moved has been; other people's files stay.
 
     Where nothing can be moved (a disk that is only read) the save lies beside, and its card tells if it is whole.
@@ -341,7 +347,7 @@ def settled(folder: Path) -> Path:
     ready = folder / READY
     if (ready / CARD).is_file():
         try:
-            settle(folder)
+            finish_save(folder)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
@@ -359,7 +365,7 @@ def _alike(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTens
     return cast(weights, named[0] if named else reduce(torch.promote_types, kinds))
 
 
-def agree(source: Source, tokenizer: Tokenizer | None) -> None:
+def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
     """Raise ValueError unless every id that a text may have has a row in the embedding; more rows do no harm.
 
     Ids that stand for the beginning or the end of a text and have no row, as GPT-2's defaults have in a model with

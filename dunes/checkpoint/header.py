@@ -51,33 +51,33 @@ def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
     mapped = source if isinstance(source, Mapped) else Mapped(source)
     try:
         begin, header = _header(mapped)
-        return {name: _stored(mapped, begin, named(name), entry) for name, entry in header.items()}
+        return {name: _stored(mapped, begin, check_name(name), entry) for name, entry in header.items()}
     except (SafetensorError, OSError) as error:
         reason = ValueError(ascii(str(error))[1:-1][:300])  # it may quote names
     except ValueError as error:
         reason = error
-    raise refused(mapped.path, reason, "fetch the file again or write it anew with the safetensors library")
+    raise refusal(mapped.path, reason, "fetch the file again or write it anew with the safetensors library")
 
 
-def refused(path: Path, error: Exception, remedy: str) -> ValueError:
+def refusal(path: Path, error: Exception, remedy: str) -> ValueError:
     """The one line that a user sees."""
     return ValueError(f"{path}: refused: {str(error).removeprefix(f'{path}: ')}; {remedy}")
 
 
-def named(name: str) -> str:
+def check_name(name: str) -> str:
     """The name of a tensor, if it is a harmless one. Raises ValueError otherwise.
 
     Names become keys, parts of paths and lines on a terminal: 1 to 512 bytes of UTF-8, printable, no "/", "\\\\"
     or "..", and not the format's own `__metadata__`.
     """
     if not name or not name.isprintable() or len(name.encode()) > NAME:
-        raise ValueError(f"{shown(name)} is no name for a tensor: expected 1 to {NAME} bytes of printable text")
+        raise ValueError(f"{quote(name)} is no name for a tensor: expected 1 to {NAME} bytes of printable text")
     if "/" in name or "\\" in name or ".." in name or name == "__metadata__":
-        raise ValueError(f"{shown(name)} is no name for a tensor: it must not be or contain '/', '\\', '..'")
+        raise ValueError(f"{quote(name)} is no name for a tensor: it must not be or contain '/', '\\', '..'")
     return name
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """A value of an untrusted file for a message: short, one line, and never a container's content."""
     if isinstance(value, str):
         return ascii(value[:80]) + ("..." if len(value) > 80 else "")
@@ -108,13 +108,13 @@ def _header(mapped: Mapped) -> tuple[int, dict[str, Any]]:
 
 def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> LazyTensor:
     if not isinstance(entry, dict):  # the library takes a list of the three, too
-        raise ValueError(f"tensor {shown(name)} is described by {shown(entry)}; expected an object")
+        raise ValueError(f"tensor {quote(name)} is described by {quote(entry)}; expected an object")
     if entry["dtype"] not in DTYPES:
         raise ValueError(
-            f"tensor {shown(name)} has the dtype {shown(entry['dtype'])}; expected one of {', '.join(DTYPES)}"
+            f"tensor {quote(name)} has the dtype {quote(entry['dtype'])}; expected one of {', '.join(DTYPES)}"
         )
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     if reason := unusable(shape):
-        raise ValueError(f"tensor {shown(name)} {reason}")
+        raise ValueError(f"tensor {quote(name)} {reason}")
     read = partial(mapped.tensor, begin + entry["data_offsets"][0], shape, dtype)
     return LazyTensor(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.forget)

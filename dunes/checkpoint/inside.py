@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from dunes.checkpoint.header import shown
+from dunes.checkpoint.header import quote
 
 
 def inside(folder: Path, name: str, index: Path) -> Path:
@@ -13,12 +13,12 @@ def inside(folder: Path, name: str, index: Path) -> Path:
     """
     path = folder / name
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
-        raise ValueError(f"{index}: {shown(name)} is not the name of a file in this folder")
+        raise ValueError(f"{index}: {quote(name)} is not the name of a file in this folder")
     try:
         real, home = path.resolve(), folder.resolve()
         found = real.stat().st_mode if real.exists() else None
     except (OSError, RuntimeError) as error:  # a loop of links, a name too long
-        raise ValueError(f"{index}: {shown(name)} cannot be opened: {_why(error)}") from None
+        raise ValueError(f"{index}: {quote(name)} cannot be opened: {_why(error)}") from None
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     if real.parent not in homes:
         raise ValueError(f"{path}: leads out of the folder, to {real}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dunes import tree
 from dunes.checkpoint import card
-from dunes.checkpoint.folder import agree
+from dunes.checkpoint.folder import check_vocabulary
 from dunes.checkpoint.lazy_tensor import Weights
 from dunes.checkpoint.source import Source
 from dunes.models.meta import build_on_meta
@@ -46,7 +46,7 @@ def judged(source: Source) -> Verdict:
         reasons.append(str(error))
     try:
         tokenizer = None if Tokenizer.file(source.folder) is None else Tokenizer.load(source.folder)
-        agree(source, tokenizer)
+        check_vocabulary(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))
     return Verdict(tokenizer, tuple(reasons))

@@ -16,17 +16,17 @@ from dunes.checkpoint.adapter import WEIGHTS, Words, attach_adapter
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.folder import (
-    Loaded,
-    agree,
-    checked,
-    context_of,
-    filled,
+    LoadedModel,
+    check_vocabulary,
+    context_length_of,
+    load_decoder,
     load_tokenizer,
-    settled,
-    steady,
-    verified,
+    open_verified_source,
+    read_consistently,
+    readable_folder,
+    verified_card,
 )
-from dunes.checkpoint.header import shown
+from dunes.checkpoint.header import quote
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
@@ -41,7 +41,7 @@ def load(
     any_base: bool = False,
     build: Build | None = None,
     adapters: Sequence[Path] = (),
-) -> Loaded:
+) -> LoadedModel:
     """The model, its tokenizer and its card, from any form of folder that is read here.
 
     `build` is the function that builds a model which no family describes: what `save` was given.
@@ -55,15 +55,15 @@ def load(
     again.
     """
 
-    def read(there: Path) -> Loaded:
+    def read(there: Path) -> LoadedModel:
         if is_adapter(there):
-            return _adapted(settled(there), adapters, device, any_base)
+            return _adapted(readable_folder(there), adapters, device, any_base)
         loaded = whole.load_model(there, device, build)
         if adapters:
             prepare_base(loaded.model, adapters, any_base)
         return loaded
 
-    return steady(Path(folder), read)
+    return read_consistently(Path(folder), read)
 
 
 def load_with_tokenizer(
@@ -71,7 +71,7 @@ def load_with_tokenizer(
     device: torch.device | str = "cpu",
     any_base: bool = False,
     adapters: Sequence[Path] = (),
-) -> tuple[Loaded, Tokenizer]:
+) -> tuple[LoadedModel, Tokenizer]:
     """`load` for what turns text into ids. Raises ValueError like it, and where there is no tokenizer."""
     if Tokenizer.file(place := _tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # says what is missing, before anything is read
@@ -82,7 +82,7 @@ def load_with_tokenizer(
 
 def _tokenizer_folder(folder: Path) -> Path:
     """Where the tokenizer of a model lies: for an adapter that brings none, beside its base."""
-    folder = settled(folder)
+    folder = readable_folder(folder)
     return base_folder(folder) if is_adapter(folder) and Tokenizer.file(folder) is None else folder
 
 
@@ -91,13 +91,13 @@ def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     folder = Path(folder)
     if not is_adapter(folder):
         return whole.described(folder)
-    family, config, _ = whole.described(base_folder(settled(folder)))
-    return family, config, verified(settled(folder), most=0)
+    family, config, _ = whole.described(base_folder(readable_folder(folder)))
+    return family, config, verified_card(readable_folder(folder), most=0)
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter and no model."""
-    there = settled(folder)
+    there = readable_folder(folder)
     return (there / ADAPTER).is_file() and not (there / CONFIG).is_file()
 
 
@@ -115,7 +115,7 @@ def base_folder(folder: Path) -> Path:
         return (folder / near).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"{folder}: its base {shown(name)} is not there; {remedy}")
+        raise ValueError(f"{folder}: its base {quote(name)} is not there; {remedy}")
     revision = words.get("revision")
     try:
         return locate_model(name, revision if isinstance(revision, str) and revision else None).folder
@@ -123,33 +123,33 @@ def base_folder(folder: Path) -> Path:
         raise ValueError(f"{folder}: its base is not there: {error}; or {remedy}") from None
 
 
-def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> Loaded:
-    card = verified(folder)
-    source = checked(base_folder(folder))
+def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
+    card = verified_card(folder)
+    source = open_verified_source(base_folder(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
-    agree(source, tokenizer)
-    context_length = context_of(card, folder, source.config.context_length)
-    model = filled(source)
+    check_vocabulary(source, tokenizer)
+    context_length = context_length_of(card, folder, source.config.context_length)
+    model = load_decoder(source)
     prepare_base(model, [folder, *others], any_base)
     attach_adapter(model, folder, any_base=any_base)
-    return Loaded(model.to(device).eval(), tokenizer, context_length, card)
+    return LoadedModel(model.to(device).eval(), tokenizer, context_length, card)
 
 
-def add_adapter(loaded: Loaded, folder: Path, name: str, any_base: bool = False) -> Loaded:
+def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
     """One more adapter beside a model's weights, under this name and acting, with its tokenizer, context and card.
 
     What it does not bring is the model's, proven by `load` to be its base. Raises ValueError like `load`.
     """
-    folder = settled(folder)
-    card = verified(folder)
+    folder = readable_folder(folder)
+    card = verified_card(folder)
     tokenizer = Tokenizer.load(folder) if Tokenizer.file(folder) else loaded.tokenizer
     rows, _ = sides(loaded.model.embed.token)
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
-    context_length = context_of(card, folder, loaded.context_length)
+    context_length = context_length_of(card, folder, loaded.context_length)
     attach_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
-    return Loaded(loaded.model, tokenizer, context_length, card)
+    return LoadedModel(loaded.model, tokenizer, context_length, card)
 
 
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
@@ -158,7 +158,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     A base that is the same number by number must also be the same after that; one that was rounded since may
     differ then. Raises ValueError like `load_adapter`.
     """
-    cards = {folder: verified(folder, most=0) for folder in map(settled, folders)}
+    cards = {folder: verified_card(folder, most=0) for folder in map(readable_folder, folders)}
     found = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
     records = {folder: record for folder, record in found.items() if record is not None}
     changed = [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
@@ -189,7 +189,7 @@ def replay_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> Non
         name = note.get("name") if isinstance(note, dict) else note
         if name != "quantize":
             raise ValueError(
-                f"{folder / cards.CARD}: the change {shown(name)} is not known; a newer dunes has made it"
+                f"{folder / cards.CARD}: the change {quote(name)} is not known; a newer dunes has made it"
             )
         try:
             quantize(model, fill=True, request=note["request"], places=note["places"])
@@ -202,11 +202,11 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
 
     With `values` it is loaded, which compares the base's numbers. Raises ValueError for what is no adapter.
     """
-    folder = settled(folder)
+    folder = readable_folder(folder)
     lines = list(_lines(folder))
     try:
-        source = checked(base_folder(folder), most=math.inf)
-        agree(source, load_tokenizer(_tokenizer_folder(folder)))
+        source = open_verified_source(base_folder(folder), most=math.inf)
+        check_vocabulary(source, load_tokenizer(_tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         lines.append(f"its numbers {_compared(folder, values)}")
         reason = None
@@ -219,13 +219,13 @@ def _compared(folder: Path, now: bool) -> str:
     """Whether the base's numbers are the adapter's. Raises ValueError like `load` if they are compared now."""
     if now:
         load(folder)
-    if BaseRecord.read(verified(folder), folder) is None:
+    if BaseRecord.read(verified_card(folder), folder) is None:
         return "cannot be compared: the adapter's card does not know them"
     return "those of the adapter's card" if now else "compared when it is opened, or with --values"
 
 
 def _lines(folder: Path) -> Iterator[str]:
-    words, card = Words.read(folder / ADAPTER), verified(folder)
+    words, card = Words.read(folder / ADAPTER), verified_card(folder)
     stored = [w for name in WEIGHTS if (folder / name).is_file() for w in tensors(folder / name).items()]
     kind = "DoRA" if words.dora else "rsLoRA" if words.rslora else "LoRA"
     held = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
@@ -236,7 +236,7 @@ def _lines(folder: Path) -> Iterator[str]:
     yield f"places      {', '.join(counts)}"
     for note in card.get("changes", []):
         if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
-            yield f"changed     the base is kept in {shown(request['kind'])} first"
+            yield f"changed     the base is kept in {quote(request['kind'])} first"
     yield f"template    {_template(folder, card)}"
     yield f"tokenizer   {'its own' if Tokenizer.file(folder) else 'the one of the base'}"
 

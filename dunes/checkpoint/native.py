@@ -1,6 +1,6 @@
 """Meta's and Mistral's own files: params.json, consolidated.*, rotary dimensions as adjacent pairs.
 
-Said in Hugging Face's words, so that a family reads them as it reads a config.json.
+HfConfig in Hugging Face's words, so that a family reads them as it reads a config.json.
 https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
 """
 

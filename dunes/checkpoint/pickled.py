@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dunes.checkpoint.header import NAME, TENSORS, named, refused, shown
+from dunes.checkpoint.header import NAME, TENSORS, check_name, quote, refusal
 from dunes.checkpoint.lazy_tensor import LazyTensor
 from dunes.checkpoint.mapped import RANK, Mapped, span, unusable
 from dunes.checkpoint.zipped import entries
@@ -119,7 +119,7 @@ def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
             for name, held in _named(found).items()
         }
     except ValueError as error:
-        raise refused(mapped.path, error, _REMEDY) from None
+        raise refusal(mapped.path, error, _REMEDY) from None
 
 
 def _reader(mapped: Mapped, held: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
@@ -128,7 +128,7 @@ def _reader(mapped: Mapped, held: _Tensor, places: Mapping[str, tuple[int, int]]
     begin, room = places.get(held.storage.key, (0, -1))
     if held.storage.count * size > room:
         raise ValueError(
-            f"storage {shown(held.storage.key)} needs {plural(held.storage.count * size, 'byte')}; the file has "
+            f"storage {quote(held.storage.key)} needs {plural(held.storage.count * size, 'byte')}; the file has "
             f"{'none' if room < 0 else room} for it"
         )
     begin += held.offset * size if 0 not in held.shape else 0
@@ -144,7 +144,7 @@ def _zipped(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int
         raise ValueError(f"the archive has no one folder with a data.pkl of at most {BYTES} bytes")
     order = _read(file, held.get(f"{prefix}/byteorder", (0, 0)), 16)
     if order not in (b"", b"little"):
-        raise ValueError(f"its byte order is {shown(order.decode('latin-1'))}; expected 'little'")
+        raise ValueError(f"its byte order is {quote(order.decode('latin-1'))}; expected 'little'")
     text = io.BytesIO(_read(file, pickle, BYTES))
     found = _Reader(text, _STEPS + _STEPS_OF_ONE * len(held)).run()
     if text.read(1):
@@ -176,7 +176,7 @@ def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int
         storage = machine.storages.get(key) if isinstance(key, str) else None
         head = file.read(8)
         if storage is None or key in places or len(head) < 8 or int.from_bytes(head, "little") != storage.count:
-            raise ValueError(f"its list of storages is damaged at {shown(key)}")
+            raise ValueError(f"its list of storages is damaged at {quote(key)}")
         places[storage.key] = file.tell(), min(storage.count * storage.dtype.itemsize, size - file.tell())
         file.seek(sum(places[storage.key]))
     if file.tell() != size:
@@ -189,7 +189,7 @@ class _Dict(dict[object, object]):
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
-            raise ValueError(f"its pickle has the key {shown(key)} twice, or it is neither text nor integer")
+            raise ValueError(f"its pickle has the key {quote(key)} twice, or it is neither text nor integer")
         super().__setitem__(key, value)
 
 
@@ -271,9 +271,9 @@ class _Reader(pickle._Unpickler):  # the one in C has no bound on the memory tha
             case _:
                 raise ValueError("its pickle refers to something outside that is no storage of a known type")
         if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
-            raise ValueError(f"storage {shown(key)} has an odd size or is part of another")
+            raise ValueError(f"storage {quote(key)} has an odd size or is part of another")
         if self.storages.setdefault(key, storage) != storage:
-            raise ValueError(f"storage {shown(key)} is said to be of two types or sizes")
+            raise ValueError(f"storage {quote(key)} is said to be of two types or sizes")
         return storage
 
     def load_dict(self) -> None:
@@ -388,8 +388,8 @@ def _gather(held: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left
         if type(value) is _Dict:
             _gather(value, f"{name}.", depth - 1, into, left)
         elif isinstance(value, _Tensor):
-            if named(name) in into or len(into) >= TENSORS:
-                raise ValueError(f"tensor {shown(name)} is there twice, or is one of more than {TENSORS}")
+            if check_name(name) in into or len(into) >= TENSORS:
+                raise ValueError(f"tensor {quote(name)} is there twice, or is one of more than {TENSORS}")
             into[name] = value
 
 

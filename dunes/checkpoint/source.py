@@ -115,7 +115,7 @@ def _blaming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {said if len(said) < 400 else said[:400] + '...'}") from None
 
 
-def opened(folder: Path, renames: Mapping[str, str] | None = None) -> Source:
+def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Source:
     """A model folder in any of the forms read here. Raises ValueError that says what was looked for.
 
     `renames` maps foreign names of tensors (with `{i}` for a number) to Hugging Face's.
@@ -142,7 +142,7 @@ def opened(folder: Path, renames: Mapping[str, str] | None = None) -> Source:
 
 
 def _adapter(folder: Path) -> str:
-    base = header.shown(json_file.read(folder / ADAPTER, json_file.CONFIG).get("base_model_name_or_path"))
+    base = header.quote(json_file.read(folder / ADAPTER, json_file.CONFIG).get("base_model_name_or_path"))
     return f"{folder}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {folder} OUT"
 
 
@@ -151,7 +151,7 @@ def _hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     if (quantized := words.get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ValueError(
-            f"{folder / CONFIG}: quantized by {header.shown(method)}; only plain weights are read, get those"
+            f"{folder / CONFIG}: quantized by {header.quote(method)}; only plain weights are read, get those"
         )
     with _blaming(folder / CONFIG):
         family = family_of(words)
@@ -217,11 +217,11 @@ def _weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
         if (folder / name).exists():
             return tensors(folder / name)
         if (index := folder / f"{name}.index.json").is_file():
-            return indexed(index)
+            return indexed_tensors(index)
     return None
 
 
-def indexed(index: Path) -> dict[str, LazyTensor]:
+def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
     """The tensors of all shards that an index names.
 
     Raises ValueError for a name outside of the folder, for what is no plain file, and where the index
@@ -241,7 +241,7 @@ def indexed(index: Path) -> dict[str, LazyTensor]:
         there = tensors(path)
         if (odd := min(there.keys() ^ said[name], default=None)) is not None:
             lacks = "is not in that file" if odd in said[name] else f"belongs to {where.get(odd, 'no file')}"
-            raise ValueError(f"{path}: {header.shown(odd)} {lacks}, says {index.name}; fetch both again")
+            raise ValueError(f"{path}: {header.quote(odd)} {lacks}, says {index.name}; fetch both again")
         files |= there
     return files
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
-
 from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.runs.config import Dtype, flag
 
@@ -47,13 +45,4 @@ def merge(
 
 COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge}
 
-
-def run(arguments: list[str]) -> int:
-    """Parse what follows `dunes augment` and do it."""
-    about = (
-        "Change models from folder to folder, measured.\n\nExample: dunes augment merge runs/chat ~/models/chat"
-    )
-    chosen = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, args=arguments, prog="dunes augment", description=about, config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    return int(chosen or 0)
+ABOUT = "Change models from folder to folder, measured.\n\nExample: dunes augment merge runs/chat ~/models/chat"

@@ -8,9 +8,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from dunes.bench import BENCHMARKS
+from dunes.bench.run import Request, Shapes
 from dunes.runs.config import flag
 
-Paths = Annotated[tuple[Path, ...], tyro.conf.Positional]
+ABOUT = """Measure: time, memory, where they go; compare and draw what was measured.
+
+Example: dunes bench train --size 1m 3m"""
+
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document instead of words.")]
 
 
@@ -22,10 +27,8 @@ def _print(words: Callable[[], None], record: Any, as_json: bool) -> None:
         words()
 
 
-def verbs() -> dict[str, Callable[..., Any]]:
+def commands() -> dict[str, Callable[..., Any]]:
     """The commands below `dunes bench`."""
-    from dunes.bench import BENCHMARKS
-
     rest: dict[str, Callable[..., Any]] = {"memory": memory, "compare": compare, "plot": plot, "report": report}
     return {name: _named(name, b.about) for name, b in BENCHMARKS.items()} | rest
 
@@ -34,14 +37,8 @@ def _named(name: str, about: str) -> Callable[..., int]:
     """The command of one benchmark."""
 
     def command(
-        models: Annotated[Paths, flag("MODEL", "none")] = (),
+        model: Request,
         *,
-        size: Annotated[tuple[str, ...], flag("SIZE", "none")] = (),
-        family: Annotated[tuple[str, ...], flag("FAMILY", "arcee")] = ("arcee",),
-        batch: Annotated[tuple[int, ...], flag("WINDOWS", "usual for it")] = (),
-        context: Annotated[tuple[int, ...], flag("TOKENS", "the model's")] = (),
-        dtype: Annotated[tuple[str, ...], flag("DTYPE", "usual for it")] = (),
-        threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = (),
         rounds: Annotated[int | None, flag("ROUNDS", "10")] = None,
         out: Annotated[Path | None, flag("FILE", "runs/bench/...")] = None,
         by_module: bool = False,
@@ -49,16 +46,13 @@ def _named(name: str, about: str) -> Callable[..., int]:
         as_json: Json = False,
     ) -> int:
         """"""
-        from dunes.bench.run import Request
-
-        request = Request(models, size, family, batch, context, dtype, threads)
         if not by_module and picture:
             raise ValueError("--picture draws what --by-module finds; draw laps with dunes bench plot FILE")
         if by_module and (rounds or out):
             raise ValueError("--by-module looks into one run, which has no --rounds and no --out")
         if by_module:
-            return _by_module(name, request, picture, as_json)
-        return _race(name, request, rounds or 10, out, as_json)
+            return _by_module(name, model, picture, as_json)
+        return _race(name, model, rounds or 10, out, as_json)
 
     command.__doc__ = f"""{about}
 
@@ -67,13 +61,6 @@ def _named(name: str, about: str) -> Callable[..., int]:
     Example: dunes bench {name} --size 1m 3m 10m
 
     Args:
-        models: Model folders.
-        size: Or shapes of so many parameters, like 500k or 3m.
-        family: Architectures of those shapes.
-        batch: Windows at once.
-        context: Tokens of a window.
-        dtype: What matrix products are computed in, like float32 or bfloat16.
-        threads: How many threads compute.
         rounds: How often each is timed.
         out: The file of all measurements, .jsonl.
         by_module: Say instead where the time of one run goes, by module and by operation.
@@ -203,13 +190,8 @@ def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN
 
 
 def memory(
-    models: Annotated[Paths, flag("MODEL", "none")] = (),
+    model: Shapes,
     *,
-    size: Annotated[tuple[str, ...], flag("SIZE", "none")] = (),
-    family: Annotated[tuple[str, ...], flag("FAMILY", "arcee")] = ("arcee",),
-    batch: Annotated[tuple[int, ...], flag("WINDOWS", "16")] = (16,),
-    context: Annotated[tuple[int, ...], flag("TOKENS", "the model's")] = (),
-    dtype: Annotated[tuple[str, ...], flag("DTYPE", "float32")] = ("float32",),
     checkpointing: bool = False,
     inference: bool = False,
     check: bool = False,
@@ -224,12 +206,6 @@ def memory(
     Example: dunes bench memory --size 40m --batch 8 16 --check
 
     Args:
-        models: Model folders.
-        size: Or shapes of so many parameters.
-        family: Architectures of those shapes.
-        batch: Windows at once.
-        context: Tokens of a window.
-        dtype: What matrix products are computed in.
         checkpointing: With each block's activations computed a second time instead of kept.
         inference: A prompt and a token after it, instead of a training step.
         check: Take the step for real, too, and say what it and the process took.
@@ -239,8 +215,8 @@ def memory(
     from dunes.bench import plot as plots
     from dunes.bench import run, table
 
-    request = run.Request(models, size, family, batch, context, dtype, threads=(1,))
-    wanted = run.wanted("prefill" if inference else "train", request)
+    usual = {"batches": model.batches or (16,), "dtypes": model.dtypes or ("float32",), "threads": (1,)}
+    wanted = run.wanted("prefill" if inference else "train", Request(**vars(model) | usual))
     found = [measured.foreseen(*pair, checkpointing, inference) for pair in wanted]
     truths = [f.checked() if check else None for f in found]
 
@@ -256,15 +232,9 @@ def memory(
     return 0
 
 
-def run(arguments: list[str]) -> int:
-    """Parse what follows `dunes bench` and do it, with memory and small numbers as `dunes train` has them."""
+def prepare() -> None:
+    """Memory and denormal numbers as `dunes train` has them."""
     from dunes import measure
 
     measure.keep_memory()
     measure.quick_small_numbers()
-    about = "Measure: time, memory, where they go; compare and draw what was measured."
-    about += "\n\nExample: dunes bench train --size 1m 3m"
-    chosen = tyro.extras.subcommand_cli_from_dict(
-        verbs(), args=arguments, prog="dunes bench", description=about, config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    return int(chosen or 0)

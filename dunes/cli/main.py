@@ -15,6 +15,7 @@ VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
     "inspect", "convert", "export", "augment", "bench",
 )  # fmt: skip
+ABOUT = "Build, train, change and use small transformers on your own machine. --version prints the versions."
 
 
 def main() -> None:
@@ -32,12 +33,14 @@ def _main() -> int:
     if sys.argv[1:2] == ["bench"]:
         from dunes.cli import bench
 
-        return bench.run(sys.argv[2:])
+        bench.prepare()
+        return run("dunes bench", bench.ABOUT, bench.commands(), sys.argv[2:])
     if sys.argv[1:2] == ["augment"]:
         from dunes.cli import augment
 
-        return augment.run(sys.argv[2:])
-    return run(sys.argv[1:], {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS})
+        return run("dunes augment", augment.ABOUT, augment.COMMANDS, sys.argv[2:])
+    commands = {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS}
+    return run("dunes", ABOUT, commands, sys.argv[1:])
 
 
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
@@ -68,18 +71,12 @@ def _show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-def run(arguments: list[str], verbs: dict[str, Any]) -> int:
-    """Parse the arguments and call the verb they name."""
+def run(program: str, about: str, commands: dict[str, Callable[..., Any]], arguments: list[str]) -> int:
+    """Parse the arguments and call the command they name."""
     import tyro
 
-    description = (
-        "Build, train, change and use small transformers on your own machine. --version says which this is."
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+    status = tyro.extras.subcommand_cli_from_dict(
+        commands, args=arguments, prog=program, description=about, config=config
     )
-    chosen = tyro.extras.subcommand_cli_from_dict(
-        verbs,
-        args=arguments,
-        prog="dunes",
-        description=description,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-    )
-    return int(chosen or 0)
+    return int(status or 0)

@@ -271,16 +271,16 @@ def inspect(model: Model, values: bool = False) -> int:
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
-    from dunes.checkpoint.folder import settled
+    from dunes.checkpoint.folder import readable_folder
     from dunes.checkpoint.loading import describe_adapter, is_adapter
-    from dunes.checkpoint.source import opened
+    from dunes.checkpoint.source import open_source
 
     folder = checkpoint.locate_model(model, verify=True).folder
     if is_adapter(folder):
         lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
-    source = opened(settled(folder))
+    source = open_source(readable_folder(folder))
     verdict = look.judged(source)
     for line in look.inspect(source, verdict):
         print(line)
@@ -344,12 +344,12 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
 
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, table
-    from dunes.checkpoint.folder import checked
+    from dunes.checkpoint.folder import open_verified_source
     from dunes.runs.progress import Display
     from dunes.units import format_seconds
 
     found = checkpoint.locate_model(model, verify=True)
-    source = checked(found.folder, None if names is None else table(names), math.inf)
+    source = open_verified_source(found.folder, None if names is None else table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
 

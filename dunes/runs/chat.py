@@ -17,7 +17,7 @@ import torch
 from dunes import checkpoint
 from dunes.augment import adapter_active
 from dunes.checkpoint import card as cards
-from dunes.checkpoint.folder import Loaded
+from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
@@ -29,6 +29,10 @@ NONE = "none"
 """The name of the base without an adapter."""
 ROOM = 4
 """An answer has at least this part of the context, if it may be so long: conversations are cut to leave it."""
+
+
+class NoTemplate(ValueError):
+    """A model without a chat template."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +50,8 @@ class ChatModel:
         """Raises ValueError, with the remedy, for a model that brings none."""
         found = of(self.tokenizer, self.card)
         if found is None:
-            raise ValueError(
-                f"{self.place}: no chat template, so it was not trained to answer; let it go on with a text: "
-                f'dunes generate {self.place} "..."'
-            )
+            remedy = f'use dunes generate {self.place} "..."'
+            raise NoTemplate(f"{self.place}: no chat template, so it was not trained to chat; {remedy}")
         return found
 
     @cached_property
@@ -172,7 +174,7 @@ def _alike(folders: Sequence[Path]) -> None:
             )
 
 
-def _first(folder: Path, loaded: Loaded) -> dict[str, ChatModel]:
+def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The voices of a folder: of a model its own, of an adapter that and the base's."""
     if not is_adapter(folder):
         return {NONE: _voice(folder, None, loaded)}
@@ -184,7 +186,7 @@ def _first(folder: Path, loaded: Loaded) -> dict[str, ChatModel]:
     return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
 
 
-def _voice(place: Path, adapter: str | None, loaded: Loaded) -> ChatModel:
+def _voice(place: Path, adapter: str | None, loaded: LoadedModel) -> ChatModel:
     assert loaded.tokenizer is not None, "where an adapter brings none it is the base's"
     return ChatModel(place, adapter, loaded.tokenizer, loaded.context_length, loaded.card)
 
@@ -246,7 +248,10 @@ class Chat:
         if word == "/new":
             self.talk = []
         elif word == "/adapter" and rest.strip():
-            self.speak_to(rest.strip())
+            try:
+                self.speak_to(rest.strip())
+            except NoTemplate as error:
+                self.note(str(error))
         elif word in ("/help", "/adapter"):
             here = self.name or next(iter(self.speaker.voices))
             names = ", ".join(f"{name} (now)" if name == here else name for name in self.speaker.voices)

@@ -51,7 +51,7 @@ class FinetuneData:
     """
 
     plan: FinetuneConfig
-    base: checkpoint.Loaded
+    base: checkpoint.LoadedModel
     folder: Path
     tokenizer: Tokenizer
     template: Template
@@ -162,7 +162,7 @@ def _divided(
     return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
 
 
-def _context(plan: FinetuneConfig, examples: Sequence[Example], base: checkpoint.Loaded) -> int:
+def _context(plan: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
     """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
     sizes = (len(e) if e.window is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(sizes, default=0)
@@ -175,7 +175,7 @@ def _in_windows(example: Example, context: int) -> Iterable[Example]:
     return [example] if example.window is None else windows(example, context)
 
 
-def taught(base: checkpoint.Loaded) -> str | None:
+def taught(base: checkpoint.LoadedModel) -> str | None:
     """The name of the template that a base brings along, if it does."""
     assert base.tokenizer is not None, "it was loaded with one"
     own = chat.template_of(base.tokenizer.beside, base.tokenizer.place.parent)

@@ -189,7 +189,7 @@ class FinetuneTask:
         if after is None:
             return self._next(run.folder)
         try:
-            append_text(run.folder / "samples.md", self._page(after))
+            _append_once(run.folder / "samples.md", self._page(after))
         except OSError as error:  # what was learned is kept by now
             return [
                 f"warning: the answers are not in samples.md: {error}",
@@ -256,6 +256,12 @@ class FinetuneTask:
             cells = [words for _, words in _beside(record.talk, *said)]
             rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
         return "\n".join([*rows, "", ""])
+
+
+def _append_once(path: Path, text: str) -> None:
+    """Add text at the end of a file, unless a run that was resumed after its end has added it before."""
+    if not (path.is_file() and text in path.read_text(errors="replace")):
+        append_text(path, text)
 
 
 def _beside(talk: Talk, was: str, now: str) -> list[tuple[str, str]]:

@@ -14,9 +14,9 @@ from dunes.augment import dequantize
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.adapter import attach_adapter
 from dunes.checkpoint.convert import alone, new
-from dunes.checkpoint.folder import Loaded, checked, filled, settled
+from dunes.checkpoint.folder import LoadedModel, load_decoder, open_verified_source, readable_folder
 from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.source import opened
+from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import Unmerged, Verified, held_logits
 from dunes.parts import Decoder
 from dunes.plural import plural
@@ -81,7 +81,7 @@ def merge(
     """
     if not is_adapter(folder):
         raise ValueError(f"{folder}: not an adapter's folder, so there is nothing to merge")
-    folder = settled(folder)
+    folder = readable_folder(folder)
     new(folder, out)
     base = base_folder(folder)
     new(base, out)
@@ -90,7 +90,7 @@ def merge(
         loaded = replace(loaded, card=loaded.card | {"any_base": True})
     model, apart = loaded.model, None
     if into == "original" and any(isinstance(m, Quantized) for m in model.modules()):
-        model = filled(checked(base)).eval()
+        model = load_decoder(open_verified_source(base)).eval()
         attach_adapter(model, folder, any_base=any_base)
         apart = _apart(model, loaded)
     kind = dtype or next(augment.base_model(model).parameters()).dtype
@@ -99,7 +99,11 @@ def merge(
 
 
 def _written(
-    model: Decoder, loaded: Loaded, way: tuple[Path, Path], dtype: torch.dtype, apart: tuple[float, float] | None
+    model: Decoder,
+    loaded: LoadedModel,
+    way: tuple[Path, Path],
+    dtype: torch.dtype,
+    apart: tuple[float, float] | None,
 ) -> Report:
     folder, out = way
     before = Unmerged.of(model, folder, loaded.context_length, dtype)
@@ -108,7 +112,7 @@ def _written(
     reports: list[Report] = []
 
     def check(staged: Path) -> dict[str, Any]:
-        reports.append(Report(errors, before.verify(opened(staged)), *(apart or ())))
+        reports.append(Report(errors, before.verify(open_source(staged)), *(apart or ())))
         return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
 
     facts = {k: v for k, v in loaded.card.items() if k not in KEPT_APART}
@@ -134,7 +138,7 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
     }
 
 
-def _apart(original: Decoder, trained: Loaded) -> tuple[float, float]:
+def _apart(original: Decoder, trained: LoadedModel) -> tuple[float, float]:
     """How far the original with the adapter is from what was trained, and how far it may be.
 
     Raises ValueError if it is further.
