@@ -347,7 +347,7 @@ def test_an_untrained_dora_changes_nothing_either(saved, tmp_path):
 def test_the_card_tells_other_weights_and_damage(saved):
     ours, folder = saved
     checkpoint.load_adapter(ours, folder, "first")
-    with pytest.raises(ValueError, match="there is an adapter 'first' already"):
+    with pytest.raises(ValueError, match="it already has an adapter 'first'"):
         checkpoint.load_adapter(ours, folder, "first")
     checkpoint.load_adapter(ours, folder, "second")  # the digest is the base's, whatever stands beside it
     other = base_model(ours)
@@ -485,7 +485,7 @@ def test_digests_are_those_of_whole_tensors_rounded_as_torch_rounds():
 
 def test_saving_again_replaces_and_what_has_no_words_is_refused(saved, tmp_path):
     ours, folder = saved
-    with pytest.raises(ValueError, match="no adapter default in this model; there are: none"):
+    with pytest.raises(ValueError, match="this model has no adapter 'default'; its adapters are: none"):
         checkpoint.save_adapter(ours, folder)
     attach(ours, where="**.down", rank=5)
     checkpoint.save_adapter(trained(ours), folder)

@@ -19,6 +19,7 @@ from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.loading import describe_adapter
 from dunes.cli import augment, verbs
 from dunes.runs.chat import speaker
+from dunes.runs.sampling import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, carried, named, of, prompt
 from native_files import write_native
@@ -87,7 +88,7 @@ def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path)
         [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_dict=False
     )
     assert ids == prompt(template, TALK, loaded.tokenizer)
-    assert loaded.tokenizer.special("<|im_end|>") in loaded.tokenizer.stops
+    assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
 
 
 def test_the_base_is_found_where_both_were_moved_and_missed_with_a_remedy(made, tmp_path, monkeypatch):
@@ -322,13 +323,14 @@ def rounded_base(folder, dtype=torch.bfloat16):
     checkpoint.save(checkpoint.load(path).model.to(dtype), path, TOKENS, 32)
 
 
+ONE = SamplingOptions(tokens=1)
 ANOTHER = {
     "load": lambda folder, any_base: checkpoint.load(folder, any_base=any_base),
-    "generate": lambda folder, any_base: verbs.generate(str(folder), "ab", tokens=1, any_base=any_base),
+    "generate": lambda folder, any_base: verbs.generate(str(folder), ONE, "ab", any_base=any_base),
     "complete": lambda folder, any_base: verbs.complete(str(folder), f"{__file__}:1:5", any_base=any_base),
-    "chat": lambda folder, any_base: verbs.chat(str(folder), "ab", tokens=1, any_base=any_base),
+    "chat": lambda folder, any_base: verbs.chat(str(folder), "ab", ONE, any_base=any_base),
     "chat with": lambda folder, any_base: verbs.chat(
-        str(folder.parent / "base"), "ab", adapter=(folder,), tokens=1, any_base=any_base
+        str(folder.parent / "base"), "ab", ONE, adapter=(folder,), any_base=any_base
     ),
     "eval": lambda folder, any_base: verbs.evaluate(str(folder), (str(folder / "x.txt"),), any_base=any_base),
     "merge": lambda folder, any_base: augment.merge(str(folder), folder.parent / "m", any_base=any_base),

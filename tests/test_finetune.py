@@ -507,7 +507,7 @@ def book(tmp_path_factory):
 def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, tokenizer, tmp_path):
     lesson = ready(base, book, steps=None)
     plan = lesson.plan
-    ids = [*tokenizer.begin, *tokenizer.encode(book.read_text()), tokenizer.end]
+    ids = [*tokenizer.document_start, *tokenizer.encode(book.read_text()), tokenizer.eos]
     assert len(ids) > 3 * plan.context_length
     assert plan.context_length == lesson.base.context_length == 128
     rows = Batches(lesson.train, plan.context_length, 1, packed=plan.packing)

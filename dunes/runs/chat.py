@@ -22,7 +22,7 @@ from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.text import Stream, Tokenizer
+from dunes.text import DecodeStream, Tokenizer
 from dunes.text.templates import Talk, Template, Turn, of, prompt
 
 NONE = "none"
@@ -100,7 +100,7 @@ class ChatEngine:
         that the template has no form for, or that leaves no room.
         """
         voice = self.voice(name)
-        ids, stream = prompt(voice.template, talk, voice.tokenizer), Stream(voice.tokenizer)
+        ids, stream = prompt(voice.template, talk, voice.tokenizer), DecodeStream(voice.tokenizer)
         if len(ids) >= voice.context:
             raise ValueError(
                 f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
@@ -119,7 +119,7 @@ class ChatEngine:
                 token = next(found, None)
             if token is None:
                 return
-            if piece := stream.feed(token.id):
+            if piece := stream.step(token.id):
                 yield piece
 
     def cut(self, talk: Talk, tokens: int, name: str | None = None) -> Talk:
@@ -181,7 +181,7 @@ def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     base = base_folder(folder)
     _, config, card = checkpoint.describe(base)
     alone = replace(loaded, card=card, context_length=config.context_length)
-    if Tokenizer.file(base):
+    if Tokenizer.find_file(base):
         alone = replace(alone, tokenizer=Tokenizer.load(base))
     return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
 

@@ -101,7 +101,7 @@ class TrainTask:
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
         return evaluate(
-            model, self.text.valid, widths(self.tokenizer.pieces()), self.plan.context_length, dtype, limit
+            model, self.text.valid, widths(self.tokenizer.token_bytes()), self.plan.context_length, dtype, limit
         )
 
     def sample(self, model: Decoder) -> str:
