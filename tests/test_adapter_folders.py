@@ -18,7 +18,7 @@ from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.opening import about
 from dunes.cli import augment, verbs
-from dunes.runs.chat import speaker
+from dunes.runs.chat import load_chat_engine
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, carried, named, of, prompt
 from native_files import write_native
@@ -428,12 +428,12 @@ def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
     with torch.no_grad():
         assert difference(model(IDS), said) <= 0.1 * said.abs().max()
     for first, others in (("base", ["a", "b"]), ("a", ["b"])):
-        both = speaker(str(tmp_path / first), [tmp_path / name for name in others])
-        assert sorted(both.voices) == ["a", "b", "none"]
+        both = load_chat_engine(str(tmp_path / first), [tmp_path / name for name in others])
+        assert sorted(both.models) == ["a", "b", "none"]
     other_base(tmp_path / "a")
     for refused in (
         lambda: checkpoint.load(tmp_path / "a"),
-        lambda: speaker(str(tmp_path / "base"), [tmp_path / "a"]),
+        lambda: load_chat_engine(str(tmp_path / "base"), [tmp_path / "a"]),
     ):
         with pytest.raises(ValueError, match="made for other weights"):
             refused()
@@ -454,5 +454,5 @@ def test_a_base_is_digested_once_and_in_one_dtype(made, monkeypatch):
     tensors = len(base_model(model).state_dict())
     assert digested == [[torch.bfloat16]] * tensors
     digested.clear()
-    speaker(str(folder.parent / "base"), [folder, folder.parent / "b"])
+    load_chat_engine(str(folder.parent / "base"), [folder, folder.parent / "b"])
     assert digested == [[torch.bfloat16]] * tensors

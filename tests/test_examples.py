@@ -156,8 +156,13 @@ def test_other_spellings_are_read_as_what_they_say(tmp_path):
         {"role": "assistant", "content": "Ho", "weight": 1},
     ]
     (row,) = read(put(tmp_path, lines({"messages": messages, "tools": None}))).rows
-    heard = [Turn("system", "S"), Turn("user", "Hi"), Turn("assistant", "Hm", trained=False), Turn("user", "")]
-    assert list(row.talk) == [*heard, WANTED[1]]
+    check_system = [
+        Turn("system", "S"),
+        Turn("user", "Hi"),
+        Turn("assistant", "Hm", trained=False),
+        Turn("user", ""),
+    ]
+    assert list(row.talk) == [*check_system, WANTED[1]]
     (row,) = read(put(tmp_path, lines({"instruction": "Hi", "output": ""}))).rows
     assert list(row.talk) == [WANTED[0], Turn("assistant", "")]
     (row,) = read(put(tmp_path, lines({"conversations": FORMS["messages"]["messages"]}))).rows
