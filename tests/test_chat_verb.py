@@ -30,7 +30,7 @@ class Script:
     def __init__(self, tokenizer, *answers):
         self.tokenizer, self.answers, self.asked = tokenizer, list(answers), []
 
-    def __call__(self, model, ids, *, limit, context, sample, stop):
+    def __call__(self, model, ids, *, limit, context_length, sample, stop):
         self.asked.append(list(ids))
         self.limit, self.stop = limit, stop
         text = self.answers.pop(0) if self.answers else "b"

@@ -147,7 +147,7 @@ def size_warning(config: TrainConfig) -> str:
         return ""
     return (
         f"warning: --size is {config.size}, but the smallest {config.family} model with a vocabulary of "
-        f"{vocabulary(config)} has {format_count(count)} parameters; set a smaller --vocab-size, or --tokenizer bytes"
+        f"{vocabulary(config)} has {format_count(count)} parameters; set a smaller --vocab-size or --tokenizer bytes"
     )
 
 
