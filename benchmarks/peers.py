@@ -136,7 +136,7 @@ def side_of(peer: str, here: bool) -> Side:
         python, release = sys.executable, environments.found_here(name, release)
     else:
         release = release or known.release
-        python = environments.python_of(name, release, known.beside)
+        python = environments.python_of(name, release, known.extra_files)
     script = SIDES / f"{name.replace('-', '_')}_side.py"
     return Side(name, (str(python), str(script)), release)
 

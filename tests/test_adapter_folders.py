@@ -44,7 +44,7 @@ def adapter_in(folder, ours, base, **options):
     tokenizer = carried(named("chatml"), TOKENS)
     facts = {"template": "chatml"}
     checkpoint.save_adapter(
-        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context=24, facts=facts
+        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context_length=24, facts=facts
     )
     return ours(IDS)
 
@@ -87,7 +87,7 @@ def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path)
         [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_dict=False
     )
     assert ids == prompt(template, TALK, loaded.tokenizer)
-    assert loaded.tokenizer.special("<|im_end|>") in loaded.tokenizer.stops
+    assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
 
 
 def test_the_base_is_found_where_both_were_moved_and_missed_with_a_remedy(made, tmp_path, monkeypatch):

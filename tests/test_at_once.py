@@ -206,12 +206,12 @@ def test_a_damaged_shard_is_made_again_by_many_threads(tmp_path, code):
 
 
 def test_an_older_save_leaves_nothing_that_would_be_read_with_the_new_one(tmp_path):
-    marked = TOKENIZER.stopping(1)
-    marked.beside |= {"chat_template.jinja": b"{{ messages }}", "added_tokens.json": b"{}"}
+    marked = TOKENIZER.with_stop(1)
+    marked.extra_files |= {"chat_template.jinja": b"{{ messages }}", "added_tokens.json": b"{}"}
     (tmp_path / "mine.txt").write_text("kept")
     checkpoint.save(small(1), tmp_path, marked, 16)
-    assert checkpoint.load(tmp_path).tokenizer.beside.keys() > {"chat_template.jinja"}
+    assert checkpoint.load(tmp_path).tokenizer.extra_files.keys() > {"chat_template.jinja"}
     save_model(tmp_path, 2)
-    assert "chat_template.jinja" not in checkpoint.load(tmp_path).tokenizer.beside
+    assert "chat_template.jinja" not in checkpoint.load(tmp_path).tokenizer.extra_files
     assert not (tmp_path / "added_tokens.json").exists()
     assert (tmp_path / "mine.txt").exists()

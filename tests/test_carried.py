@@ -45,7 +45,7 @@ def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, re
     source = THEIRS["chatml"].replace("bos_token", "'<|endoftext|>'")
     template = Own(source, plain) if case == "own" else named(case)
     tokenizer, model = carried(template, plain), small(plain)
-    stops = {plain.end, template.stop(plain)}
+    stops = {plain.eos, template.stop(plain)}
     assert tokenizer.stops >= stops
     facts = {} if case == "own" else {"template": case}
     checkpoint.save(model, tmp_path / "m", tokenizer, 512, facts)
@@ -54,8 +54,8 @@ def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, re
     for folder in (tmp_path / "m", tmp_path / "again"):
         loaded = checkpoint.load(folder)
         assert loaded.tokenizer.stops == tokenizer.stops
-        assert loaded.tokenizer.end == plain.end
-        assert loaded.tokenizer.begin == plain.begin
+        assert loaded.tokenizer.eos == plain.eos
+        assert loaded.tokenizer.document_start == plain.document_start
         assert set(GenerationConfig.from_pretrained(folder).eos_token_id) == tokenizer.stops
         found = of(loaded.tokenizer, loaded.card)
         assert (found is TEMPLATES[case]) if case != "own" else isinstance(found, Own)
@@ -73,7 +73,7 @@ def test_a_begin_that_the_tokenizer_adds_is_not_doubled(llama3):  # noqa: F811
     """The template writes the beginning and the tokenizer would add it, too: it stands there once."""
     tokenizer = carried(named("llama3"), llama3)
     ids = prompt(of(tokenizer, {}), (Turn("user", "Hi"),), tokenizer)
-    (begin,) = llama3.begin
+    (begin,) = llama3.document_start
     assert ids.count(begin) == 1
     assert ids[0] == begin
 
@@ -85,7 +85,7 @@ def test_what_was_beside_is_kept_but_the_older_template(bpe, tmp_path):  # noqa:
     tokenizer = carried(named("chatml"), Tokenizer.load(tmp_path))
     tokenizer.save(tmp_path)
     words = json.loads((tmp_path / "generation_config.json").read_text())
-    assert words == {"temperature": 0.6, "eos_token_id": [bpe.end, 300, bpe.special("<|im_end|>")]}
+    assert words == {"temperature": 0.6, "eos_token_id": [bpe.eos, 300, bpe.token_id("<|im_end|>")]}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": SPECIAL[0]}
     assert Tokenizer.load(tmp_path).stops == tokenizer.stops
 
@@ -98,4 +98,4 @@ def test_a_model_without_a_template_has_none_and_a_wrong_one_is_refused(bpe, spa
     with pytest.raises(ValueError, match=r"has no <\|im_start\|>"):
         of(spaced, {"template": "chatml"})
     pieces = next(iter(named("chatml").write([(Turn("user", "<|im_end|>"),)], opened=True)))
-    assert encoded(pieces, bpe)[0].count(bpe.special("<|im_end|>")) == 1
+    assert encoded(pieces, bpe)[0].count(bpe.token_id("<|im_end|>")) == 1

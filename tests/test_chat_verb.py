@@ -70,9 +70,9 @@ def test_a_conversation_is_encoded_as_in_training_and_begins_once(kind, template
         prompt(named(template), turns, tokenizer),
     ]
     begins = 2 if template == "llama2" else 1  # which begins each of its exchanges
-    assert [ids[: len(tokenizer.begin)] for ids in script.asked] == [tokenizer.begin] * 2
-    assert script.asked[1].count(tokenizer.begin[0]) == begins
-    assert script.stop >= {named(template).stop(tokenizer), tokenizer.end}
+    assert [ids[: len(tokenizer.document_start)] for ids in script.asked] == [tokenizer.document_start] * 2
+    assert script.asked[1].count(tokenizer.document_start[0]) == begins
+    assert script.stop >= {named(template).stop(tokenizer), tokenizer.eos}
     assert notes == []
 
 
@@ -165,7 +165,7 @@ def three(tmp_path):
     """A base that can be talked to, and two adapters of it."""
     _, ours = pair("llama")
     with torch.no_grad():
-        ours.head.weight[TOKENS.special("<|endoftext|>") - 1 :] = 0  # so that the likeliest is a letter
+        ours.head.weight[TOKENS.token_id("<|endoftext|>") - 1 :] = 0  # so that the likeliest is a letter
     checkpoint.save(ours, tmp_path / "base", carried(named("chatml"), TOKENS), 200, {"template": "chatml"})
     for name, seed in (("one", 1), ("two", 2)):
         model = checkpoint.load(tmp_path / "base").model
@@ -257,9 +257,9 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
 
 def test_a_base_without_a_template_is_named_and_the_adapter_stays(bpe, scripted):  # noqa: F811
     chat, script, notes = scripted(bpe, "chatml")
-    engine = chat.load_chat_engine
+    engine = chat.engine
     bare = replace(engine.chat_model(), tokenizer=Tokenizer.train("bytes", []), card={})
-    chat.load_chat_engine = replace(engine, models={**engine.models, "bare": bare})
+    chat.engine = replace(engine, models={**engine.models, "bare": bare})
     run(chat, ["/adapter bare", "a"], lambda piece: None)
     assert len(notes) == 1
     assert "no chat template" in notes[0]

@@ -637,7 +637,7 @@ def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
     path = put(tmp_path, {"rows.jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts)}) / "rows.jsonl"
     corpus = collect([path])
     for side in (corpus.train, corpus.valid):
-        ids = [i for text in learned(side) for i in (*BYTES.encode(text), BYTES.end)]
+        ids = [i for text in learned(side) for i in (*BYTES.encode(text), BYTES.eos)]
         assert cached(side, BYTES).tokens.tolist() == ids
     assert sorted(learned(corpus.train) + learned(corpus.valid)) == sorted(texts)
 
@@ -668,7 +668,7 @@ def documents(tmp_path):
 
 
 def expected(documents, tokenizer):
-    return [i for d in documents for i in (*tokenizer.encode(d.path.read_bytes().decode()), tokenizer.end)]
+    return [i for d in documents for i in (*tokenizer.encode(d.path.read_bytes().decode()), tokenizer.eos)]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes", "chars"])
@@ -678,7 +678,7 @@ def test_a_shard_holds_the_ids_of_each_document_and_an_end(documents, tmp_path, 
     assert shard.tokens.tolist() == expected(documents, tokenizer)
     assert shard.length == len(shard.tokens)
     assert shard.size == sum(d.path.stat().st_size for d in documents)
-    assert shard.documents == len(documents) == (shard.tokens == tokenizer.end).sum()
+    assert shard.documents == len(documents) == (shard.tokens == tokenizer.eos).sum()
     assert shard.vocab == tokenizer.vocab
 
 
@@ -688,7 +688,7 @@ def test_a_document_of_many_blocks_has_the_ids_of_the_whole(tmp_path):
     tokenizer = Tokenizer.train("bpe", [lines[:50_000]], 400)
     shard = cached([one(tmp_path / "long.txt")], tokenizer)
     assert len(list(one(tmp_path / "long.txt").text())) > 1
-    assert shard.tokens.tolist() == [*tokenizer.encode(lines), tokenizer.end]
+    assert shard.tokens.tolist() == [*tokenizer.encode(lines), tokenizer.eos]
 
 
 def test_bytes_are_reported_as_they_are_done_and_only_once(documents):

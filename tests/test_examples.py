@@ -22,11 +22,11 @@ from dunes.data import coloured, examples, preflight, read, refuse, report, spli
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import KINDS, Record
 from dunes.data.packing import collated
-from dunes.data.plain import large_texts, tails, windows
 from dunes.data.records import LIMIT_ROW
+from dunes.data.text_windows import large_texts, tails, windows
 from dunes.ops.cross_entropy import IGNORE
 from dunes.text import END, Tokenizer, templates
-from dunes.text.chat import render
+from dunes.text.chat_template import render
 from dunes.text.lines import line_parts
 from dunes.text.templates import BEGIN, TEMPLATES, Own, Piece, Turn, encoded, named, prompt
 
@@ -81,7 +81,7 @@ def begun(inner, special):
         single=f"{special[0]} $A", special_tokens=[(special[0], inner.token_to_id(special[0]))]
     )
     made = Tokenizer(inner)
-    made._marks = replace(made._marks, end=inner.token_to_id(special[-1]))
+    made._special = replace(made._special, eos=inner.token_to_id(special[-1]))
     return made
 
 
@@ -310,7 +310,11 @@ def test_following_text_gets_no_space_whatever_sets_it(scheme):
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme=scheme)])
     inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
     tokenizer = Tokenizer(inner)
-    assert (tokenizer.encode("a"), tokenizer.follow("a"), tokenizer.follow(" a")) == ([2], [1], [2])
+    assert (tokenizer.encode("a"), tokenizer.encode_continuation("a"), tokenizer.encode_continuation(" a")) == (
+        [2],
+        [1],
+        [2],
+    )
 
 
 def test_special_tokens_in_what_a_user_wrote_are_words(bpe, llama3):
@@ -323,7 +327,7 @@ def test_special_tokens_in_what_a_user_wrote_are_words(bpe, llama3):
         (Own(named("llama3").jinja(llama3), llama3), llama3, {"<|start_header_id|>": 2, "<|eot_id|>": 2}),
     ):
         ids = made(talk, template, tokenizer).ids.tolist()
-        assert {t: ids.count(tokenizer.special(t)) for t in special} == special
+        assert {t: ids.count(tokenizer.token_id(t)) for t in special} == special
         assert tokenizer.decode(ids).count(wrote) == 2
 
 
@@ -377,7 +381,7 @@ def test_a_prompt_has_the_ids_with_which_the_answer_is_trained(name, bpe, llama3
         example = made(talk, template, tokenizer)
         first = int(example.trained.argmax())
         assert prompt(template, talk[:1], tokenizer) == example.ids[:first].tolist()
-        begin = tokenizer.begin
+        begin = tokenizer.document_start
         assert example.ids[: len(begin)].tolist() == begin
         assert example.ids[len(begin)] != begin[0]
 
@@ -397,14 +401,14 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
         assert example.ids[example.trained].tolist().count(stop) == 2
         everything = made(talk, template, tokenizer, train_on="all")
         assert everything.ids.tolist() == example.ids.tolist()
-        starts = np.isin(everything.ids, tokenizer.begin) & (everything.ids != tokenizer.end)
+        starts = np.isin(everything.ids, tokenizer.document_start) & (everything.ids != tokenizer.eos)
         assert everything.trained[1:].tolist() == (~starts[1:]).tolist()
         assert not everything.trained[0]
 
 
 def test_plain_text_is_trained_on_as_a_whole(bpe):
     example = made([Turn("text", "The answer")], named("plain"), bpe)
-    assert example.ids.tolist() == [bpe.end, *bpe.encode("The answer"), bpe.end]
+    assert example.ids.tolist() == [bpe.eos, *bpe.encode("The answer"), bpe.eos]
     assert example.trained.tolist() == [False] + [True] * (len(example) - 1)
 
 
@@ -482,7 +486,7 @@ def test_what_stands_for_special_tokens_is_in_no_text(bpe):
     for template in (named("chatml"), Own(named("chatml").jinja(bpe), bpe)):
         example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
         assert coloured(example, bpe)[1] == (f"{text}<|im_end|>", True)
-        assert example.ids[example.trained].tolist() == [*bpe.encode(text), bpe.special("<|im_end|>")]
+        assert example.ids[example.trained].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
         with pytest.raises(ValueError, match="half of a surrogate pair at character 2"):
             made((Turn("user", "a \udc00"), Turn("assistant", "b")), template, bpe)
 
@@ -501,7 +505,7 @@ def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
         [AddedToken("<|e|>", rstrip=True, lstrip=True, special=True, normalized=False)]
     )
     own = Own("{% for m in messages %}{{ m.content }} <|e|>\n{% endfor %}", strips)
-    e = strips.special("<|e|>")
+    e = strips.token_id("<|e|>")
     assert made(chat("user", "assistant"), own, strips).ids.tolist() == [
         *strips.encode("user 0"), e, *strips.encode("assistant 1"), e
     ]  # fmt: skip
@@ -524,9 +528,9 @@ def test_a_report_counts(bpe):
     assert (found.tokens, found.trained, found.lost) == (sum(sizes), 4 * answer, answer)
     assert found.lengths == (sizes[2], sizes[4], sizes[4], sizes[4])
     assert (found.truncated, found.ended, found.blank, found.doubled) == (1, 4, 1, 0)
-    assert found.highest == bpe.end
+    assert found.highest == bpe.eos
     assert found.used == len(
-        {i for t in ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"] for i in bpe.encode(t)} | {bpe.end}
+        {i for t in ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"] for i in bpe.encode(t)} | {bpe.eos}
     )
     assert f"cut at 30: 20.0% of the examples, {answer} trained tokens lost" in found.lines()[2]
     assert len(found.warnings()) == 3
@@ -562,7 +566,7 @@ def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
 
     def aliased(*args):
         made = original(*args)
-        return examples.Example(made.ids, made.trained & (made.ids != bpe.end), made.place)
+        return examples.Example(made.ids, made.trained & (made.ids != bpe.eos), made.place)
 
     monkeypatch.setattr(examples, "_example", aliased)
     with pytest.raises(ValueError, match=r"the token that ends an answer is never trained on"):
@@ -581,7 +585,7 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
 
     def doubled(pieces, tokenizer, everything):
         ids, trained = encoded(pieces, tokenizer, everything)
-        return [*tokenizer.begin, *ids], [*([False] * len(tokenizer.begin)), *trained]
+        return [*tokenizer.document_start, *ids], [*([False] * len(tokenizer.document_start)), *trained]
 
     monkeypatch.setattr(examples, "encoded", doubled)
     for tokenizer in (llama3, bpe):
@@ -591,8 +595,8 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
 
 
 def test_ids_that_the_model_has_not_are_refused(bpe):
-    with pytest.raises(ValueError, match=f"the examples hold the id {bpe.end}, and the model has {bpe.end}"):
-        refuse(reported(GOOD, named("plain"), bpe, vocab=bpe.end))
+    with pytest.raises(ValueError, match=f"the examples hold the id {bpe.eos}, and the model has {bpe.eos}"):
+        refuse(reported(GOOD, named("plain"), bpe, vocab=bpe.eos))
 
 
 def test_silent_truncation_does_not_pass(bpe, monkeypatch):
@@ -685,10 +689,10 @@ def test_every_template_has_a_name_and_a_piece_is_plain():
 
 def test_many_conversations_are_rendered_by_few_processes(bpe, monkeypatch):
     """One for each 64 of them took two minutes for 52,000."""
-    own, calls, real = Own(named("chatml").jinja(bpe), bpe), [], templates.chat._asked
-    monkeypatch.setattr(templates.chat, "_asked", lambda request: calls.append(1) or real(request))
+    own, calls, real = Own(named("chatml").jinja(bpe), bpe), [], templates.chat_template._run_process
+    monkeypatch.setattr(templates.chat_template, "_run_process", lambda request: calls.append(1) or real(request))
     talks = [(Turn("user", f"question {i}"), Turn("assistant", "a" * (i % 7))) for i in range(1500)]
-    talks[700] = (Turn("user", "q" * (templates.LETTERS + 1)), Turn("assistant", "long"))
+    talks[700] = (Turn("user", "q" * (templates.MAX_CHARS + 1)), Turn("assistant", "long"))
     assert sum(1 for _ in own.write(talks)) == 1500
     assert len(calls) <= 5
     assert [len(g) for g in templates._groups(talks)] == [700, 1, 799]
@@ -878,7 +882,7 @@ def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypat
     text = [*windows(made([Turn("text", "The answer")], named("plain"), bpe), 3)]
     answer = made(GOOD[0], named("plain"), bpe)
     refuse(report([answer, *text], [], 99, bpe.vocab, named("plain"), bpe))
-    endless = examples.Example(answer.ids, answer.trained & (answer.ids != bpe.end))
+    endless = examples.Example(answer.ids, answer.trained & (answer.ids != bpe.eos))
     with pytest.raises(ValueError, match="never trained on"):
         refuse(report([endless, *text], [], 99, bpe.vocab, named("plain"), bpe))
 

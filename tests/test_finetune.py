@@ -509,7 +509,7 @@ def book(tmp_path_factory):
 def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, tokenizer, tmp_path):
     data = ready(base, book, steps=None)
     config = data.config
-    ids = [*tokenizer.begin, *tokenizer.encode(book.read_text()), tokenizer.end]
+    ids = [*tokenizer.document_start, *tokenizer.encode(book.read_text()), tokenizer.eos]
     assert len(ids) > 3 * config.context_length
     assert config.context_length == data.base.context_length == 128
     rows = Batches(data.train, config.context_length, 1, packed=config.packing)

@@ -368,7 +368,7 @@ def test_records_are_learned_by_their_texts(split, tmp_path):
     assert train(config, tmp_path / "run", show) == 0
     assert "learned from records: the field body (60 records)" in out.getvalue()
     loaded = checkpoint.load(tmp_path / "run")
-    assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.pieces()}
+    assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes()}
     assert loaded.card["trained"]["split"] == (split or "files")
     score, _ = score_folder(tmp_path / "run")
     assert score.loss == pytest.approx(loaded.card["measured"]["loss"], rel=1e-6)
@@ -391,8 +391,8 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     tokenizer = Tokenizer.train("bpe", ["def task(value):\n    return value\n"], 280)
     model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.from_size(tokenizer.vocab, 32, 2, 16)).eval()
     text = "def task(héllo):\n    return 1\n" * 9
-    ids = [tokenizer.end, *tokenizer.encode(text)]
-    score = evaluate(model, np.array(ids), widths(tokenizer.pieces()), 16)
+    ids = [tokenizer.eos, *tokenizer.encode(text)]
+    score = evaluate(model, np.array(ids), widths(tokenizer.token_bytes()), 16)
     nats = 0.0
     for start in range(0, len(ids) - 1, 16):
         window = torch.tensor(ids[start : start + 17])
@@ -403,7 +403,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     assert score.tokens == len(ids) - 1
     assert score.nats == pytest.approx(nats, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
-    part = evaluate(model, np.array(ids), widths(tokenizer.pieces()), 16, limit=40)
+    part = evaluate(model, np.array(ids), widths(tokenizer.token_bytes()), 16, limit=40)
     assert 16 < part.tokens <= 32
 
 

@@ -266,13 +266,13 @@ def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
     opened = kind.from_pretrained(tmp_path)
     assert opened(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
     assert opened.decode(tokenizer.encode(text)) == text
-    assert opened.eos_token_id == tokenizer.end
+    assert opened.eos_token_id == tokenizer.eos
     assert opened.pad_token_id != opened.eos_token_id
 
     prompt = tokenizer.encode("def ")
     want = hf.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
-    got = [t.id for t in generate(model, prompt, limit=40, context_length=48, stop={tokenizer.end})]
-    assert got == [i for i in want if i != tokenizer.end]
+    got = [t.id for t in generate(model, prompt, limit=40, context_length=48, stop={tokenizer.eos})]
+    assert got == [i for i in want if i != tokenizer.eos]
 
 
 @torch.no_grad()

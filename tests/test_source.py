@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint, tree
 from dunes.checkpoint import folder as folders
-from dunes.checkpoint.differences import SHOWN, Difference, report
 from dunes.checkpoint.folder import load_decoder
-from dunes.checkpoint.inspect import inspect
+from dunes.checkpoint.inspect import describe_folder
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.mapped import Mapped
+from dunes.checkpoint.mapped_file import MappedFile
 from dunes.checkpoint.source import open_source
+from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
 from dunes.cli import main as cli
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -109,7 +109,7 @@ def refusal(folder, read=open_source):
         raise AssertionError("numbers were read")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mapped, "tensor", never)
+        patch.setattr(MappedFile, "tensor", never)
         with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
             read(folder).weights()
     said = str(error.value)
@@ -209,7 +209,7 @@ def test_what_is_wrong_is_listed_before_a_number_is_read(wrong, copy):
     assert said.startswith(f"{folder}: ")
     for pattern in patterns:
         assert re.search(pattern, said), said
-    lines = list(inspect(open_source(folder)))
+    lines = list(describe_folder(open_source(folder)))
     differences = open_source(folder).compared[1]
     assert [line for line in lines if line.startswith("difference")] == [
         f"difference  {d}" for d in differences[:40]
@@ -248,7 +248,7 @@ def test_many_differences_are_counted_and_each_kind_is_shown(copy):
     assert "lm_head.weight is (1,), not (97, 32)" in said
     assert "odd.0 (1,) is not a weight" in said
     assert said.endswith(f"and {121 - SHOWN} more, which `dunes inspect` lists")
-    lines = list(inspect(open_source(folder)))
+    lines = list(describe_folder(open_source(folder)))
     assert sum(line.startswith("difference") for line in lines) == 40
     assert "            and 81 more" in lines
     assert lines[-1] == "loads       no: 1 of another shape, 20 missing, 100 unexpected"
@@ -257,7 +257,7 @@ def test_many_differences_are_counted_and_each_kind_is_shown(copy):
 def test_a_report_is_short_whatever_the_number():
     many = [Difference("missing", f"weight.{i}", "(1,)", "nothing") for i in range(5000)]
     many.append(Difference("unexpected", "other", "nothing", "(2,)"))
-    said = report(many)
+    said = summarize(many)
     assert said.count("missing") == SHOWN - 1
     assert "other (2,) is not a weight" in said
     assert said.endswith("and 4993 more, which `dunes inspect` lists")
@@ -610,11 +610,14 @@ BAD = {
         lambda f: index(f, lambda where: where | {"a\nb": FIRST}),
         "'a\\nb' is not in that file",
     ),
-    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' stands there twice"),
-    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "stands there twice"),
-    "very large": (sparse(1 << 40), "1099512 MB are too much for a JSON file; 67 MB is the limit"),
+    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' is there twice"),
+    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "is there twice"),
+    "very large": (sparse(1 << 40), "1099512 MB; a JSON file has at most 67 MB"),
     "very deep": (whole("[" * 100_000), "nested too deeply"),
-    "very many objects": (whole('{"a": [' + "[]," * 5_000_000 + "1]}"), "commas and brackets are too many"),
+    "very many objects": (
+        whole('{"a": [' + "[]," * 5_000_000 + "1]}"),
+        "commas and brackets; a JSON file has at most",
+    ),
 }
 
 
@@ -665,8 +668,8 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
 
 def test_two_equal_keys_among_very_many_are_found_soon():
     pairs = [(str(i), i) for i in range(200_000)]
-    with pytest.raises(ValueError, match="the key '199999' stands there twice"):
-        json_file.once([*pairs, pairs[-1]])
+    with pytest.raises(ValueError, match="the key '199999' is there twice"):
+        json_file.unique_keys([*pairs, pairs[-1]])
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: p.symlink_to("/dev/zero"), lambda p: None])
@@ -828,7 +831,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
     assert numbers > 1e11
     with pytest.raises(ValueError, match=re.escape(said)):
-        next(line for line in inspect(open_source(folder)) if line.startswith("parameters"))
+        next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
 
 
 def test_narrow_blocks_are_counted_too(made):
@@ -937,11 +940,11 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     script = """
         import sys, time
         from pathlib import Path
-        from dunes.checkpoint.inspect import inspect
+        from dunes.checkpoint.inspect import describe_folder
         from dunes.checkpoint.source import open_source
         peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
         before, began = peak(), time.perf_counter()
-        lines = list(inspect(open_source(Path(sys.argv[1]))))
+        lines = list(describe_folder(open_source(Path(sys.argv[1]))))
         print(peak() - before, time.perf_counter() - began)
         print("\\n".join(lines))
     """

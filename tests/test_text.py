@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dunes.text import END, KINDS, SPECIAL, Stream, Tokenizer
+from dunes.text import END, KINDS, SPECIAL, DecodeStream, Tokenizer
 
 ALPHABET = "abc äβ漢😀\t\r\n\ufeff\u2028<|>"
 """All that the chars tokenizer here knows."""
@@ -80,12 +80,12 @@ def test_an_unknown_character_takes_one_id_that_stands_for_no_bytes():
     tokenizer = TOKENIZERS["chars"]
     ids = tokenizer.encode("aZb")
     assert len(ids) == 3
-    assert [tokenizer.pieces()[i] for i in ids] == [b"a", b"", b"b"]
+    assert [tokenizer.token_bytes()[i] for i in ids] == [b"a", b"", b"b"]
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 def test_each_byte_has_its_own_token(kind):
-    pieces = TOKENIZERS[kind].pieces()
+    pieces = TOKENIZERS[kind].token_bytes()
     assert {bytes([b]) for b in range(256)} <= set(pieces)
     assert len(set(pieces)) == len(pieces) - len(SPECIAL) + 1, "no two ids stand for the same bytes"
 
@@ -94,14 +94,16 @@ def test_each_byte_has_its_own_token(kind):
 def test_what_a_token_stands_for_is_encoded_as_that_token(kind):
     tokenizer = TOKENIZERS[kind]
     whole = {
-        i: p.decode() for i, p in enumerate(tokenizer.pieces()) if p and p == p.decode(errors="ignore").encode()
+        i: p.decode()
+        for i, p in enumerate(tokenizer.token_bytes())
+        if p and p == p.decode(errors="ignore").encode()
     }
     assert len(whole) >= 128
     assert {i: tokenizer.encode(text) for i, text in whole.items()} == {i: [i] for i in whole}
 
 
 def test_pairs_merge_across_spaces_but_never_across_a_line_end():
-    pieces = TOKENIZERS["bpe"].pieces()
+    pieces = TOKENIZERS["bpe"].token_bytes()
     assert [p for p in pieces if b"\n" in p] == [b"\n"]
     assert any(re.fullmatch(rb"\w+ \w+.*", p) for p in pieces)
     assert any(re.fullmatch(rb" +\w+", p) for p in pieces)
@@ -123,13 +125,13 @@ def test_blocks_of_lines_get_the_same_ids_as_the_whole(kind, lines, data):
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_come_after_the_vocabulary_and_stand_for_no_text(kind):
     tokenizer = TOKENIZERS[kind]
-    ids = [tokenizer.special(token) for token in SPECIAL]
+    ids = [tokenizer.token_id(token) for token in SPECIAL]
     assert ids == list(range(tokenizer.vocab - len(SPECIAL), tokenizer.vocab))
-    assert ids[0] == tokenizer.end == tokenizer.special(END)
-    assert {tokenizer.pieces()[i] for i in ids} == {b""}
+    assert ids[0] == tokenizer.eos == tokenizer.token_id(END)
+    assert {tokenizer.token_bytes()[i] for i in ids} == {b""}
     assert tokenizer.decode([*ids, *tokenizer.encode("a b"), *ids]) == "a b"
     with pytest.raises(ValueError, match=r"no token '<\|eot\|>'"):
-        tokenizer.special("<|eot|>")
+        tokenizer.token_id("<|eot|>")
 
 
 def test_special_tokens_are_spelled_as_qwen_spells_them():
@@ -147,21 +149,21 @@ def test_a_special_token_in_a_text_is_plain_text(kind, token, tmp_path):
     for each in (tokenizer, Tokenizer.load(tmp_path)):
         (ids,) = each.encode_all([text])
         assert ids == each.encode(text)
-        assert max(ids) < each.end
+        assert max(ids) < each.eos
         assert each.decode(ids) == text
 
 
 @pytest.mark.parametrize("vocab", [256 + len(SPECIAL), 300, 1000])
 def test_the_vocabulary_has_the_size_that_was_asked_for(vocab):
     tokenizer = Tokenizer.train("bpe", [corpus()], vocab)
-    assert tokenizer.vocab == len(tokenizer.pieces()) == vocab
+    assert tokenizer.vocab == len(tokenizer.token_bytes()) == vocab
 
 
 def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
     small, large = (Tokenizer.train("bpe", [corpus()], vocab) for vocab in (300, 1000))
     assert len(large.encode(corpus())) < 0.8 * len(small.encode(corpus()))
     learned = small.vocab - len(SPECIAL)
-    assert large.pieces()[:learned] == small.pieces()[:learned]
+    assert large.token_bytes()[:learned] == small.token_bytes()[:learned]
 
 
 def test_what_cannot_be_trained_is_refused():
@@ -188,7 +190,7 @@ def test_a_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(kind, tmp
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     assert again.json() == tokenizer.json()
     assert len(oracle) == tokenizer.vocab
-    assert oracle.convert_tokens_to_ids(list(SPECIAL)) == [tokenizer.special(t) for t in SPECIAL]
+    assert oracle.convert_tokens_to_ids(list(SPECIAL)) == [tokenizer.token_id(t) for t in SPECIAL]
 
     @many(300)
     @given(text=st.text(ALPHABET) if kind == "chars" else mixed.filter(lambda t: "<|" not in t))
@@ -209,7 +211,7 @@ def test_added_tokens_that_are_not_special_stand_for_their_text(tmp_path):
     again = Tokenizer.load(tmp_path)
     ids = again.encode("a <think> öb")
     assert len(ids) == 4
-    assert b"".join(again.pieces()[i] for i in ids).decode() == again.decode(ids) == "a <think> öb"
+    assert b"".join(again.token_bytes()[i] for i in ids).decode() == again.decode(ids) == "a <think> öb"
 
 
 @pytest.mark.parametrize(
@@ -232,8 +234,8 @@ def test_a_missing_tokenizer_is_named_in_one_line(folder, tmp_path):
 
 
 def streamed(tokenizer, ids):
-    stream = Stream(tokenizer)
-    return [stream.feed(i) for i in ids]
+    stream = DecodeStream(tokenizer)
+    return [stream.step(i) for i in ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,7 +246,7 @@ def test_a_stream_gives_whole_characters_as_soon_as_they_are_there(kind, data):
     text = data.draw(st.text(ALPHABET) if kind == "chars" else mixed)
     ids = tokenizer.encode(text)
     given_so_far = ""
-    pieces, held = tokenizer.pieces(), b""
+    pieces, held = tokenizer.token_bytes(), b""
     for i, new in zip(ids, streamed(tokenizer, ids), strict=True):
         given_so_far += new
         held = (held + pieces[i])[len(new.encode()) :]
@@ -286,8 +288,8 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
 
     tokenizer = TOKENIZERS[kind]
     ids = [*tokenizer.encode("a"), tokenizer.vocab, tokenizer.vocab + 7, *tokenizer.encode("b")]
-    stream = Stream(tokenizer)
-    assert tokenizer.decode(ids) == "".join(map(stream.feed, ids)) == "ab"
+    stream = DecodeStream(tokenizer)
+    assert tokenizer.decode(ids) == "".join(map(stream.step, ids)) == "ab"
     model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab + 512, 32, 1, 16)))
     for temperature in (0.0, 9.0):
         pieces = list(write(model, tokenizer, 16, "a", 20, sampler(temperature)))
@@ -310,10 +312,10 @@ def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"eos_token": "a", "eos_token": "b"}', "not JSON: the key 'eos_token' stands there twice"),
+        ('{"eos_token": "a", "eos_token": "b"}', "not JSON: the key 'eos_token' is there twice"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"a": "' + "x" * (9 << 20) + '"}', "9 MB are too much for a JSON file; 8 MB is the limit"),
-        ('{"a": [' + "[]," * 3_000_000 + "1]}", "are too many|too much"),
+        ('{"a": "' + "x" * (9 << 20) + '"}', "9 MB; a JSON file has at most 8 MB"),
+        ('{"a": [' + "[]," * 3_000_000 + "1]}", "a JSON file has at most"),
     ],
 )
 def test_the_files_beside_a_tokenizer_are_bounded_like_all_json(content, said, tmp_path):
@@ -329,8 +331,8 @@ def test_the_files_beside_a_tokenizer_are_bounded_like_all_json(content, said, t
 def test_no_token_reaches_over_a_line_end(end):
     text = f"value = function(argument, other){end}" * 100
     tokenizer = Tokenizer.train("bpe", [text], 330)
-    assert tokenizer.by_lines
-    assert {piece for piece in tokenizer.pieces() if {*piece} & {*b"\r\n"}} == {b"\r", b"\n", end.encode()}
+    assert tokenizer.line_separable
+    assert {piece for piece in tokenizer.token_bytes() if {*piece} & {*b"\r\n"}} == {b"\r", b"\n", end.encode()}
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text) == tokenizer.encode(f"value = function(argument, other){end}") * 100
 
@@ -341,4 +343,4 @@ def test_a_tokenizer_of_an_older_run_still_counts_as_trained_here(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
     older = Tokenizer.load(tmp_path)
     assert older.by_lines
-    assert older.begin == [older.end]
+    assert older.document_start == [older.eos]

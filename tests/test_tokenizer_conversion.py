@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from dunes.text import Stream, Tokenizer, llama3, sentencepiece, tekken
+from dunes.text import DecodeStream, Tokenizer, llama3, sentencepiece, tekken
 
 # ruff: noqa: E501  (tables)
 from hard_strings import strings
@@ -97,22 +97,22 @@ def test_unigram_models_and_normalized_characters_are_refused_by_name(name, said
 def test_any_ids_of_a_sentencepiece_model_become_their_text_at_once_and_in_a_stream(name):
     data = (DATA / name).read_bytes() if name in MODELS else trained(name)
     ours, want, chance = Tokenizer(sentencepiece.convert(data)), theirs(data), random.Random(0)
-    pieces = ours.pieces()
+    pieces = ours.token_bytes()
     # A space as a byte is never written, and only sentencepiece keeps it at the beginning.
     usual = [i for i in range(1, len(pieces)) if want.id_to_piece(i) != "<0x20>"]
     for _ in range(600):
         ids = [*chance.choices(usual, k=chance.randint(1, 12)), usual[-1]]
         assert ours.decode(ids) == want.decode(ids)
-        stream = Stream(ours)
-        assert "".join(map(stream.feed, ids)) == ours.decode(ids)
+        stream = DecodeStream(ours)
+        assert "".join(map(stream.step, ids)) == ours.decode(ids)
     assert len(pieces) == ours.vocab == want.get_piece_size()
 
 
 def test_bytes_of_a_character_come_out_of_a_stream_together():
     tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
-    stream = Stream(tokenizer)
+    stream = DecodeStream(tokenizer)
     ids = tokenizer.encode(" a€b")
-    assert [stream.feed(i) for i in ids] == ["", " a", "", "", "€", "b"]
+    assert [stream.step(i) for i in ids] == ["", " a", "", "", "€", "b"]
 
 
 @pytest.mark.parametrize("name", TEKKEN)
@@ -128,8 +128,8 @@ def test_shipped_tekken_files_give_their_ids_and_their_text(name):
         kept = [i for i in ids if i >= want.num_special_tokens]
         assert ours.decode(ids) == want._model.decode([i - want.num_special_tokens for i in kept])
     assert ours.vocab == want.n_words
-    assert ours.begin == [want.bos_id]
-    assert ours.end == want.eos_id
+    assert ours.document_start == [want.bos_id]
+    assert ours.eos == want.eos_id
 
 
 def small_tekken(**changes):
@@ -163,7 +163,7 @@ def folder(tmp_path, name, data, **files):
 def test_a_folder_with_another_tokenizer_is_opened_and_saved_as_tokenizer_json(name, tmp_path):
     data = json.dumps(small_tekken()).encode() if name == "tekken.json" else trained("byte pairs, symbols")
     tokenizer = Tokenizer.load(folder(tmp_path, name, data))
-    assert (tokenizer.begin, tokenizer.end, tokenizer.stops) == ([1], 2, {2})
+    assert (tokenizer.document_start, tokenizer.eos, tokenizer.stops) == ([1], 2, {2})
     assert tokenizer.prompt("") == [1]
     assert tokenizer.prompt("hello") == [1, *tokenizer.encode("hello")]
     tokenizer.save(tmp_path)
@@ -171,8 +171,8 @@ def test_a_folder_with_another_tokenizer_is_opened_and_saved_as_tokenizer_json(n
     again = Tokenizer.load(tmp_path)
     texts = strings(60)
     assert [again.encode(t) for t in texts] == [tokenizer.encode(t) for t in texts]
-    assert again.begin == [1]
-    assert again.pieces() == tokenizer.pieces()
+    assert again.document_start == [1]
+    assert again.token_bytes() == tokenizer.token_bytes()
 
 
 def test_transformers_reads_a_converted_tokenizer_as_we_do(tmp_path):
@@ -226,7 +226,7 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     inner.add_special_tokens([*(f"<|{c}|>" for c in "012345"), "<|fim|>", "<|a|>", "<|endoftext|>", "<|b|>"])
     tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", inner.to_str().encode(), **files))
-    assert (tokenizer.begin, tokenizer.end, tokenizer.stops) == (begin, end, stops)
+    assert (tokenizer.document_start, tokenizer.eos, tokenizer.stops) == (begin, end, stops)
     assert tokenizer.prompt("") == (begin or [end])
     assert tokenizer.prompt("ab") == [*begin, *tokenizer.encode("ab")]
     assert with_special(tokenizer, "<|a|>x") == [263, letters["x"]]
@@ -254,8 +254,8 @@ def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
     assert asked[1][0][0] == 1
     assert asked[1][0].count(1) == 1, "never begun twice"
     assert list(write.write(None, own, 64, "", 9, sampler(0.0))) == []
-    assert asked[2] == (own.encode("to"), {own.end})
-    assert asked[3] == ([own.end], {own.end})
+    assert asked[2] == (own.encode("to"), {own.eos})
+    assert asked[3] == ([own.eos], {own.eos})
 
 
 def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
@@ -263,9 +263,9 @@ def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
         tokenizer = Tokenizer.train(kind, ["abc\n"], 300)
         tokenizer.save(tmp_path)
         for each in (tokenizer, Tokenizer.load(tmp_path)):
-            assert each.begin == [each.end] == each.prompt("")
+            assert each.document_start == [each.eos] == each.prompt("")
             assert each.prompt("ab") == each.encode("ab")
-            assert each.stops == {each.end}
+            assert each.stops == {each.eos}
             assert list(each.encode_document(["a\n", "b"])) == [each.encode("a\n"), each.encode("b")]
 
 
@@ -329,8 +329,8 @@ UNK, A = piece(b"<unk>", 2), piece(b"a")
         (A, "0 unknown pieces"),
         (A + UNK + piece(b"b", 2), "2 unknown pieces"),
         (A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"), "not finite"),
-        (A + UNK + piece(b"b", 9), "kinds of pieces"),
-        (A + UNK + piece(b"b", 5), "kinds of pieces"),
+        (A + UNK + piece(b"b", 9), "types of pieces"),
+        (A + UNK + piece(b"b", 5), "types of pieces"),
         (A + UNK + field(2, field(3, 3)), "model_type=3"),
         (A + UNK + field(2, field(35, 1)), "byte_fallback without"),
         (A + UNK + field(2, field(3, 2)) + field(3, field(5, 0)), "escape_whitespaces=false"),
@@ -369,7 +369,7 @@ def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_not
         ({"vocab": None}, "TypeError"),
         ({"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300}, "256 bytes in order"),
         ({"vocab": [{"rank": 0, "token_bytes": "!"}] * 300}, "not a tekken.json"),
-        ({"config": {"pattern": "(", "default_vocab_size": 265, "default_num_special_tokens": 4}}, "pattern is none"),
+        ({"config": {"pattern": "(", "default_vocab_size": 265, "default_num_special_tokens": 4}}, "pattern cannot be compiled"),
         ({"config": {"pattern": ".", "default_vocab_size": 9999, "default_num_special_tokens": 4}}, "9999 ids"),
         ({"config": {"pattern": ".", "default_vocab_size": 1e99, "default_num_special_tokens": 4}}, "not a tekken"),
         ({"config": {"pattern": ".", "default_vocab_size": 266, "default_num_special_tokens": -4}}, "-4 special"),
@@ -430,7 +430,7 @@ def test_a_pattern_that_never_ends_fails_on_the_text_and_not_forever(tmp_path):
 def test_ids_with_gaps_stand_for_nothing(tmp_path):
     tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 1, "b": 4})))
     assert tokenizer.vocab == 5
-    assert tokenizer.pieces() == [b"", b"a", b"", b"", b"b"]
+    assert tokenizer.token_bytes() == [b"", b"a", b"", b"", b"b"]
 
 
 def test_a_length_written_in_the_file_cuts_no_text(tmp_path):
@@ -441,18 +441,20 @@ def test_a_length_written_in_the_file_cuts_no_text(tmp_path):
 
 def test_only_what_needs_an_end_asks_for_one(tmp_path):
     tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 5})))
-    assert tokenizer.named == {}
+    assert tokenizer.special_tokens_map == {}
     assert tokenizer.prompt("ab") == [0, 5]
-    for need in (lambda: tokenizer.end, lambda: tokenizer.stops, lambda: tokenizer.prompt("")):
+    for need in (lambda: tokenizer.eos, lambda: tokenizer.stops, lambda: tokenizer.prompt("")):
         with pytest.raises(ValueError, match=r"tokenizer_config\.json: no token ends a text.*eos_token") as caught:
             need()
         assert str(tmp_path) in str(caught.value)
     for end in (3, 9, 1 << 40):  # ids without a token
         config = {"eos_token_id": end, "bos_token_id": 0}
         tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 5}), config=config))
-        assert tokenizer.named == {}
+        assert tokenizer.special_tokens_map == {}
     config = {"eos_token_id": [9, 5]}
-    assert Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 5}), config=config)).marked == {
+    assert Tokenizer.load(
+        folder(tmp_path, "tokenizer.json", simple({"a": 0, "b": 5}), config=config)
+    ).configured_ids == {
         5,
         9,
     }
@@ -514,9 +516,9 @@ def test_other_tools_read_the_tokenizer_that_was_made_whatever_the_config_called
     inner = Tokenizer(theirs.backend_tokenizer)
     wrong = [t for t in [" two  spaces", *strings()] if inner.encode(t) != ours.encode(t)]
     assert not wrong, wrong[0]
-    assert theirs.encode(" two  spaces") == [ours.special("<s>"), *ours.encode(" two  spaces")]
+    assert theirs.encode(" two  spaces") == [ours.token_id("<s>"), *ours.encode(" two  spaces")]
     again = Tokenizer.load(tmp_path / "out")
-    assert (again.begin, again.stops) == (ours.begin, ours.stops)
+    assert (again.document_start, again.stops) == (ours.document_start, ours.stops)
 
 
 @cache
@@ -565,8 +567,8 @@ def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
             assert each.decode(ids) == text
         spelled = "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
         assert with_special(each, spelled) == theirs.encode(spelled, allowed_special="all")
-        assert each.begin == [names["<|begin_of_text|>"]]
-        assert each.end == names["<|end_of_text|>"]
+        assert each.document_start == [names["<|begin_of_text|>"]]
+        assert each.eos == names["<|end_of_text|>"]
         assert each.stops == {names[t] for t in ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")}
         assert each.vocab == len(ranks()) + 256
 

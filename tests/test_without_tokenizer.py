@@ -69,13 +69,13 @@ def test_special_ids_above_the_vocabulary_are_warned_of_and_never_met(tmp_path):
     ):
         ours = checkpoint.load(folder)
     assert ours.tokenizer is not None
-    assert ours.tokenizer.end == tokens.end
+    assert ours.tokenizer.eos == tokens.eos
     text = "".join(
         write(ours.model, ours.tokenizer, ours.context_length, "ab", 8, lambda logits, seen: logits.argmax(-1))
     )
     assert isinstance(text, str)
     checkpoint.save(ours.model, tmp_path / "again", ours.tokenizer, ours.context_length)
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == tokens.end
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == tokens.eos
     with pytest.warns(UserWarning, match="special ids are up to 50256"):  # its generation_config.json is kept
         assert checkpoint.load(tmp_path / "again").tokenizer is not None
 
@@ -120,9 +120,9 @@ def test_the_command_writes_a_warning_as_one_line(bare, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:.*special ids are up to 50256")
 def test_inspect_says_that_it_loads_without_a_tokenizer(bare):
     source = open_source(bare)
-    verdict = inspect.judged(source)
+    verdict = inspect.judge(source)
     assert verdict == inspect.Verdict(None, ())
-    lines = list(inspect.inspect(source, verdict))
+    lines = list(inspect.describe_folder(source, verdict))
     assert "tokenizer   none, so text can be neither read nor written" in lines
     assert lines[-1] == "loads       yes"
 

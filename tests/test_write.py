@@ -20,8 +20,8 @@ from dunes.models.initialise import initialise
 from dunes.runs import write as runs_write
 from dunes.runs.write import complete_line, text_before_cursor
 from dunes.text import Tokenizer
-from dunes.text.marks import Marks
-from dunes.text.pairs import LETTER
+from dunes.text.byte_pairs import BYTE_TO_CHAR
+from dunes.text.special_tokens import SpecialTokens
 
 
 def test_places_in_files(tmp_path):
@@ -98,7 +98,7 @@ def writes(monkeypatch, tokenizer, text):
 
     def generate(model, ids, **options):
         asked.append(ids)
-        yield from (Token(i, 0.0) for i in [*tokenizer.encode(text), tokenizer.end])
+        yield from (Token(i, 0.0) for i in [*tokenizer.encode(text), tokenizer.eos])
 
     monkeypatch.setattr(runs_write, "generate", generate)
     return asked
@@ -122,7 +122,7 @@ def test_a_line_end_that_is_healed_does_not_end_the_rest(monkeypatch):
 def foreign(tokens):
     """A tokenizer of another make, in which these are tokens, too, across line ends."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    spelled = ["".join(LETTER[b] for b in token.encode()) for token in tokens]
+    spelled = ["".join(BYTE_TO_CHAR[b] for b in token.encode()) for token in tokens]
     merges, vocab = [], [*letters]
     for token in spelled:
         for cut in range(1, len(token)):
@@ -138,13 +138,13 @@ def foreign(tokens):
 
 def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
     own, other = Tokenizer.train("bytes", []), foreign(["ab"])
-    for tokenizer, start in ((own, [own.end]), (other, [])):
+    for tokenizer, start in ((own, [own.eos]), (other, [])):
         asked = writes(monkeypatch, tokenizer, "")
         for length in (1, 32, 33, 8 * 64 + 1):
             complete_line(None, tokenizer, 64, "x" * length)
         ids = tokenizer.encode("x" * 32)
         assert asked == [[*start, ids[0]], [*start, *ids], ids, ids]
-    begins = Tokenizer(foreign(["ab"]).inner, Marks((7,), None))
+    begins = Tokenizer(foreign(["ab"]).inner, SpecialTokens((7,), None))
     asked = writes(monkeypatch, begins, "")
     complete_line(None, begins, 64, "x" * 100)
     assert asked == [[7, *begins.encode("x" * 32)]]
@@ -202,7 +202,7 @@ def test_an_own_tokenizer_sets_nothing_in_front_and_neither_does_transformers(fo
 
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     assert ours.prompt("def main(") == ours.encode("def main(") == theirs("def main(")["input_ids"]
-    assert ours.prompt("") == [ours.end]
+    assert ours.prompt("") == [ours.eos]
 
 
 @pytest.mark.parametrize(("text", "told"), [("a" * 30, ""), ("aaa", "3 of 30 tokens"), ("", "0 of 30 tokens")])

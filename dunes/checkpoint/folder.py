@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dunes import __version__
-from dunes.checkpoint import atomic, built, stream
+from dunes.checkpoint import atomic, built, shards
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
@@ -90,7 +90,7 @@ def save(
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
     def fill(staged: Path) -> None:
-        stream.write(staged, weights)
+        shards.write_tensors(staged, weights)
         ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -176,10 +176,10 @@ def _make_way(folder: Path, ready: Path) -> None:
     """Remove files of an older save that the new one does not have: they would be read, or lie there unread."""
     new = {f.name for f in ready.iterdir()} | set(cards.named(ready, cards.read(ready)))
     old = _named(folder) if CARD in new else set()
-    if stream.SINGLE in new or (stream.INDEX in new and CARD in new):
-        old |= {stream.INDEX, stream.SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
-    elif stream.INDEX in new:  # without a card it is not known which of its shards were moved already
-        old |= {stream.SINGLE}
+    if shards.SINGLE in new or (shards.INDEX in new and CARD in new):
+        old |= {shards.INDEX, shards.SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
+    elif shards.INDEX in new:  # without a card it is not known which of its shards were moved already
+        old |= {shards.SINGLE}
     for name in old - new:
         (folder / name).unlink(missing_ok=True)
 
@@ -206,7 +206,7 @@ def write_tokenizer(
 
 def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
     """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
-    names = tokenizer.named
+    names = tokenizer.special_tokens_map
     ids = special_ids(tokenizer)
     made = {
         "generation_config.json": {k: v for k, v in ids.items() if v is not None},
@@ -218,13 +218,13 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
         },
         "special_tokens_map.json": names,
     }
-    return {name: content for name, content in made.items() if name not in tokenizer.beside}
+    return {name: content for name, content in made.items() if name not in tokenizer.extra_files}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """What config.json says of special tokens."""
-    names = tokenizer.named
-    return {f"{n}_token_id": tokenizer.special(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
+    names = tokenizer.special_tokens_map
+    return {f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
@@ -275,8 +275,8 @@ def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loa
     name, arguments = function
     if build is None:
         raise ValueError(built.loading_hint(folder, name))
-    index = folder / stream.INDEX
-    files = indexed_tensors(index) if index.is_file() else tensors(folder / stream.SINGLE)
+    index = folder / shards.INDEX
+    files = indexed_tensors(index) if index.is_file() else tensors(folder / shards.SINGLE)
     tokenizer = load_tokenizer(folder)
     # Whatever is built: what needs a language model will miss its parts.
     model = built.fill(build, arguments, card, files, folder / CARD)
@@ -295,7 +295,7 @@ def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | No
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer in a folder; None, with a warning, where there is none."""
-    if Tokenizer.file(folder) is not None:
+    if Tokenizer.find_file(folder) is not None:
         return Tokenizer.load(folder)
     warnings.warn(f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; tokenizer is None", stacklevel=2)
     return None
@@ -371,7 +371,7 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
     """
     rows, special = source.config.vocab, _special(source)
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
-    marked = () if tokenizer is None else tokenizer.marked
+    marked = () if tokenizer is None else tokenizer.configured_ids
     largest = max([*marked, *(i for ids in special.values() for i in ids)], default=0)
     if ids > rows or padding >= rows:
         said = ", ".join(f"{k} {v}" for k, v in special.items())

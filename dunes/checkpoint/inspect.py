@@ -34,7 +34,7 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def judged(source: Source) -> Verdict:
+def judge(source: Source) -> Verdict:
     """What stands against loading a folder; the digests in its card count, whatever its size."""
     _ = source.expected  # refuses what cannot be built
     tokenizer, reasons = None, []
@@ -45,16 +45,16 @@ def judged(source: Source) -> Verdict:
     except ValueError as error:
         reasons.append(str(error))
     try:
-        tokenizer = None if Tokenizer.file(source.folder) is None else Tokenizer.load(source.folder)
+        tokenizer = None if Tokenizer.find_file(source.folder) is None else Tokenizer.load(source.folder)
         check_vocabulary(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))
     return Verdict(tokenizer, tuple(reasons))
 
 
-def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
+def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     """Lines about a folder: what it is, what it takes, every difference, and what stands against loading it."""
-    verdict = verdict or judged(source)
+    verdict = verdict or judge(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
     yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {format_bytes(size)}"
@@ -78,7 +78,11 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
 def _ids(source: Source, tokenizer: Tokenizer | None) -> str:
     if tokenizer is not None:
         return f"{tokenizer.vocab:,} ids"
-    return "none that opens" if Tokenizer.file(source.folder) else "none, so text can be neither read nor written"
+    return (
+        "none that opens"
+        if Tokenizer.find_file(source.folder)
+        else "none, so text can be neither read nor written"
+    )
 
 
 def _counted(differences: list[Any]) -> str:
@@ -112,7 +116,7 @@ SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = {"not finite": "not finite", "denormal": "denormal", "row of zeros": "rows of zeros"}
 
 
-def values(weights: Weights) -> Iterator[str]:
+def odd_values(weights: Weights) -> Iterator[str]:
     """A line for each tensor that holds numbers that are not finite or denormal, or rows of zeros only."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, stored in weights.items():

@@ -37,7 +37,7 @@ SMALL = (2048, 3072)
 """Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
 
 
-def words(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
+def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
     """The config.json that says the same as a params.json, and what had to be assumed, in words.
 
     `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for
@@ -248,7 +248,7 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
-def joined(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
+def join_shards(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
     """One set of tensors from the shards that several machines held; `whole` are the shapes to come.
 
     A tensor that is whole in a shard is taken from the first, others are put together along the one

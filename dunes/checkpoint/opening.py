@@ -31,7 +31,7 @@ from dunes.checkpoint.hub import NAME, local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.text import Tokenizer, chat, json_file
+from dunes.text import Tokenizer, chat_template, json_file
 from dunes.units import format_bytes
 
 
@@ -73,7 +73,7 @@ def load_with_tokenizer(
     adapters: Sequence[Path] = (),
 ) -> tuple[LoadedModel, Tokenizer]:
     """`load` for what turns text into ids. Raises ValueError like it, and where there is no tokenizer."""
-    if Tokenizer.file(place := _tokenizer_folder(Path(folder))) is None:
+    if Tokenizer.find_file(place := _tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # says what is missing, before anything is read
     loaded = load(folder, device, any_base, adapters=adapters)
     assert loaded.tokenizer is not None, "its file was there"
@@ -83,7 +83,7 @@ def load_with_tokenizer(
 def _tokenizer_folder(folder: Path) -> Path:
     """Where the tokenizer of a model lies: for an adapter that brings none, beside its base."""
     folder = readable_folder(folder)
-    return base_of(folder) if adapts(folder) and Tokenizer.file(folder) is None else folder
+    return base_of(folder) if adapts(folder) and Tokenizer.find_file(folder) is None else folder
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
@@ -106,7 +106,7 @@ def base_of(folder: Path) -> Path:
 
     Raises ValueError, with the remedy, if there is none of these.
     """
-    words = json_file.read(folder / ADAPTER, json_file.CONFIG)
+    words = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
     name, card = words.get("base_model_name_or_path"), cards.read(folder).get("base")
     if isinstance(name, str) and name and Path(name).is_dir():
         return Path(name)
@@ -142,9 +142,9 @@ def put_on(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False)
     """
     folder = readable_folder(folder)
     card = verified_card(folder)
-    tokenizer = Tokenizer.load(folder) if Tokenizer.file(folder) else loaded.tokenizer
+    tokenizer = Tokenizer.load(folder) if Tokenizer.find_file(folder) else loaded.tokenizer
     rows, _ = sides(loaded.model.embed.token)
-    if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.marked, default=0)) > rows:
+    if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.configured_ids, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
     context_length = context_length_of(card, folder, loaded.context_length)
     put_adapter(loaded.model, folder, name, any_base)
@@ -238,10 +238,10 @@ def _lines(folder: Path) -> Iterator[str]:
         if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
             yield f"changed     the base is kept in {quote(request['kind'])} first"
     yield f"template    {_template(folder, card)}"
-    yield f"tokenizer   {'its own' if Tokenizer.file(folder) else 'the one of the base'}"
+    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'the one of the base'}"
 
 
 def _template(folder: Path, card: Mapping[str, Any]) -> str:
     if isinstance(name := card.get("template"), str):
         return name
-    return "in its files" if chat.template(folder) is not None else "none here"
+    return "in its files" if chat_template.read_template(folder) is not None else "none here"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint import card as cards
-from dunes.checkpoint import header, native, pickled
+from dunes.checkpoint import header, native, pickle_file
 from dunes.checkpoint.built import function_of, loading_hint
-from dunes.checkpoint.differences import Difference, compare, report
-from dunes.checkpoint.inside import inside
+from dunes.checkpoint.file_in_folder import file_in_folder
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import Names, match_indices, substitute, to_theirs
@@ -95,7 +95,7 @@ class Source:
         """The tensors by our names. Raises ValueError that lists every difference."""
         weights, differences = self.compared
         if differences:
-            raise ValueError(f"{self.folder}: {report(differences)}")
+            raise ValueError(f"{self.folder}: {summarize(differences)}")
         return weights
 
 
@@ -142,12 +142,14 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Sourc
 
 
 def _adapter(folder: Path) -> str:
-    base = header.quote(json_file.read(folder / ADAPTER, json_file.CONFIG).get("base_model_name_or_path"))
+    base = header.quote(
+        json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES).get("base_model_name_or_path")
+    )
     return f"{folder}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {folder} OUT"
 
 
 def _hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
-    words = json_file.read(folder / CONFIG, json_file.CONFIG)
+    words = json_file.read(folder / CONFIG, json_file.MAX_CONFIG_BYTES)
     if (quantized := words.get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ValueError(
@@ -177,7 +179,7 @@ def _renamed(files: dict[str, LazyTensor], renames: Mapping[str, str], folder: P
 
 
 def _native(folder: Path) -> Source:
-    said = json_file.read(folder / native.PARAMS, json_file.CONFIG)
+    said = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
     shards = _consolidated(folder)
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s["tok_embeddings.weight"].shape for s in shards if "tok_embeddings.weight" in s]
@@ -188,14 +190,14 @@ def _native(folder: Path) -> Source:
     whole = rows[0][0] == said.get("vocab_size") or not heads
     with _blaming(folder / native.PARAMS):
         tied = bool(said.get("tied_embeddings")) or not heads
-        words, notes = native.words(said, rows[0][0] if whole else sum(r[0] for r in rows), tied)
+        words, notes = native.to_hf_config(said, rows[0][0] if whole else sum(r[0] for r in rows), tied)
     unnamed = Source(folder, "native", words, shards[0], [], native.IGNORED_NAMES, tuple(notes))
     unnamed._bounded(w for s in shards for w in s.values())
     names = native.names(words)
     expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
     moves, _ = to_theirs(names, expected)
     shapes = {key: stored.shape for key, stored in renamed(moves, expected).items()}
-    return replace(unnamed, files=native.joined(shards, shapes), names=names)
+    return replace(unnamed, files=native.join_shards(shards, shapes), names=names)
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
@@ -235,7 +237,7 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
         said.setdefault(name, set()).add(key)
     if len(said) > MOST_SHARDS:
         raise ValueError(f"{index}: names {len(said):,} files; {MOST_SHARDS:,} are the limit")
-    paths = {name: inside(index.parent, name, index) for name in sorted(said)}
+    paths = {name: file_in_folder(index.parent, name, index) for name in sorted(said)}
     files: dict[str, LazyTensor] = {}
     for name, path in paths.items():
         there = tensors(path)
@@ -248,4 +250,4 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of one file, safetensors or pickle by its name."""
-    return header.tensors(path) if path.suffix == ".safetensors" else pickled.tensors(path)
+    return header.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

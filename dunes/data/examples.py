@@ -388,7 +388,7 @@ def _example(pieces: Any, tokenizer: Tokenizer, train_on: str, row: Record) -> E
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
     """What `encoded` gives for a plain text, which may be too long for lists of Python's numbers."""
     parts = tokenizer.encode_document(line_parts(row.talk[-1].text))
-    begin, end = (np.array(ids, np.int32) for ids in (tokenizer.begin, [tokenizer.end]))
+    begin, end = (np.array(ids, np.int32) for ids in (tokenizer.document_start, [tokenizer.eos]))
     ids = np.concatenate([begin, *(np.array(part, np.int32) for part in parts), end])
     return Example(ids, np.arange(len(ids)) >= len(begin), row.place, 0)
 

@@ -126,7 +126,7 @@ def report(
         shared=sum(e.ids.tobytes() in distinct for e in validation),
         ended=sum(ends),
         blank=sum(not k.any() for k in kept),
-        doubled=sum(_doubled(e, tokenizer.begin) for e in every),
+        doubled=sum(_doubled(e, tokenizer.document_start) for e in every),
         used=len(np.unique(np.concatenate([e.ids for e in examples]))) if examples else 0,
         highest=max((int(e.ids.max()) for e in every if len(e)), default=-1),
         vocab=vocab,

@@ -148,7 +148,7 @@ def _write(
     card: dict[str, str | int],
     told: Callable[[int], None],
 ) -> None:
-    dtype, end, length, digest = _dtype(tokenizer.vocab), tokenizer.end, 0, sha256()
+    dtype, end, length, digest = _dtype(tokenizer.vocab), tokenizer.eos, 0, sha256()
     path = folder / "tokens.bin"
     with path.open("wb") as file:
         for document in documents:

@@ -146,8 +146,8 @@ def size_warning(config: TrainConfig) -> str:
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
     return (
-        f"warning: --size is {config.size}, but the smallest {config.family} model with a vocabulary of "
-        f"{vocabulary(config)} has {format_count(count)} parameters; set a smaller --vocab-size or --tokenizer bytes"
+        f"warning: --size is {config.size}, but the smallest {config.family} model with a vocabulary "
+        f"of {vocabulary(config)} has {format_count(count)} parameters; set a smaller --vocab-size"
     )
 
 

@@ -22,7 +22,7 @@ from dunes.checkpoint.opening import adapts, base_of, put_on
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.text import Stream, Tokenizer
+from dunes.text import DecodeStream, Tokenizer
 from dunes.text.templates import Talk, Template, Turn, of, prompt
 
 NONE = "none"
@@ -100,7 +100,7 @@ class ChatEngine:
         that the template has no form for, or that leaves no room.
         """
         chat_model = self.chat_model(name)
-        ids, stream = prompt(chat_model.template, talk, chat_model.tokenizer), Stream(chat_model.tokenizer)
+        ids, stream = prompt(chat_model.template, talk, chat_model.tokenizer), DecodeStream(chat_model.tokenizer)
         if len(ids) >= chat_model.context:
             raise ValueError(
                 f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
@@ -119,7 +119,7 @@ class ChatEngine:
                 token = next(found, None)
             if token is None:
                 return
-            if piece := stream.feed(token.id):
+            if piece := stream.step(token.id):
                 yield piece
 
     def cut(self, talk: Talk, tokens: int, name: str | None = None) -> Talk:
@@ -181,7 +181,7 @@ def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     base = base_of(folder)
     _, config, card = checkpoint.described(base)
     alone = replace(loaded, card=card, context_length=config.context_length)
-    if Tokenizer.file(base):
+    if Tokenizer.find_file(base):
         alone = replace(alone, tokenizer=Tokenizer.load(base))
     return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
 
@@ -203,7 +203,7 @@ COMMANDS = {
 class Chat:
     """One conversation. `note` is told what is not said by the model."""
 
-    load_chat_engine: ChatEngine
+    engine: ChatEngine
     sample: Sampler
     tokens: int
     system: str = ""
@@ -217,23 +217,23 @@ class Chat:
 
     def switch_to(self, name: str | None) -> None:
         """By name or folder. Raises ValueError for what is not there, or cannot be spoken to like this."""
-        name = self.load_chat_engine.named(name)
-        self.load_chat_engine.chat_model(name).check_system(self.system)
-        _ = self.load_chat_engine.chat_model(name).template
+        name = self.engine.named(name)
+        self.engine.chat_model(name).check_system(self.system)
+        _ = self.engine.chat_model(name).template
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
         """The answer, piece by piece; what came of it is remembered even if nobody waits for its end."""
-        before = [] if self.load_chat_engine.chat_model(self.name).once else self.talk
+        before = [] if self.engine.chat_model(self.name).once else self.talk
         system = [Turn("system", self.system)] if self.system else []
         talk = (*system, *before, Turn("user", text))
-        kept = self.load_chat_engine.cut(talk, self.tokens, self.name)
+        kept = self.engine.cut(talk, self.tokens, self.name)
         if len(kept) < len(talk) and not self.cut:
             self.cut = True
             self.note("the conversation is longer than the model can look at; its oldest exchanges are left out")
         said: list[str] = []
         try:
-            for piece in self.load_chat_engine.answer(kept, self.sample, self.tokens, self.name):
+            for piece in self.engine.answer(kept, self.sample, self.tokens, self.name):
                 said.append(piece)
                 yield piece
         finally:
@@ -253,8 +253,8 @@ class Chat:
             except NoTemplate as error:
                 self.note(str(error))
         elif word in ("/help", "/adapter"):
-            here = self.name or next(iter(self.load_chat_engine.models))
-            names = ", ".join(f"{name} (now)" if name == here else name for name in self.load_chat_engine.models)
+            here = self.name or next(iter(self.engine.models))
+            names = ", ".join(f"{name} (now)" if name == here else name for name in self.engine.models)
             shown = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
             self.note("\n".join([*shown, f"adapters: {names}"]))
         else:

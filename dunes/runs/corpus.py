@@ -57,7 +57,7 @@ def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, show: Displ
     shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
     train: Ids
     valid: Ids
-    train, valid = _tails(shards[0], tokenizer.end) if corpus.split == "tails" else (s.row for s in shards)
+    train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.row for s in shards)
     for side, tokens, least in (("learn from", train, config.context_length + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(

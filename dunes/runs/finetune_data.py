@@ -17,8 +17,8 @@ from dunes.checkpoint.opening import adapts
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import Example, Record, split, tokenized
 from dunes.data.packing import Batch, Batches, collated
-from dunes.data.plain import large_texts, tails, windows
 from dunes.data.preflight import refuse, report
+from dunes.data.text_windows import large_texts, tails, windows
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.plural import plural
@@ -38,7 +38,7 @@ from dunes.runs.finetune_method import (
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, largest, process, training
 from dunes.runs.progress import Display
 from dunes.runs.run import trainable_state
-from dunes.text import Tokenizer, chat, templates
+from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Template
 from dunes.train import adamw, cast_frozen
 
@@ -178,7 +178,7 @@ def _in_windows(example: Example, context: int) -> Iterable[Example]:
 def taught(base: checkpoint.LoadedModel) -> str | None:
     """The name of the template that a base brings along, if it does."""
     assert base.tokenizer is not None, "it was loaded with one"
-    own = chat.template_of(base.tokenizer.beside, base.tokenizer.place.parent)
+    own = chat_template.template_from_files(base.tokenizer.extra_files, base.tokenizer.config_path.parent)
     name: str | None = base.card.get("template")
     return name or (None if own is None else templates.Own.name)
 

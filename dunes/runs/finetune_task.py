@@ -127,7 +127,7 @@ class FinetuneTask:
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
         kept = self.data.valid if limit is None else _first(self.data.valid, self.config.context_length, limit)
         batches = Batches(kept, self.config.context_length, SCORED)
-        return score_batches(model, batches.once(), widths(self.tokenizer.pieces()), dtype)
+        return score_batches(model, batches.once(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
         return "\n".join(f"{_question(r.talk)}\n>>> {self._said(model, r.talk)}" for r in self.data.held[:1])
@@ -146,7 +146,7 @@ class FinetuneTask:
         """The score on the base's own domain, if there is one."""
         if self.domain is None:
             return None
-        width = widths(self.tokenizer.pieces())
+        width = widths(self.tokenizer.token_bytes())
         return evaluate(model, self.domain, width, self.data.base.context_length, dtype, DOMAIN)
 
     def _said(self, model: Decoder, talk: Talk) -> str:

@@ -24,7 +24,7 @@ from dunes.generate import Sampler, generate_all, sampler
 from dunes.plural import plural
 from dunes.runs.evaluate import BATCH
 from dunes.text import json_file
-from dunes.text.marks import token
+from dunes.text.special_tokens import token_text
 
 TOKENS = 256
 """How many tokens an answer may have if its task does not say: what the `hf` backend takes."""
@@ -58,10 +58,10 @@ class Harness(TemplateLM):
         self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
-        self._end, self.ends = tokenizer.end, tokenizer.stops
+        self._end, self.ends = tokenizer.eos, tokenizer.stops
         # The `hf` backend scores after the beginning of a text even where the tokenizer does not put it there.
-        first = token(json_file.read_if_present(tokenizer.place), "bos_token")
-        self._first = self._end if first is None else tokenizer.special(first)
+        first = token_text(json_file.read_if_present(tokenizer.config_path), "bos_token")
+        self._first = self._end if first is None else tokenizer.token_id(first)
 
     @property
     def eot_token_id(self) -> int:

@@ -28,7 +28,7 @@ def score_folder(
         ids, files = held_out(tokenizer, loaded.card, sources, **how)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return evaluate(loaded.model, ids, widths(tokenizer.pieces()), loaded.context_length), files
+    return evaluate(loaded.model, ids, widths(tokenizer.token_bytes()), loaded.context_length), files
 
 
 def held_out(
@@ -52,10 +52,10 @@ def held_out(
 def _ids(tokenizer: Tokenizer, documents: Sequence[Document], whole: bool) -> Ids:
     """The ids of the texts in the documents, or of their last tenths: as in training, where that held them out."""
     # Where a document begins after the end of the one before, that end is there already.
-    begin = [i for i in tokenizer.begin if i != tokenizer.end] if whole else []
+    begin = [i for i in tokenizer.document_start if i != tokenizer.eos] if whole else []
     found = []
     for text in (text for document in documents for text in document.texts()):
         parts = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
-        ids = np.concatenate([np.array(begin, np.int32), *parts, np.array([tokenizer.end], np.int32)])
+        ids = np.concatenate([np.array(begin, np.int32), *parts, np.array([tokenizer.eos], np.int32)])
         found.append(ids if whole else ids[tail_start(0, len(ids)) :].copy())
     return np.concatenate(found) if found else np.array([], np.int32)

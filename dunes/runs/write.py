@@ -8,7 +8,7 @@ from torch import nn
 
 from dunes.generate import Sampler, force_prefix, generate, limit_vocab, sampler
 from dunes.plural import plural
-from dunes.text import Stream, Tokenizer
+from dunes.text import DecodeStream, Tokenizer
 from dunes.text.lines import decode_text, split_lines
 
 LINE_END = re.compile(rb"[\r\n]")
@@ -18,10 +18,10 @@ def write(
     model: nn.Module, tokenizer: Tokenizer, context: int, prompt: str, limit: int, sample: Sampler
 ) -> Iterator[str]:
     """The text that follows the prompt, a piece for each token as it comes, up to the end of the document."""
-    ids, stream = tokenizer.prompt(prompt), Stream(tokenizer)
+    ids, stream = tokenizer.prompt(prompt), DecodeStream(tokenizer)
     sample = limit_vocab(sample, tokenizer.vocab)
     for token in generate(model, ids, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
-        yield stream.feed(token.id)
+        yield stream.step(token.id)
 
 
 def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int = 0, limit: int = 120) -> str:
@@ -36,12 +36,12 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
     A prefix that fits the context is the beginning of a document. One that ends inside a token is healed: its
     last tokens are taken back, and what they stood for is what the model must begin with.
     """
-    pieces = tokenizer.pieces()
+    pieces = tokenizer.token_bytes()
     room = max(context // 2, context - limit)
     encoded = tokenizer.encode(prefix[-8 * context :])
     is_whole = len(prefix) <= 8 * context and len(encoded) <= room
     ids, healed = split_last_tokens(encoded[-room:], pieces)
-    prompt = [*(tokenizer.begin if is_whole else tokenizer.bos), *ids] or [tokenizer.end]
+    prompt = [*(tokenizer.document_start if is_whole else tokenizer.bos), *ids] or [tokenizer.eos]
     sample, text = limit_vocab(force_prefix(sampler(0.0), pieces, healed), len(pieces)), b""
     for token in generate(model, prompt, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
         text += pieces[token.id]

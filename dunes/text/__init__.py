@@ -1,6 +1,6 @@
 """Between characters and ids."""
 
-from dunes.text.stream import Stream
+from dunes.text.decode_stream import DecodeStream
 from dunes.text.tokenizer import END, KINDS, SPECIAL, Tokenizer
 
-__all__ = ["END", "KINDS", "SPECIAL", "Stream", "Tokenizer"]
+__all__ = ["END", "KINDS", "SPECIAL", "DecodeStream", "Tokenizer"]

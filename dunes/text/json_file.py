@@ -1,44 +1,40 @@
-"""JSON objects from files that others wrote: bounded, and refused in one line."""
+"""JSON objects from files of others, with limits on size; what is refused is refused in one line."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-LARGEST = 64 << 20
-"""Bytes. The index of a published model of 90,000 tensors has nine megabytes."""
-CONFIG = 8 << 20
-"""Bytes of a file of settings; most have a kilobyte."""
-PARTS = 2_000_000
-"""Commas and brackets: each may stand for an object, which takes twenty times its place in the file."""
+MAX_BYTES = 64 << 20
+"""The index of a published model of 90,000 tensors has nine megabytes."""
+MAX_CONFIG_BYTES = 8 << 20
+"""Of a config file; most have a kilobyte."""
+MAX_ITEMS = 2_000_000
+"""Commas and brackets: each may be an object, which takes twenty times its size in the file."""
 
 
-def read(path: Path, largest: int = LARGEST) -> dict[str, Any]:
+def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file of at most so many bytes.
 
-    Raises ValueError for anything else, for a key that stands there twice, too.
+    Raises ValueError for anything else, also for a key that is there twice.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if (size := path.stat().st_size) > largest:
-        raise ValueError(
-            f"{path}: {size / 1e6:.0f} MB are too much for a JSON file; {largest / 1e6:.0f} MB is the limit"
-        )
-    return parsed(path.read_bytes(), path)
+        raise ValueError(f"{path}: {size / 1e6:.0f} MB; a JSON file has at most {largest / 1e6:.0f} MB")
+    return parse(path.read_bytes(), path)
 
 
 def read_if_present(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of settings; empty if there is no file. Raises ValueError like `read`."""
-    return read(path, CONFIG) if path.is_file() else {}
+    """The object in a config file; empty if there is no file. Raises ValueError like `read`."""
+    return read(path, MAX_CONFIG_BYTES) if path.is_file() else {}
 
 
-def parsed(text: bytes, path: Path) -> dict[str, Any]:
+def parse(text: bytes, path: Path) -> dict[str, Any]:
     """The object in the text of a JSON file that messages call `path`. Raises ValueError like `read`."""
-    if (parts := sum(map(text.count, (b",", b"[", b"{")))) > PARTS:
-        raise ValueError(
-            f"{path}: {parts:,} commas and brackets are too many for a JSON file; {PARTS:,} is the limit"
-        )
+    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
+        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
-        content = json.loads(text, object_pairs_hook=once)
+        content = json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply") from None
     except ValueError as error:
@@ -48,11 +44,11 @@ def parsed(text: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as a hook of the parser. Raises ValueError for a key that stands there twice."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, as a hook of the JSON parser. Raises ValueError for a key that is there twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         seen: set[str] = set()
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} stands there twice")
+        raise ValueError(f"the key {twice[:80]!r} is there twice")
     return content

@@ -1,6 +1,6 @@
 """Lines as editors count them, and long texts in parts: lines end at \\n, \\r\\n or \\r, and nowhere else.
 
-So has the Language Server Protocol them; `str.splitlines` ends lines at form feeds, U+0085 and U+2028, too.
+The Language Server Protocol has the same; `str.splitlines` also ends lines at form feeds, U+0085 and U+2028.
 https://microsoft.github.io/language-server-protocol/specifications/lsp/3.17/specification/#textDocuments
 """
 
@@ -11,12 +11,12 @@ _START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines with their ends; the last one has none, and is empty behind a line end and in an empty text."""
+    """The lines with their ends; the last one has none, and is empty after a line end and in an empty text."""
     return _START.split(text)
 
 
 def decode_text(data: bytes, source: str) -> str:
-    """The text of a UTF-8 file with its line ends as they are, without the byte order mark no editor shows.
+    """The text of a UTF-8 file with its line ends as they are, without a byte order mark, which no editor shows.
 
     Raises ValueError that names the source and the byte for what is not UTF-8.
     """

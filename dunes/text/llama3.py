@@ -14,8 +14,8 @@ import re
 
 import tokenizers
 
-from dunes.text.pairs import LETTER
-from dunes.text.tekken import LIMIT_BYTES, LIMIT_TOKEN, LIMIT_VOCAB, built
+from dunes.text.byte_pairs import BYTE_TO_CHAR
+from dunes.text.tekken import MAX_BYTES, MAX_TOKEN, MAX_VOCAB, build_bpe
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -23,7 +23,7 @@ PATTERN = (
 )
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 TURNS = ("<|eom_id|>", "<|eot_id|>")
-"""What ends a message and a turn: after these, too, a model has nothing more to say."""
+"""What ends a message and a turn: a model stops at these, too."""
 SPECIAL = (
     *(BEGIN, END, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>"),
     *("<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", *TURNS, "<|python_tag|>"),
@@ -31,7 +31,7 @@ SPECIAL = (
 )
 
 
-def looks_like(data: bytes) -> bool:
+def is_tiktoken_file(data: bytes) -> bool:
     """Whether a `tokenizer.model` is of this form: it begins with a token in base64 and a number."""
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
 
@@ -42,27 +42,27 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     Raises ValueError, without the file's name, for what is not such a file or passes a limit.
     """
     tokens = _read(data)
-    return built(PATTERN, tokens, {t: len(tokens) + i for i, t in enumerate(SPECIAL)}, 0, BEGIN)
+    return build_bpe(PATTERN, tokens, {t: len(tokens) + i for i, t in enumerate(SPECIAL)}, 0, BEGIN)
 
 
 def _read(data: bytes) -> list[str]:
-    """The tokens in the order of their ranks, spelled in the letters of their bytes."""
-    if len(data) > LIMIT_BYTES:
-        raise ValueError(f"{len(data)} bytes; a file of ranks has at most {LIMIT_BYTES}")
-    lines = data.split(b"\n", LIMIT_VOCAB)
-    tokens = [_letters(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]
-    if missing := {*LETTER.values()} - {*tokens}:
+    """The tokens in the order of their ranks, as byte-level BPE spells them."""
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data)} bytes; a file of ranks has at most {MAX_BYTES}")
+    lines = data.split(b"\n", MAX_VOCAB)
+    tokens = [_token(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]
+    if missing := {*BYTE_TO_CHAR.values()} - {*tokens}:
         raise ValueError(f"not a file of ranks: {len(missing)} of 256 bytes have no token")
     return tokens
 
 
-def _letters(line: bytes, rank: int) -> str:
+def _token(line: bytes, rank: int) -> str:
     try:
         text, number = line.split()
         raw = base64.b64decode(text, validate=True)
-        fits = int(number) == rank and 0 < len(raw) <= LIMIT_TOKEN
+        fits = int(number) == rank and 0 < len(raw) <= MAX_TOKEN
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(f"not a file of ranks: line {rank + 1} is {line[:40]!r}; expected base64 and {rank}")
-    return "".join(LETTER[byte] for byte in raw)
+    return "".join(BYTE_TO_CHAR[byte] for byte in raw)

@@ -2,8 +2,8 @@
 
 The file is one protobuf message, of which the few fields that decide ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
-https://protobuf.dev/programming-guides/encoding/). Byte pairs: sentencepiece joins the two neighbours
-whose joined piece has the highest score, the leftmost first. A piece is only ever reached by the join
+https://protobuf.dev/programming-guides/encoding/). Byte pairs: sentencepiece merges the two neighbours
+whose merged piece has the highest score, the leftmost first. A piece is only ever reached by the merge
 that comes last when it is encoded alone, so one merge a piece, ordered by score, gives the same ids.
 Unigram models, and models that normalize characters, are refused: no LLaMA or Mistral is one.
 """
@@ -18,16 +18,16 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from dunes.plural import plural
-from dunes.text.pairs import add_special, apart, joined
+from dunes.text.byte_pairs import add_special, merge_pairs, split_lookalikes
 
 SPACE = "▁"
-LIMIT_BYTES, LIMIT_PIECES, LIMIT_PIECE, LIMIT_WORK = 1 << 26, 1 << 20, 512, 100_000_000
+MAX_BYTES, MAX_PIECES, MAX_PIECE, MAX_WORK = 1 << 26, 1 << 20, 512, 100_000_000
 """Largest file, most pieces, longest piece in bytes, and what all pieces' squared lengths may add up to."""
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 _MARK = " "
-"""Stands for the space set in front until it is told from those of the text: these are `SPACE` by then."""
+"""Stands for the space put in front until the spaces of the text are `SPACE`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Piece:
 
     text: str
     score: float
-    kind: int
+    type: int
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class Model:
 
     pieces: tuple[Piece, ...]
     byte_fallback: bool
-    first: str
-    prefix: bool
-    squeeze: bool
+    bos: str
+    add_dummy_prefix: bool
+    remove_extra_whitespaces: bool
 
-    def of(self, *kinds: int) -> list[str]:
-        """The texts of all pieces of these kinds."""
-        return [p.text for p in self.pieces if p.kind in kinds]
+    def texts(self, *types: int) -> list[str]:
+        """The texts of all pieces of these types."""
+        return [p.text for p in self.pieces if p.type in types]
 
 
 def convert(data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer that gives the ids sentencepiece gives for this model.
 
-    Control symbols (`<s>`, `[INST]`) are special tokens; the beginning of a sentence stands in front when
+    Control symbols (`<s>`, `[INST]`) are special tokens; `<s>` stands in front when
     special tokens are asked for. Raises ValueError, without the file's name, for what is not such a model,
     passes a limit, or has a setting whose ids could not be made equal.
     """
@@ -66,8 +66,8 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     inner.normalizer = _normalizer(model)
     inner.pre_tokenizer = _pre_tokenizer(model)
     inner.decoder = _decoder(model)
-    begin = model.first if model.first in model.of(CONTROL) else None
-    add_special(inner, model.of(UNKNOWN, CONTROL), begin)
+    begin = model.bos if model.bos in model.texts(CONTROL) else None
+    add_special(inner, model.texts(UNKNOWN, CONTROL), begin)
     return inner
 
 
@@ -76,18 +76,18 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
 
 def read(data: bytes) -> Model:
     """The model in the file's bytes. Raises ValueError as `convert` does."""
-    if len(data) > LIMIT_BYTES:
-        raise ValueError(f"{len(data)} bytes; a sentencepiece model has at most {LIMIT_BYTES}")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data)} bytes; a sentencepiece model has at most {MAX_BYTES}")
     pieces: list[Piece] = []
-    found = {2: b"", 3: b"", 5: b""}
+    messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):
         if number == 1:
             pieces.append(_piece(_bytes(value)))
-            if len(pieces) > LIMIT_PIECES:
-                raise ValueError(f"not a sentencepiece model: more than {LIMIT_PIECES} pieces")
-        elif number in found:
-            found[number] += _bytes(value)  # a message that comes in parts is the parts' concatenation
-    trainer, normalizer = dict(_fields(found[2])), dict(_fields(found[3]))
+            if len(pieces) > MAX_PIECES:
+                raise ValueError(f"not a sentencepiece model: more than {MAX_PIECES} pieces")
+        elif number in messages:
+            messages[number] += _bytes(value)  # a message that comes in parts is the parts' concatenation
+    trainer, normalizer = dict(_fields(messages[2])), dict(_fields(messages[3]))
     model = Model(
         tuple(pieces),
         bool(trainer.get(35, 0)),
@@ -103,7 +103,7 @@ def read(data: bytes) -> Model:
         "a normalization of characters (nmt_nfkc or the like)": normalizer.get(2),
         "escape_whitespaces=false": not normalizer.get(5, 1),
         "treat_whitespace_as_suffix=true": trainer.get(24, 0),
-        "a denormalizer": dict(_fields(found[5])).get(2),
+        "a denormalizer": dict(_fields(messages[5])).get(2),
     }
     if any(unusual.values()):
         name = next(k for k, v in unusual.items() if v)
@@ -116,14 +116,14 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
-        kind = key & 7
-        if kind == 0:
+        wire_type = key & 7
+        if wire_type == 0:
             value, at = _varint(data, at)
             yield key >> 3, value
             continue
-        if kind not in (1, 2, 5):
-            raise ValueError(f"not a sentencepiece model: wire type {kind} before byte {at}")
-        size, at = _varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
+        if wire_type not in (1, 2, 5):
+            raise ValueError(f"not a sentencepiece model: wire type {wire_type} before byte {at}")
+        size, at = _varint(data, at) if wire_type == 2 else (8 if wire_type == 1 else 4, at)
         if size > len(data) - at:
             raise ValueError(
                 f"not a sentencepiece model: a field of {plural(size, 'byte')} at byte {at} passes the end"
@@ -163,92 +163,92 @@ def _text(value: int | bytes) -> str:
 def _piece(data: bytes) -> Piece:
     fields = dict(_fields(data))
     raw, score = _bytes(fields.get(1, b"")), _bytes(fields.get(2, bytes(4)))
-    if not 0 < len(raw) <= LIMIT_PIECE or len(score) != 4:
+    if not 0 < len(raw) <= MAX_PIECE or len(score) != 4:
         raise ValueError(
             f"not a sentencepiece model: a piece of {plural(len(raw), 'byte')} with a score of {len(score)}; 1 to "
-            f"{LIMIT_PIECE} and 4 are expected"
+            f"{MAX_PIECE} and 4 are expected"
         )
     return Piece(_text(raw), struct.unpack("<f", score)[0], _int(fields.get(3, NORMAL)))
 
 
 def _check(model: Model) -> None:
-    texts, kinds = [p.text for p in model.pieces], {p.kind for p in model.pieces}
-    wrong = ""
+    texts, types = [p.text for p in model.pieces], {p.type for p in model.pieces}
+    problem = ""
     if len(set(texts)) != len(texts):
-        wrong = f"{plural(len(texts) - len(set(texts)), 'piece is', 'pieces are')} there twice"
-    elif len(model.of(UNKNOWN)) != 1:
-        wrong = f"{len(model.of(UNKNOWN))} unknown pieces, expected one"
+        problem = f"{plural(len(texts) - len(set(texts)), 'piece is', 'pieces are')} there twice"
+    elif len(model.texts(UNKNOWN)) != 1:
+        problem = f"{len(model.texts(UNKNOWN))} unknown pieces, expected one"
     elif not all(math.isfinite(p.score) for p in model.pieces):
-        wrong = "a score is not finite"
-    elif sum(len(t) ** 2 for t in texts) > LIMIT_WORK:
-        wrong = "the pieces are too long in all"
-    elif not kinds <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in kinds:
-        wrong = f"kinds of pieces {sorted(kinds)}; normal ones are needed, {UNUSED} (unused) is not supported"
-    elif model.byte_fallback and model.of(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
-        wrong = "byte_fallback without its 256 byte pieces in order"
-    if wrong:
-        raise ValueError(f"not a sentencepiece model that can be read: {wrong}")
+        problem = "a score is not finite"
+    elif sum(len(t) ** 2 for t in texts) > MAX_WORK:
+        problem = "the pieces are too long in all"
+    elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
+        problem = f"types of pieces {sorted(types)}; normal ones are needed, {UNUSED} (unused) is not supported"
+    elif model.byte_fallback and model.texts(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
+        problem = "byte_fallback without its 256 byte pieces in order"
+    if problem:
+        raise ValueError(f"not a sentencepiece model that can be read: {problem}")
 
 
 # --- the parts of the tokenizer
 
 
 def _bpe(model: Model) -> models.BPE:
-    scores = {p.text: p.score for p in model.pieces if p.kind == NORMAL}
+    scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
     merges = []
     for text in scores:
-        parts, last = joined(list(text), scores.get)
+        parts, last = merge_pairs(list(text), scores.get)
         if len(parts) == 1 and last is not None:
             if not {*last} <= scores.keys():
                 raise ValueError(f"not a sentencepiece model that can be read: {text!r} is made of unknown pieces")
             merges.append(last)
-    # Pieces of one score (Mistral's runs of spaces) are joined from the left, so what has grown grows on.
+    # Pieces of one score (Mistral's runs of spaces) are merged from the left, longer ones first.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
     return models.BPE(
         {p.text: i for i, p in enumerate(model.pieces)},
         merges,
-        unk_token=model.of(UNKNOWN)[0],
+        unk_token=model.texts(UNKNOWN)[0],
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
-        # A symbol of the user's has no merges; it is cut out, and found as a whole.
-        ignore_merges=bool(model.of(USER)),
+        # A user-defined symbol has no merges: it is split off and looked up as a whole.
+        ignore_merges=bool(model.texts(USER)),
     )
 
 
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
-    if model.squeeze:
-        # The first space stays where one is to stand in front: `first` below looks at the text's beginning.
-        lead = " " if model.prefix else ""
+    if model.remove_extra_whitespaces:
+        # The first space stays where one is put in front: "first" below looks at the text's beginning.
+        prefix = " " if model.add_dummy_prefix else ""
         steps += [
             normalizers.Replace(Regex(pattern), text)
-            for pattern, text in ((rf"[ {SPACE}]+\z", ""), (r"\A +", lead), (" +", " "))
+            for pattern, text in ((rf"[ {SPACE}]+\z", ""), (r"\A +", prefix), (" +", " "))
         ]
-    if not (model.squeeze and model.prefix):
+    if not (model.remove_extra_whitespaces and model.add_dummy_prefix):
         steps.append(normalizers.Replace(" ", SPACE))
     return normalizers.Sequence(steps)
 
 
 def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
-    if model.prefix:
+    if model.add_dummy_prefix:
         # One space before the text, not before what follows a special token, also if a space is there already.
         steps = [
             pre_tokenizers.Metaspace(_MARK, "first", split=False),
             pre_tokenizers.Metaspace(SPACE, "never", split=False),
         ]
-    if model.of(USER):
-        users = sorted(model.of(USER), key=len, reverse=True)
+    if model.texts(USER):
+        users = sorted(model.texts(USER), key=len, reverse=True)
         steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, users))), "isolated"))
-        steps += apart(_not_by_merges(model))
+        steps += split_lookalikes(_lookalikes(model))
     return pre_tokenizers.Sequence(steps)
 
 
-def _not_by_merges(model: Model) -> dict[str, list[str]]:
-    """Pieces of the vocabulary that a text spelled like them does not become, with what it does become."""
-    scores = {p.text: p.score for p in model.pieces if p.kind == NORMAL}
-    found = {p.text: joined(list(p.text), scores.get)[0] for p in model.pieces if p.kind != USER}
-    return {text: parts for text, parts in found.items() if len(parts) > 1}
+def _lookalikes(model: Model) -> dict[str, list[str]]:
+    """Tokens that a text spelled like them does not become, with the tokens that it does become."""
+    scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
+    merged = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
+    return {text: parts for text, parts in merged.items() if len(parts) > 1}
 
 
 def _decoder(model: Model) -> decoders.Decoder:
@@ -256,6 +256,6 @@ def _decoder(model: Model) -> decoders.Decoder:
     if model.byte_fallback:
         steps.append(decoders.ByteFallback())
     steps.append(decoders.Fuse())
-    if model.prefix or model.squeeze:
-        steps.append(decoders.Strip(" ", LIMIT_PIECE if model.squeeze else 1, 0))
+    if model.add_dummy_prefix or model.remove_extra_whitespaces:
+        steps.append(decoders.Strip(" ", MAX_PIECE if model.remove_extra_whitespaces else 1, 0))
     return decoders.Sequence(steps)

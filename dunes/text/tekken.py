@@ -1,8 +1,8 @@
 """Mistral's `tekken.json` (NeMo, Pixtral, Mistral Small 3) as a tokenizer of the `tokenizers` library.
 
 Byte-level byte pairs as tiktoken does them (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a
-pattern cuts the text, a piece that is a token is that token, and else the neighbours whose joined bytes
-have the lowest rank are joined. Special tokens take the first ids
+pattern splits the text; a word that is a token is that token, else the neighbours whose merged bytes
+have the lowest rank are merged. Special tokens take the first ids
 (https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py).
 """
 
@@ -15,12 +15,12 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from dunes.plural import plural
-from dunes.text.pairs import BYTE, LETTER, add_special, apart, joined
+from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 
-LIMIT_BYTES, LIMIT_VOCAB, LIMIT_TOKEN, LIMIT_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
+MAX_BYTES, MAX_VOCAB, MAX_TOKEN, MAX_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
 """Largest file, most tokens, longest token in bytes, and what all tokens' squared lengths may add up to."""
 
-NAMES = [
+DEFAULT_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
@@ -35,16 +35,16 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     """
     pattern, special, tokens = _read(data)
     begin = "<s>" if "<s>" in special else None
-    return built(pattern, tokens, {text: i for i, text in enumerate(special)}, len(special), begin)
+    return build_bpe(pattern, tokens, {text: i for i, text in enumerate(special)}, len(special), begin)
 
 
-def built(
+def build_bpe(
     pattern: str, tokens: Sequence[str], special: Mapping[str, int], first: int, begin: str | None
 ) -> tokenizers.Tokenizer:
-    """A tokenizer of tokens by rank, spelled in the letters of their bytes, whose ids count from `first`.
+    """A byte-level BPE tokenizer of tokens by rank, whose ids count from `first`.
 
-    `begin` is the special token that stands in front of a text if asked for. Raises ValueError for what
-    can be none.
+    `begin` is the special token that stands in front of a text if asked for. Raises ValueError for tokens
+    that are there twice.
     """
     vocab = {**special, **{text: first + i for i, text in enumerate(tokens)}}
     if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
@@ -53,9 +53,9 @@ def built(
     inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(_regex(pattern), "removed", invert=True),
+            pre_tokenizers.Split(_compile(pattern), "removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            *apart({text: parts(text) for text in special if set(text) <= BYTE.keys()}),
+            *split_lookalikes({text: parts(text) for text in special if set(text) <= CHAR_TO_BYTE.keys()}),
         ]
     )
     inner.decoder = decoders.ByteLevel()
@@ -64,28 +64,28 @@ def built(
 
 
 def _read(data: bytes) -> tuple[str, list[str], list[str]]:
-    """The pattern, the special tokens and the others, these spelled in the letters of their bytes."""
-    if len(data) > LIMIT_BYTES:
-        raise ValueError(f"{len(data)} bytes; a tekken.json has at most {LIMIT_BYTES}")
+    """The pattern, the special tokens, and the others as byte-level BPE spells them."""
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data)} bytes; a tekken.json has at most {MAX_BYTES}")
     try:
         content = json.loads(data)
         config, listed = content["config"], content["vocab"]
         pattern, size, count = (config[k] for k in ("pattern", "default_vocab_size", "default_num_special_tokens"))
         special = _special(content.get("special_tokens"), count)
-        if not 256 <= size - count <= min(len(listed), LIMIT_VOCAB):
+        if not 256 <= size - count <= min(len(listed), MAX_VOCAB):
             raise ValueError(
                 f"{plural(size, 'id')} with {plural(count, 'special one')}, "
                 f"and {plural(len(listed), 'token')} in the list"
             )
-        return pattern, special, [_letters(token, rank) for rank, token in enumerate(listed[: size - count])]
+        return pattern, special, [_token(token, rank) for rank, token in enumerate(listed[: size - count])]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a tekken.json: {type(error).__name__}: {error}".replace("\n", " ")) from None
 
 
 def _special(listed: Sequence[Mapping[str, Any]] | None, count: int) -> list[str]:
-    if not 0 <= count <= LIMIT_VOCAB:
+    if not 0 <= count <= MAX_VOCAB:
         raise ValueError(plural(count, "special token"))
-    names = NAMES if listed is None else [token["token_str"] for token in listed]
+    names = DEFAULT_SPECIAL if listed is None else [token["token_str"] for token in listed]
     if listed is not None and [token["rank"] for token in listed] != list(range(len(listed))):
         raise ValueError("the special tokens' ranks do not count from 0")
     if len(names) > count or not all(isinstance(name, str) and name for name in names):
@@ -93,27 +93,29 @@ def _special(listed: Sequence[Mapping[str, Any]] | None, count: int) -> list[str
     return [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
 
 
-def _letters(token: Mapping[str, Any], rank: int) -> str:
+def _token(token: Mapping[str, Any], rank: int) -> str:
     raw = base64.b64decode(token["token_bytes"], validate=True)
-    if token["rank"] != rank or not 0 < len(raw) <= LIMIT_TOKEN or (rank < 256 and raw != bytes([rank])):
+    if token["rank"] != rank or not 0 < len(raw) <= MAX_TOKEN or (rank < 256 and raw != bytes([rank])):
         raise ValueError(
             f"token {rank} is {raw[:20]!r} of rank {token['rank']}; 256 bytes in order are expected first"
         )
-    return "".join(LETTER[byte] for byte in raw)
+    return "".join(BYTE_TO_CHAR[byte] for byte in raw)
 
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
-    """The last join of each token that joins reach, by rank, and what joins make of any text."""
-    if sum(len(token) ** 2 for token in tokens) > LIMIT_WORK:
+    """The last merge of each token that merges reach, by rank, and what merges make of any text."""
+    if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise ValueError("not a list of tokens that can be read: they are too long in all")
     scores = {token: -rank for rank, token in enumerate(tokens)}
-    ends = (joined(list(token), scores.get) for token in tokens)
-    merges = [last for parts, last in ends if len(parts) == 1 and last is not None]
-    return merges, lambda text: joined(list(text), scores.get)[0]
+    merged = (merge_pairs(list(token), scores.get) for token in tokens)
+    merges = [last for parts, last in merged if len(parts) == 1 and last is not None]
+    return merges, lambda text: merge_pairs(list(text), scores.get)[0]
 
 
-def _regex(pattern: str) -> Regex:
+def _compile(pattern: str) -> Regex:
     try:
         return Regex(pattern)
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"not a tekken.json: its pattern is none: {error}".replace("\n", " ")) from None
+        raise ValueError(
+            f"not a tekken.json: its pattern cannot be compiled: {error}".replace("\n", " ")
+        ) from None

@@ -23,8 +23,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from dunes.text import chat, json_file
-from dunes.text.render import compiled
+from dunes.text import chat_template, json_file
+from dunes.text.template_process import compile_template
 from dunes.text.tokenizer import Tokenizer
 
 PAIRED = (
@@ -39,7 +39,7 @@ ALONE = (
 )
 """Alpaca's prompts, with and without an input."""
 
-TOGETHER, LETTERS = 2048, 1 << 19
+MAX_TEXTS, MAX_CHARS = 2048, 1 << 19
 """How many texts one process renders, and of how many characters: its limits of time are those of one text."""
 
 SURROGATE, SURROGATES = 0xDC00, 1024
@@ -97,7 +97,7 @@ class Template(ABC):
 
     def stop(self, tokenizer: Tokenizer) -> int:
         """The token that ends an answer."""
-        return tokenizer.end if self.end == END.text else tokenizer.special(self.end)
+        return tokenizer.eos if self.end == END.text else tokenizer.token_id(self.end)
 
     def jinja(self, tokenizer: Tokenizer) -> str:
         """The template for chat_template.jinja, with this tokenizer's tokens spelled out."""
@@ -112,7 +112,7 @@ class Template(ABC):
             yield from self._written(group, opened)
 
     @abstractmethod
-    def _render(self, asked: Sequence[chat.Asked]) -> Sequence[str | ValueError]:
+    def _render(self, asked: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
         """The text of each conversation, or what is wrong with it."""
 
     def _message(self, turn: Turn) -> dict[str, str]:
@@ -128,7 +128,7 @@ class Template(ABC):
         return list(self.specials)
 
     def _written(self, talks: Sequence[Talk], opened: bool) -> Iterator[list[Piece]]:
-        asked: list[chat.Asked] = []
+        asked: list[chat_template.Request] = []
         for talk in talks:
             messages = [self._message(turn) for turn in talk]
             answers = [i for i, turn in enumerate(talk) if turn.role in ANSWERS]
@@ -218,11 +218,11 @@ class Named(Template):
         super().check(tokenizer)
 
     def jinja(self, tokenizer: Tokenizer) -> str:
-        begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.begin)
-        return self._spelled(begin, str(tokenizer.inner.id_to_token(tokenizer.end)))
+        begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.document_start)
+        return self._spelled(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
-    def _render(self, asked: Sequence[chat.Asked]) -> Sequence[str | ValueError]:
-        template = compiled(self._spelled(BEGIN.text, END.text))
+    def _render(self, asked: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
+        template = compile_template(self._spelled(BEGIN.text, END.text))
         return [_text_or_error(template, messages, opened) for messages, opened in asked]
 
     def _message(self, turn: Turn) -> dict[str, str]:
@@ -253,21 +253,21 @@ class Own(Template):
     def _found_end(self) -> str:
         """The special token after the answer of a conversation of two words."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = chat.render(self.source, probe, variables=self.tokenizer.named)
+        text = chat_template.render(self.source, probe, variables=self.tokenizer.special_tokens_map)
         found = self._pattern.search(text, text.rfind("answer"))
         if found is None:
             raise ValueError("the model's own chat template ends an answer with no special token; name a template")
         return found[0]
 
     def stop(self, tokenizer: Tokenizer) -> int:
-        return tokenizer.special(self.end)
+        return tokenizer.token_id(self.end)
 
     def check(self, tokenizer: Tokenizer) -> None:
         if tokenizer is not self.tokenizer:
-            tokenizer.special(self.end)
+            tokenizer.token_id(self.end)
 
-    def _render(self, asked: Sequence[chat.Asked]) -> Sequence[str | ValueError]:
-        return chat.render_many(self.source, asked, self.tokenizer.named)
+    def _render(self, asked: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
+        return chat_template.render_many(self.source, asked, self.tokenizer.special_tokens_map)
 
 
 def _text_or_error(template: Any, messages: Sequence[Mapping[str, Any]], opened: bool) -> str | ValueError:
@@ -279,13 +279,13 @@ def _text_or_error(template: Any, messages: Sequence[Mapping[str, Any]], opened:
 
 def _groups(talks: Sequence[Talk]) -> Iterator[Sequence[Talk]]:
     """The conversations in groups that one process renders, each of one at least."""
-    start, texts, letters = 0, 0, 0
+    start, texts, byte_level = 0, 0, 0
     for i, talk in enumerate(talks):
         times = 1 + sum(turn.role == "assistant" for turn in talk)
-        texts, letters = texts + times, letters + times * sum(len(turn.whole) for turn in talk)
-        if i > start and (texts > TOGETHER or letters > LETTERS):
+        texts, byte_level = texts + times, byte_level + times * sum(len(turn.whole) for turn in talk)
+        if i > start and (texts > MAX_TEXTS or byte_level > MAX_CHARS):
             yield talks[start:i]
-            start, texts, letters = i, times, times * sum(len(turn.whole) for turn in talk)
+            start, texts, byte_level = i, times, times * sum(len(turn.whole) for turn in talk)
     if start < len(talks):
         yield talks[start:]
 
@@ -325,17 +325,17 @@ def encoded(
     for piece in pieces:
         made = _ids(piece, tokenizer, follows)
         ids += made
-        trained += [piece.trained or (all_trained and made != tokenizer.begin)] * len(made)
+        trained += [piece.trained or (all_trained and made != tokenizer.document_start)] * len(made)
         follows = not piece.special
     return ids, trained
 
 
 def _ids(piece: Piece, tokenizer: Tokenizer, follows: bool) -> list[int]:
     if not piece.special:
-        return tokenizer.follow(piece.text) if follows else tokenizer.encode(piece.text)
+        return tokenizer.encode_continuation(piece.text) if follows else tokenizer.encode(piece.text)
     if piece.text == BEGIN.text:
-        return tokenizer.begin
-    return [tokenizer.end if piece.text == END.text else tokenizer.special(piece.text)]
+        return tokenizer.document_start
+    return [tokenizer.eos if piece.text == END.text else tokenizer.token_id(piece.text)]
 
 
 def prompt(template: Template, talk: Talk, tokenizer: Tokenizer) -> list[int]:
@@ -351,13 +351,13 @@ def carried(template: Template, tokenizer: Tokenizer) -> Tokenizer:
     Raises ValueError if it cannot write what the template asks for.
     """
     template.check(tokenizer)
-    other = tokenizer.stopping(template.stop(tokenizer))
-    other.beside[chat.JINJA] = template.jinja(tokenizer).encode()
-    name = other.place.name
-    if name in other.beside:  # which may have a template of its own, or the one that was there before
-        words = json_file.parsed(other.beside[name], other.place)
+    other = tokenizer.with_stop(template.stop(tokenizer))
+    other.extra_files[chat_template.JINJA] = template.jinja(tokenizer).encode()
+    name = other.config_path.name
+    if name in other.extra_files:  # which may have a template of its own, or the one that was there before
+        words = json_file.parse(other.extra_files[name], other.config_path)
         if words.pop("chat_template", None) is not None:
-            other.beside[name] = (json.dumps(words, indent=2) + "\n").encode()
+            other.extra_files[name] = (json.dumps(words, indent=2) + "\n").encode()
     return other
 
 
@@ -370,7 +370,7 @@ def of(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
     if isinstance(name, str) and name in TEMPLATES:
         TEMPLATES[name].check(tokenizer)
         return TEMPLATES[name]
-    source = chat.template_of(tokenizer.beside, tokenizer.place.parent)
+    source = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
     return None if source is None else Own(source, tokenizer)
 
 

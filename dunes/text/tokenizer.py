@@ -18,10 +18,10 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.plural import plural
-from dunes.text import bounded, json_file, llama3, sentencepiece, tekken
-from dunes.text.marks import Marks, marks
-from dunes.text.pairs import add_special
-from dunes.text.spelling import Spelling, spelling
+from dunes.text import json_file, llama3, sentencepiece, tekken, tokenizer_limits
+from dunes.text.byte_decoder import ByteDecoder, byte_decoder
+from dunes.text.byte_pairs import add_special
+from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 
 END = "<|endoftext|>"
 PAD = "<|fim_pad|>"
@@ -41,10 +41,10 @@ SPECIAL = (
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
-LIMIT_BYTES, LIMIT_IDS = 1 << 27, 1 << 22
+MAX_BYTES, MAX_IDS = 1 << 27, 1 << 22
 """The largest tokenizer file that is read, and the highest id that it may have."""
 
-BESIDE = (
+EXTRA_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -60,13 +60,13 @@ _T = TypeVar("_T")
 class Tokenizer:
     """Text to ids and back. `encode(decode(ids)) == ids` need not hold; `decode(encode(text)) == text` does.
 
-    `beside` are the contents of the files in its folder that belong to it, as other tools wrote them.
+    `extra_files` are the contents of the files in its folder that belong to it, as other tools wrote them.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, found: Marks = Marks()) -> None:  # noqa: B008  (frozen)
-        self.inner, self._marks = inner, found
-        self.beside: dict[str, bytes] = {}
-        self.place = Path("tokenizer_config.json")
+    def __init__(self, inner: tokenizers.Tokenizer, special: SpecialTokens = SpecialTokens()) -> None:  # noqa: B008  (frozen)
+        self.inner, self._special = inner, special
+        self.extra_files: dict[str, bytes] = {}
+        self.config_path = Path("tokenizer_config.json")
         # A document that happens to contain "<|endoftext|>" has not ended there.
         self.inner.encode_special_tokens = True
         # Some files cut each text at a length that has nothing to do with it.
@@ -80,9 +80,9 @@ class Tokenizer:
         Raises ValueError for an unknown kind, or if the vocabulary cannot hold all bytes.
         """
         if kind == "bytes":
-            return cls(_byte_level(models.BPE(_numbered(_ALPHABET), [])))
+            return cls(_byte_level(models.BPE(_vocab(_ALPHABET), [])))
         if kind == "chars":
-            return cls(_characters(sorted(set().union(*map(set, texts)))))
+            return cls(_char_level(sorted(set().union(*map(set, texts)))))
         if kind != "bpe":
             raise ValueError(f"no tokenizer is called {kind!r}; there are {', '.join(KINDS)}")
         if vocab < len(_ALPHABET) + len(SPECIAL):
@@ -104,52 +104,58 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> "Tokenizer":
         """From `folder`/tokenizer.json, else a tokenizer.model (of sentencepiece or Llama 3), else a tekken.json.
 
-        Raises ValueError if all are missing or the first of them is not a tokenizer, and for marks in the
-        files beside it that are none.
+        Raises ValueError if all are missing or the first of them is not a tokenizer, and for special tokens in
+        the files beside it that are none.
         """
         folder = Path(folder)
-        path = cls.file(folder)
+        path = cls.find_file(folder)
         if path is None:
             raise ValueError(
                 f"{folder}: no tokenizer.json, tokenizer.model or tekken.json, and text needs a tokenizer; "
                 "put there the one that the model was trained with"
             )
-        if (size := path.stat().st_size) > LIMIT_BYTES:
-            raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {LIMIT_BYTES}")
-        inner = _tried(f"{path}: not a tokenizer", lambda: _check_pipeline(_MAKERS[path.suffixes[0]](path)))
-        loaded = cls(inner, marks(folder, inner.token_to_id))
-        loaded.place = folder / loaded.place.name
-        loaded.beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
-        if path.name != "tokenizer.json" and loaded.place.name in loaded.beside:
-            loaded.beside[loaded.place.name] = _for_json(json_file.read_if_present(loaded.place))
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {MAX_BYTES}")
+        inner = _reraise(f"{path}: not a tokenizer", lambda: _check_built(_LOADERS[path.suffixes[0]](path)))
+        loaded = cls(inner, read_special_tokens(folder, inner.token_to_id))
+        loaded.config_path = folder / loaded.config_path.name
+        loaded.extra_files = {
+            name: (folder / name).read_bytes() for name in EXTRA_FILES if (folder / name).is_file()
+        }
+        if path.name != "tokenizer.json" and loaded.config_path.name in loaded.extra_files:
+            loaded.extra_files[loaded.config_path.name] = _config_for_json(
+                json_file.read_if_present(loaded.config_path)
+            )
         return loaded
 
-    def stopping(self, stop: int) -> "Tokenizer":
-        """The same tokenizer for a model that ends what it says with this id, too.
+    def with_stop(self, stop: int) -> "Tokenizer":
+        """The same tokenizer for a model that also ends its answers with this id.
 
-        A generation_config.json beside it tells other tools, and `load` of what it saves.
+        A generation_config.json in `extra_files` says so to other tools, and to `load`.
         """
-        other = Tokenizer(self.inner, replace(self._marks, stops=frozenset({*self.stops, stop})))
-        other.place, name = self.place, "generation_config.json"
-        words: dict[str, Any] = {f"{key}_id": self.special(token) for key, token in self.named.items()}
-        if name in self.beside:
-            words = json_file.parsed(self.beside[name], self.place.with_name(name))
-        # The end comes first: where no other file names one, the first is taken for it.
-        ends = [self.end, *sorted(other.stops - {self.end})]
-        content = json.dumps(words | {"eos_token_id": ends}, indent=2) + "\n"
-        other.beside = self.beside | {name: content.encode()}
+        other = Tokenizer(self.inner, replace(self._special, stops=frozenset({*self.stops, stop})))
+        other.config_path, name = self.config_path, "generation_config.json"
+        config: dict[str, Any] = {
+            f"{key}_id": self.token_id(token) for key, token in self.special_tokens_map.items()
+        }
+        if name in self.extra_files:
+            config = json_file.parse(self.extra_files[name], self.config_path.with_name(name))
+        # The end of a text comes first: where no other file names it, the first id is taken for it.
+        stop_ids = [self.eos, *sorted(other.stops - {self.eos})]
+        content = json.dumps(config | {"eos_token_id": stop_ids}, indent=2) + "\n"
+        other.extra_files = self.extra_files | {name: content.encode()}
         return other
 
     @staticmethod
-    def file(folder: Path) -> Path | None:
+    def find_file(folder: Path) -> Path | None:
         """The file in the folder that `load` reads; None if there is none."""
-        found = [folder / "tokenizer.json", *sorted(folder.glob("tokenizer.model*")), folder / "tekken.json"]
-        return next((p for p in found if p.is_file()), None)
+        paths = [folder / "tokenizer.json", *sorted(folder.glob("tokenizer.model*")), folder / "tekken.json"]
+        return next((p for p in paths if p.is_file()), None)
 
     def save(self, folder: Path | str) -> None:
-        """Write tokenizer.json into the folder, and what was beside it where it came from."""
+        """Write tokenizer.json and the extra files into the folder."""
         (Path(folder) / "tokenizer.json").write_text(self.json(), encoding="utf-8")
-        for name, content in self.beside.items():
+        for name, content in self.extra_files.items():
             (Path(folder) / name).write_bytes(content)
 
     def json(self) -> str:
@@ -164,105 +170,104 @@ class Tokenizer:
     @property
     def bos(self) -> list[int]:
         """What the tokenizer itself puts before every text, such as LLaMA's `<s>`; often nothing."""
-        return self._set_in_front if self._marks.begin is None else list(self._marks.begin)
+        return self._default_bos if self._special.bos is None else list(self._special.bos)
 
     @property
-    def begin(self) -> list[int]:
-        """What stands at the beginning of a document: `bos`, or where it was trained here the end of another."""
-        return [self.end] if self.by_lines and self._marks.begin is None else self.bos
+    def document_start(self) -> list[int]:
+        """What a document begins with: `bos`, or `eos`, as the end of another, where it was trained here."""
+        return [self.eos] if self.line_separable and self._special.bos is None else self.bos
 
     @cached_property
-    def _set_in_front(self) -> list[int]:
+    def _default_bos(self) -> list[int]:
         plain, whole = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
         starts = range(len(whole) - len(plain) + 1)
         return list(whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)])
 
     @property
-    def end(self) -> int:
+    def eos(self) -> int:
         """The id that ends a document. Raises ValueError if the tokenizer has none."""
-        if self._end is None:
+        if self._eos is None:
             raise ValueError(
-                f"{self.place}: no token ends a text, neither an eos_token there nor any of {', '.join(ENDS)}; "
+                f"{self.config_path}: no token ends a text: neither an eos_token nor any of {', '.join(ENDS)}; "
                 'name one of the tokenizer there: "eos_token": "..."'
             )
-        return self._end
+        return self._eos
 
     @cached_property
-    def _end(self) -> int | None:
-        found = [self._marks.end, *map(self.inner.token_to_id, ENDS)]
-        return next((i for i in found if i is not None and self._spelled(i) is not None), None)
+    def _eos(self) -> int | None:
+        candidates = [self._special.eos, *map(self.inner.token_to_id, ENDS)]
+        return next((i for i in candidates if i is not None and self._token(i) is not None), None)
 
-    def _spelled(self, i: int) -> str | None:
+    def _token(self, i: int) -> str | None:
         return self.inner.id_to_token(i) if i < self.vocab else None
 
     @property
     def stops(self) -> set[int]:
-        """The ids after which a model has nothing more to say."""
+        """The ids that end what a model writes."""
         turns = [i for i in map(self.inner.token_to_id, llama3.TURNS) if i is not None]
-        return {self.end, *self._marks.stops, *turns}
+        return {self.eos, *self._special.stops, *turns}
 
     @property
-    def marked(self) -> set[int]:
-        """The ids that the files beside it name."""
-        return {*(self._marks.begin or ()), *self._marks.stops}
+    def configured_ids(self) -> set[int]:
+        """The ids that the extra files name."""
+        return {*(self._special.bos or ()), *self._special.stops}
 
     @property
-    def named(self) -> dict[str, str]:
-        """Its special tokens by the names that Hugging Face's files have for them; those that it has."""
-        begin = [i for i in self.begin if i != self._end]
-        ids = {"eos": self._end, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
-        found = {name: self._spelled(i) for name, i in ids.items() if i is not None}
-        return {f"{name}_token": token for name, token in found.items() if token is not None}
+    def special_tokens_map(self) -> dict[str, str]:
+        """Its special tokens by the names of Hugging Face's special_tokens_map.json; those that it has."""
+        begin = [i for i in self.document_start if i != self._eos]
+        ids = {"eos": self._eos, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
+        tokens = {name: self._token(i) for name, i in ids.items() if i is not None}
+        return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids after which a model writes on with this text; at least one, since a model needs one.
+        """The ids of a prompt: the text after `bos`, or the start of a document if it is empty; at least one id.
 
-        Those of the text after `bos`; an empty text is the beginning of a document. To a model trained here, the
-        end token before a text says that a document begins with it, as hardly any does with a prompt.
+        A model trained here gets no end token before a text: that would say that a document begins with it, as
+        hardly any does with a prompt.
         """
-        return [*(self.bos if text else self.begin), *self.encode(text)] or [self.end]
+        return [*(self.bos if text else self.document_start), *self.encode(text)] or [self.eos]
 
     @cached_property
-    def by_lines(self) -> bool:
-        """Whether it was trained here, so that a text may be encoded in parts that end at line ends."""
-        made = self.inner.pre_tokenizer
-        return made is not None and made.__getstate__() in _OURS
+    def line_separable(self) -> bool:
+        """Whether a text may be encoded in parts that end at line ends, as with all tokenizers trained here."""
+        pre_tokenizer = self.inner.pre_tokenizer
+        return pre_tokenizer is not None and pre_tokenizer.__getstate__() in _OWN_PRE_TOKENIZERS
 
-    def special(self, token: str) -> int:
+    def token_id(self, token: str) -> int:
         """The id of a special token. Raises ValueError if there is no such token."""
-        found = self.inner.token_to_id(token)
-        if found is None:
+        token_id = self.inner.token_to_id(token)
+        if token_id is None:
             raise ValueError(f"the tokenizer has no token {token!r}")
-        return found
+        return token_id
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, in which nothing counts as a special token.
 
-        Raises ValueError if the tokenizer fails on the text: a pattern in a file of others may be one that
-        never ends.
+        Raises ValueError if the tokenizer fails on the text: a pattern in a tokenizer.json may never end.
         """
-        ids: list[int] = _tried(
+        ids: list[int] = _reraise(
             "the tokenizer fails", lambda: self.inner.encode(text, add_special_tokens=False).ids
         )
         return ids
 
-    def follow(self, text: str) -> list[int]:
-        """Ids of a text that stands behind other text: without the space that some tokenizers set in front."""
-        ids: list[int] = self._without_lead.encode(text, add_special_tokens=False).ids
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of a text that follows other text: without the space that some tokenizers put in front."""
+        ids: list[int] = self._without_prefix.encode(text, add_special_tokens=False).ids
         return ids
 
     @cached_property
-    def _without_lead(self) -> tokenizers.Tokenizer:
-        found = json.loads(self.inner.to_str())
+    def _without_prefix(self) -> tokenizers.Tokenizer:
+        content = json.loads(self.inner.to_str())
         for part in ("normalizer", "pre_tokenizer"):
-            found[part] = _leadless(found[part])
-        inner = tokenizers.Tokenizer.from_str(json.dumps(found))
+            content[part] = _drop_prefix(content[part])
+        inner = tokenizers.Tokenizer.from_str(json.dumps(content))
         inner.encode_special_tokens = True
         return inner
 
     def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
         """Ids of a document that comes in blocks of lines; as a whole where tokens may reach across these."""
-        yield from map(self.encode, blocks if self.by_lines else ["".join(blocks)])
+        yield from map(self.encode, blocks if self.line_separable else ["".join(blocks)])
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Ids of each text, on all cores."""
@@ -271,98 +276,102 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; special tokens and ids without a token give none, broken UTF-8 gives U+FFFD."""
-        if not self.spelling.spaces:
+        if not self.byte_decoder.metaspace:
             return str(self.inner.decode(list(ids)))
-        pieces, lead, text = self.pieces(), self.spelling.lead, []
+        table, strip, text = self.token_bytes(), self.byte_decoder.strip, []
         for i in ids:
-            piece, lead = self.spelling.without_lead(pieces[i] if i < len(pieces) else b"", lead)
-            text.append(piece)
-        return b"".join(text).decode(errors=self.spelling.errors)
+            data, strip = self.byte_decoder.strip_leading(table[i] if i < len(table) else b"", strip)
+            text.append(data)
+        return b"".join(text).decode(errors=self.byte_decoder.errors)
 
-    def pieces(self) -> list[bytes]:
+    def token_bytes(self) -> list[bytes]:
         """The bytes that each id stands for; empty for special tokens and for ids that no token has."""
-        return self._pieces
+        return self._token_bytes
 
     @cached_property
-    def _pieces(self) -> list[bytes]:
+    def _token_bytes(self) -> list[bytes]:
         plain = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
         added = {
             t.content: b"" if t.special else t.content.encode()
             for t in self.inner.get_added_tokens_decoder().values()
         }
         added.setdefault(UNKNOWN, b"")
-        return [added[t] if t in added else self.spelling.piece(t) for t in plain]
+        return [added[t] if t in added else self.byte_decoder.token_bytes(t) for t in plain]
 
     @cached_property
-    def spelling(self) -> Spelling:
-        """What its tokens' letters mean."""
-        return spelling(self.inner)
+    def byte_decoder(self) -> ByteDecoder:
+        """How its tokens spell bytes."""
+        return byte_decoder(self.inner)
 
 
-def _leadless(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer as tokenizer.json spells it, less what sets a space in front of a text."""
+def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer of a tokenizer.json without the step that puts a space in front of a text."""
     if part is None or part["type"] == "Prepend":
         return None
     for key in ("normalizers", "pretokenizers"):
         if key in part:
-            part[key] = [step for step in map(_leadless, part[key]) if step is not None]
+            part[key] = [step for step in map(_drop_prefix, part[key]) if step is not None]
     if part["type"] == "Metaspace":
         part["prepend_scheme"] = "never"
     return part | {"add_prefix_space": False} if part["type"] == "ByteLevel" else part
 
 
-def _foreign(path: Path) -> tokenizers.Tokenizer:
-    """From any tokenizer.json. Raises ValueError for ids that cannot be, and for what makes much of little."""
+def _load_json(path: Path) -> tokenizers.Tokenizer:
+    """From any tokenizer.json. Raises ValueError for impossible ids and for what expands a text too much."""
     data = path.read_bytes()
-    bounded.check(bounded.parse(data))  # first, since building it normalizes its added tokens
+    # First, since building a tokenizer normalizes its added tokens.
+    tokenizer_limits.check_expansion(tokenizer_limits.parse_json(data))
     inner = tokenizers.Tokenizer.from_buffer(data)
     ids = inner.get_vocab().values()
-    if not ids or len(set(ids)) != len(ids) or max(ids) >= LIMIT_IDS:
+    if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
         raise ValueError(
             f"{plural(len(ids), 'token')} with {plural(len(set(ids)), 'id')} up to {max(ids, default=0)}; "
-            f"each needs its own, below {LIMIT_IDS}"
+            f"each needs its own, below {MAX_IDS}"
         )
     return inner
 
 
-def _for_json(words: dict[str, Any]) -> bytes:
-    """A tokenizer_config.json for a tokenizer.json made here, of which other classes take only the tokens."""
-    kept = {k: v for k, v in words.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
+def _config_for_json(config: dict[str, Any]) -> bytes:
+    """A tokenizer_config.json for a tokenizer.json made here: other classes would take only its tokens."""
+    kept = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
-def _check_pipeline(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same, after a look at what it makes of a text."""
-    bounded.check(bounded.pipeline(inner))
+def _check_built(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer, once what it makes of a text is within the limits."""
+    tokenizer_limits.check_expansion(tokenizer_limits.pipeline(inner))
     return inner
 
 
-def _model(data: bytes) -> tokenizers.Tokenizer:
-    """From a tokenizer.model: two kinds of files have this name."""
-    return llama3.convert(data) if llama3.looks_like(data) else sentencepiece.convert(data)
+def _load_model(data: bytes) -> tokenizers.Tokenizer:
+    """From a tokenizer.model, of sentencepiece or of tiktoken."""
+    return llama3.convert(data) if llama3.is_tiktoken_file(data) else sentencepiece.convert(data)
 
 
-_MAKERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
-    ".model": lambda path: _model(path.read_bytes()),
-    ".json": lambda path: tekken.convert(path.read_bytes()) if path.stem == "tekken" else _foreign(path),
+_LOADERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
+    ".model": lambda path: _load_model(path.read_bytes()),
+    ".json": lambda path: tekken.convert(path.read_bytes()) if path.stem == "tekken" else _load_json(path),
 }
 
 
-def _tried(what: str, make: Callable[[], _T]) -> _T:
-    """What `make` gives. The library raises bare Exception, and a panic in it is not even that."""
+def _reraise(message: str, make: Callable[[], _T]) -> _T:
+    """What `make` returns, or a ValueError that begins with the message.
+
+    The library raises bare Exception, and a panic in it is not even that.
+    """
     try:
         return make()
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{what}: {error or type(error).__name__}".replace("\n", " ")) from None
+            raise ValueError(f"{message}: {error or type(error).__name__}".replace("\n", " ")) from None
         raise
 
 
-def _numbered(tokens: Iterable[str]) -> dict[str, int]:
+def _vocab(tokens: Iterable[str]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}
 
 
-def _lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenizer:
+def _split_lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -371,27 +380,29 @@ def _lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenize
     )
 
 
-def _each() -> pre_tokenizers.PreTokenizer:
+def _split_chars() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
 # The last one, for which only \n ended a line, is that of older runs.
-_OURS = [made.__getstate__() for made in (_lines(), _each(), _lines(r"\n|[^\n]+"))]
+_OWN_PRE_TOKENIZERS = [
+    made.__getstate__() for made in (_split_lines(), _split_chars(), _split_lines(r"\n|[^\n]+"))
+]
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = _lines()
+    inner.pre_tokenizer = _split_lines()
     inner.decoder = decoders.ByteLevel()
     if inner.get_vocab_size():
         add_special(inner, SPECIAL)
     return inner
 
 
-def _characters(characters: Sequence[str]) -> tokenizers.Tokenizer:
-    model = models.WordLevel(_numbered([*characters, UNKNOWN]), unk_token=UNKNOWN)
+def _char_level(characters: Sequence[str]) -> tokenizers.Tokenizer:
+    model = models.WordLevel(_vocab([*characters, UNKNOWN]), unk_token=UNKNOWN)
     inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = _each()
+    inner.pre_tokenizer = _split_chars()
     inner.decoder = decoders.Fuse()
     add_special(inner, SPECIAL)
     return inner

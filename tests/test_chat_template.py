@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from dunes.text import chat
+from dunes.text import chat_template
 
 # ruff: noqa: E501  (templates)
 
@@ -179,7 +179,9 @@ def theirs(template, messages, **options):
 
 
 def ours(template, messages, prompt, tools):
-    return chat.render(template, messages, add_generation_prompt=prompt, variables=VARIABLES | {"tools": tools})
+    return chat_template.render(
+        template, messages, add_generation_prompt=prompt, variables=VARIABLES | {"tools": tools}
+    )
 
 
 @pytest.mark.parametrize("prompt", [False, True])
@@ -256,7 +258,7 @@ def test_a_template_reaches_nothing_but_its_messages(attack, tmp_path, monkeypat
     (tmp_path / "secret").write_text("do not read")
     monkeypatch.setenv("API_KEY", "do not read")
     try:
-        text = chat.render(attack, MESSAGES["system"])
+        text = chat_template.render(attack, MESSAGES["system"])
     except ValueError as error:
         text = str(error)
     assert [p.name for p in tmp_path.iterdir()] == ["secret"]
@@ -298,56 +300,58 @@ NESTED = (
 )  # fmt: skip
 def test_a_template_is_stopped_at_its_limits(template, said):
     with pytest.raises(ValueError, match=said) as caught:
-        chat.render(template, MESSAGES["one"])
+        chat_template.render(template, MESSAGES["one"])
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
 
 
 def test_the_clock_stops_what_the_system_does_not(monkeypatch):
-    monkeypatch.setattr(chat, "LIMITS", chat.LIMITS | {"RLIMIT_CPU": 60})
-    monkeypatch.setattr(chat, "SECONDS", 1)
+    monkeypatch.setattr(chat_template, "LIMITS", chat_template.LIMITS | {"RLIMIT_CPU": 60})
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
     with pytest.raises(ValueError, match="stopped after 1 s"):
-        chat.render("{{ 10**(10**8) }}", [])
+        chat_template.render("{{ 10**(10**8) }}", [])
 
 
 def test_as_much_as_may_be_written_is_written():
-    assert len(chat.render("{{ 'ü\n' * 2**19 }}", [])) == 2**20
+    assert len(chat_template.render("{{ 'ü\n' * 2**19 }}", [])) == 2**20
 
 
 def test_what_is_no_data_is_refused():
     with pytest.raises(ValueError, match="cannot be given these messages"):
-        chat.render("", [{"role": "user", "content": object()}])
+        chat_template.render("", [{"role": "user", "content": object()}])
     with pytest.raises(ValueError, match="a message is a mapping with 'role' and 'content', found str"):
-        chat.render("", ["hello"])
+        chat_template.render("", ["hello"])
     circle = []
     circle.append(circle)
     with pytest.raises(ValueError, match="cannot be given these messages"):
-        chat.render("", [{"content": circle}])
+        chat_template.render("", [{"content": circle}])
 
 
 def test_names_of_the_caller_do_not_hide_the_messages():
-    assert chat.render("{{ messages }}{{ x }}", [], variables={"messages": 1, "x": "{{ 2 }}"}) == "[]{{ 2 }}"
+    assert (
+        chat_template.render("{{ messages }}{{ x }}", [], variables={"messages": 1, "x": "{{ 2 }}"}) == "[]{{ 2 }}"
+    )
 
 
 def test_a_folder_has_a_template_in_one_of_three_ways(tmp_path):
-    assert chat.template(tmp_path) is None
+    assert chat_template.read_template(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text("{}")
-    assert chat.template(tmp_path) is None
+    assert chat_template.read_template(tmp_path) is None
     config.write_text(json.dumps({"chat_template": "a ö"}))
-    assert chat.template(tmp_path) == "a ö"
+    assert chat_template.read_template(tmp_path) == "a ö"
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}]
     config.write_text(json.dumps({"chat_template": named}))
-    assert chat.template(tmp_path) == "c"
+    assert chat_template.read_template(tmp_path) == "c"
     (tmp_path / "chat_template.jinja").write_text("d ö\n", encoding="utf-8")
-    assert chat.template(tmp_path) == "d ö\n"
+    assert chat_template.read_template(tmp_path) == "d ö\n"
 
 
 @pytest.mark.parametrize("found", [7, {}, [], [{"name": "x", "template": "y"}], [1], [{"name": "default"}]])
 def test_a_template_that_is_none_is_named(found, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
     with pytest.raises(ValueError, match=r"tokenizer_config.json: chat_template is no text"):
-        chat.template(tmp_path)
+        chat_template.read_template(tmp_path)
 
 
 def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
@@ -355,4 +359,4 @@ def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
     for content, said in ((b"\xff", "not UTF-8"), (b"x" * (2**18 + 1), "at most"), (b"x" * 2**24, "at most")):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"chat_template\.jinja: .*{said}"):
-            chat.template(tmp_path)
+            chat_template.read_template(tmp_path)

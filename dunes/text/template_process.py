@@ -1,4 +1,4 @@
-"""Run as a process of its own by `chat.render`: one chat template, within limits. Imports nothing of ours.
+"""A process of its own, run by `chat_template.render`: one chat template, within limits. Imports nothing of ours.
 
 A template comes with a model, so it is a stranger's program. jinja2's sandbox keeps it from Python's
 objects, this process's limits from the machine's time and memory. A request is a line of JSON on
@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 
-def limited(limits: dict[str, int]) -> None:
+def set_limits(limits: dict[str, int]) -> None:
     """Set this process's limits by their names in `resource`; what the system has not is left to the caller."""
     try:
         import resource
@@ -28,10 +28,10 @@ def limited(limits: dict[str, int]) -> None:
             continue
 
 
-def rendered(template: str, words: dict[str, Any], limit: int) -> str:
+def render(template: str, words: dict[str, Any], limit: int) -> str:
     """The template with these words."""
     parts, length = [], 0
-    for part in compiled(template).generate(words):
+    for part in compile_template(template).generate(words):
         length += len(part)
         if length > limit:
             raise ValueError(f"it writes more than {limit} characters")
@@ -40,8 +40,8 @@ def rendered(template: str, words: dict[str, Any], limit: int) -> str:
 
 
 @cache
-def compiled(template: str) -> Any:
-    """The template in the environment that transformers gives to chat templates, compiled once."""
+def compile_template(template: str) -> Any:
+    """The template in the environment that transformers gives to chat templates, compile_template once."""
     from jinja2 import TemplateError, ext, nodes, sandbox, utils
     from jinja2.exceptions import SecurityError
 
@@ -65,14 +65,14 @@ def compiled(template: str) -> Any:
             self, *rest = args
             found = dict(*rest, **kwargs)
             for name in found:
-                checked(name)
+                check_name(name)
             utils.Namespace.__init__(self, found)
 
         def __setitem__(self, name: str, value: Any) -> None:
-            checked(name)
+            check_name(name)
             super().__setitem__(name, value)
 
-    def checked(name: Any) -> None:
+    def check_name(name: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace cannot hold {name!r}")
 
@@ -105,10 +105,10 @@ def compiled(template: str) -> Any:
     return environment.from_string(template)
 
 
-def answered(template: str, words: dict[str, Any], limit: int) -> dict[str, str]:
+def render_or_error(template: str, words: dict[str, Any], limit: int) -> dict[str, str]:
     """The text, or what went wrong."""
     try:
-        return {"text": rendered(template, words, limit)}
+        return {"text": render(template, words, limit)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
@@ -120,9 +120,9 @@ def main() -> None:
     # No file can be opened once the limits stand: what is imported late, and by whatever fails, is imported now.
     for name in ("jinja2.debug", "pprint", "encodings.unicode_escape"):
         import_module(name)
-    rendered("{{ 'ö' }}{{ strftime_now('%d %b') }}{{ [1] | tojson }}", {}, 99)
-    limited(request["limits"])
-    answers = [answered(request["template"], words, request["output"]) for words in request["words"]]
+    render("{{ 'ö' }}{{ strftime_now('%d %b') }}{{ [1] | tojson }}", {}, 99)
+    set_limits(request["limits"])
+    answers = [render_or_error(request["template"], words, request["output"]) for words in request["words"]]
     print(json.dumps({"answers": answers}))
 
 

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from dunes.text import Tokenizer, bounded
+from dunes.text import Tokenizer, tokenizer_limits
 
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "special": True}
 PART = {"type_id": 0}
@@ -131,9 +131,9 @@ def test_padding_and_truncation_of_the_file_have_no_effect(settings, tmp_path):
     if "padding" in settings:
         settings["padding"] |= {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
     tokenizer = Tokenizer.load(write(tmp_path, **settings))
-    assert tokenizer.encode("abba") == tokenizer.follow("abba") == [0, 1, 1, 0]
+    assert tokenizer.encode("abba") == tokenizer.encode_continuation("abba") == [0, 1, 1, 0]
     assert list(tokenizer.encode_all(["a", "ab"])) == [[0], [0, 1]]
-    assert tokenizer.begin == []
+    assert tokenizer.document_start == []
 
 
 def spelled(part):
@@ -168,7 +168,7 @@ def test_what_real_tokenizers_do_is_let_through(tmp_path):
 
 
 def test_a_file_of_very_many_parts_is_not_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(bounded, "PARTS", 1000)
+    monkeypatch.setattr(tokenizer_limits, "MAX_ITEMS", 1000)
     with pytest.raises(ValueError, match=r"it has 9,0\d\d parts"):
         Tokenizer.load(write(tmp_path, version=[[]] * 4500))
 
@@ -178,7 +178,7 @@ def test_a_model_file_with_a_map_that_makes_much_of_little_is_refused(tmp_path, 
 
     inner = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     inner.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 1000)] * 3)
-    monkeypatch.setattr(module, "_model", lambda data: inner)
+    monkeypatch.setattr(module, "_load_model", lambda data: inner)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(ValueError, match=r"tokenizer\.model: not a tokenizer: its normalizer .* times"):
         Tokenizer.load(tmp_path)

@@ -1,4 +1,4 @@
-"""What byte-pair tokenizers share: letters that stand for bytes, joining by score, words not to be looked up."""
+"""What byte-pair tokenizers share: letters that stand for bytes, merging by score, splitting lookalikes."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,44 +7,49 @@ from itertools import pairwise
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 
 
-def _letters() -> dict[int, str]:
+def _bytes_to_chars() -> dict[int, str]:
     """The printable letter that byte-level BPE writes for each byte, by GPT-2's rule."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-LETTER = _letters()
-BYTE = {letter: byte for byte, letter in LETTER.items()}
+BYTE_TO_CHAR = _bytes_to_chars()
+CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 
-def joined(symbols: list[str], score: Callable[[str], float | None]) -> tuple[list[str], tuple[str, str] | None]:
-    """What is left after all joins of neighbours, highest score first and then leftmost, and the last join."""
+def merge_pairs(
+    symbols: list[str], score: Callable[[str], float | None]
+) -> tuple[list[str], tuple[str, str] | None]:
+    """What is left after all merges of neighbours, highest score first and then leftmost, and the last merge."""
     last = None
     scores = [score(a + b) for a, b in pairwise(symbols)]
     while True:
         best = max((s for s in scores if s is not None), default=None)
         if best is None:
             return symbols, last
-        at = scores.index(best)
-        last = symbols[at], symbols[at + 1]
-        symbols = [*symbols[:at], "".join(last), *symbols[at + 2 :]]
-        del scores[at]
-        for i in (at - 1, at):
-            if 0 <= i < len(scores):
-                scores[i] = score(symbols[i] + symbols[i + 1])
+        i = scores.index(best)
+        last = symbols[i], symbols[i + 1]
+        symbols = [*symbols[:i], "".join(last), *symbols[i + 2 :]]
+        del scores[i]
+        for j in (i - 1, i):
+            if 0 <= j < len(scores):
+                scores[j] = score(symbols[j] + symbols[j + 1])
 
 
-def apart(found: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Cuts words that are spelled like one of `found` where its parts meet: the whole is not looked up then."""
-    cuts = []
-    for text, parts in found.items():
+def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
+    """Splits words that are spelled like a token which merges do not reach: the whole word is not looked up then.
+
+    `lookalikes` are these tokens with the parts that merges make of their spelling.
+    """
+    splits = []
+    for text, parts in lookalikes.items():
         ends = [len("".join(parts[:n])) for n in range(1, len(parts))]
-        end = next((e for e in ends if text[:e] not in found and text[e:] not in found), None)
+        end = next((e for e in ends if text[:e] not in lookalikes and text[e:] not in lookalikes), None)
         if end is None:
             raise ValueError(f"a tokenizer whose {text!r} cannot be told from plain text is not supported")
-        cuts.append(rf"{re.escape(text[:end])}(?={re.escape(text[end:])}\z)")
-    return [pre_tokenizers.Split(Regex(rf"\A(?:{'|'.join(cuts)})"), "isolated")] if cuts else []
+        splits.append(rf"{re.escape(text[:end])}(?={re.escape(text[end:])}\z)")
+    return [pre_tokenizers.Split(Regex(rf"\A(?:{'|'.join(splits)})"), "isolated")] if splits else []
 
 
 def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = None) -> None:

@@ -17,16 +17,16 @@ from typing import Any, TypeAlias
 from dunes.text import json_file
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-LIMIT_TEMPLATE, LIMIT_OUTPUT = 1 << 18, 1 << 20
+MAX_TEMPLATE, MAX_OUTPUT = 1 << 18, 1 << 20
 """The largest template, and the most that it may write, in characters."""
 
 SECONDS = 5
 """How long a template may take, by the clock."""
 
-Asked: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool]
+Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool]
 """Messages, and whether the text is to end where an answer begins."""
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Under which names a message brings what its writer thought; templates read the first two."""
 
 LIMITS = {
@@ -40,7 +40,7 @@ LIMITS = {
 """What the process that renders may use: seconds, bytes, no file, no process; as far as the system can."""
 
 
-def template(folder: Path | str) -> str | None:
+def read_template(folder: Path | str) -> str | None:
     """The chat template of a model folder: chat_template.jinja, else the default of tokenizer_config.json.
 
     None if it has none. Raises ValueError that names the file for what is not a template, or too large.
@@ -48,25 +48,25 @@ def template(folder: Path | str) -> str | None:
     path = next((p for name in (JINJA, CONFIG) if (p := Path(folder) / name).is_file()), None)
     if path is None:
         return None
-    if (size := path.stat().st_size) > json_file.CONFIG:
-        raise ValueError(f"{path}: {size} bytes; at most {json_file.CONFIG} are read")
-    return template_of({path.name: path.read_bytes()}, path.parent)
+    if (size := path.stat().st_size) > json_file.MAX_CONFIG_BYTES:
+        raise ValueError(f"{path}: {size} bytes; at most {json_file.MAX_CONFIG_BYTES} are read")
+    return template_from_files({path.name: path.read_bytes()}, path.parent)
 
 
-def template_of(files: Mapping[str, bytes], folder: Path) -> str | None:
+def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
     """The same from the contents of these files, of which messages say that they lie in `folder`."""
     if (content := files.get(JINJA)) is not None:
         try:
-            return _sized(content.decode("utf-8"), str(folder / JINJA))
+            return _check_size(content.decode("utf-8"), str(folder / JINJA))
         except UnicodeDecodeError as error:
             raise ValueError(f"{folder / JINJA}: not UTF-8: {error}") from None
     if CONFIG not in files:
         return None
-    found = json_file.parsed(files[CONFIG], folder / CONFIG).get("chat_template")
-    return None if found is None else _sized(_default(found, folder / CONFIG), str(folder / CONFIG))
+    found = json_file.parse(files[CONFIG], folder / CONFIG).get("chat_template")
+    return None if found is None else _check_size(_default_template(found, folder / CONFIG), str(folder / CONFIG))
 
 
-def _default(found: Any, path: Path) -> str:
+def _default_template(found: Any, path: Path) -> str:
     """A template is a text, or several with names."""
     named = found if isinstance(found, list) else [{"name": "default", "template": found}]
     names = [each.get("name") if isinstance(each, dict) else None for each in named]
@@ -78,9 +78,9 @@ def _default(found: Any, path: Path) -> str:
     return chosen
 
 
-def _sized(text: str, place: str) -> str:
-    if len(text) > LIMIT_TEMPLATE:
-        raise ValueError(f"{place}: {len(text)} characters; a chat template has at most {LIMIT_TEMPLATE}")
+def _check_size(text: str, place: str) -> str:
+    if len(text) > MAX_TEMPLATE:
+        raise ValueError(f"{place}: {len(text)} characters; a chat template has at most {MAX_TEMPLATE}")
     return text
 
 
@@ -104,7 +104,7 @@ def render(
 
 def render_many(
     template: str,
-    asked: Sequence[Asked],
+    asked: Sequence[Request],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str | ValueError]:
     """`render` of many conversations, each with its `add_generation_prompt`, in one process.
@@ -113,14 +113,19 @@ def render_many(
     when all of them together pass these, halves are tried.
     """
     words = [
-        {"tools": None, "documents": None, **(variables or {}), "messages": [_told(m) for m in messages]}
+        {
+            "tools": None,
+            "documents": None,
+            **(variables or {}),
+            "messages": [_normalize_message(m) for m in messages],
+        }
         | {"add_generation_prompt": opened}
         for messages, opened in asked
     ]
     if not words:
         return []
     try:
-        return _rendered(template, words)
+        return _render_in_process(template, words)
     except ValueError as error:
         if len(asked) == 1:
             return [error]
@@ -128,41 +133,41 @@ def render_many(
     return render_many(template, asked[:half], variables) + render_many(template, asked[half:], variables)
 
 
-def _rendered(template: str, words: Sequence[dict[str, Any]]) -> list[str | ValueError]:
+def _render_in_process(template: str, words: Sequence[dict[str, Any]]) -> list[str | ValueError]:
     """A text or what went wrong for each. Raises ValueError if it went wrong for all of them together."""
     request = {
-        "template": _sized(template, "the chat template"),
+        "template": _check_size(template, "the chat template"),
         "words": words,
-        "path": sorted({str(Path(_origin(name)).parents[1]) for name in ("jinja2", "markupsafe")}),
+        "path": sorted({str(Path(_module_path(name)).parents[1]) for name in ("jinja2", "markupsafe")}),
         "limits": LIMITS,
-        "output": LIMIT_OUTPUT,
+        "output": MAX_OUTPUT,
     }
     try:
-        answer = _asked(json.dumps(request, default=dict))
+        answer = _run_process(json.dumps(request, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the chat template cannot be given these messages: {error}") from None
     if "answers" not in answer:
-        raise _failed(answer)
-    return [str(each["text"]) if "text" in each else _failed(each) for each in answer["answers"]]
+        raise _render_error(answer)
+    return [str(each["text"]) if "text" in each else _render_error(each) for each in answer["answers"]]
 
 
-def _failed(answer: Mapping[str, Any]) -> ValueError:
+def _render_error(answer: Mapping[str, Any]) -> ValueError:
     text = "".join(c if c.isprintable() else " " for c in str(answer.get("error")))
     return ValueError(f"the chat template fails: {text[:300]}")
 
 
-def _told(message: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates get it: nothing is missing rather than None, and reasoning has both of its names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a mapping with 'role' and 'content', found {type(message).__name__}")
     told = {k: v for k, v in message.items() if v is not None}
-    reasoning = next((told[k] for k in REASONING if k in told), None)
+    reasoning = next((told[k] for k in REASONING_KEYS if k in told), None)
     return told if reasoning is None else {"thinking": reasoning, **told, "reasoning_content": reasoning}
 
 
-def _asked(request: str) -> dict[str, Any]:
-    """The answer of `render.py`, run without site-packages, environment and anything else of ours."""
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("render.py"))]
+def _run_process(request: str) -> dict[str, Any]:
+    """The answer of `template_process.py`, run without site-packages, environment and anything else of ours."""
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
     kept = {k: v for k, v in os.environ.items() if k in ("SYSTEMROOT", "TZ")}
     try:
         done = subprocess.run(
@@ -178,7 +183,7 @@ def _asked(request: str) -> dict[str, Any]:
     return answer
 
 
-def _origin(module: str) -> str:
+def _module_path(module: str) -> str:
     found = find_spec(module)
     if found is None or found.origin is None:
         raise ValueError(f"chat templates need {module}, which comes with torch; pip install jinja2")

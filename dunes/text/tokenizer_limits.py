@@ -16,25 +16,25 @@ from tokenizers import models
 
 Step: TypeAlias = Mapping[str, Any]
 
-GROWTH = 100
+MAX_GROWTH = 100
 """Bytes made of one byte, ids made of one id. Published pipelines stay below 50."""
-STEPS = 100
-ADDED = 2_000_000
+MAX_STEPS = 100
+MAX_ADDED_CHARS = 2_000_000
 """Characters in all added tokens: the library takes 70 bytes for each."""
-MARKS = 1000
+MAX_SPECIAL_IDS = 1000
 """Ids set around a text."""
-AFFIX, WORD = 100, 1000
+MAX_AFFIX, MAX_WORD = 100, 1000
 """Characters of what is added to words, and of words that are looked up by trying all their parts."""
-LONGEST = 33
+UNICODE_GROWTH = 33
 """Bytes that Unicode makes of one character, U+FDFA, in normal form."""
-PARTS = 16_000_000
+MAX_ITEMS = 16_000_000
 """Commas and brackets in a file. A vocabulary of 262,144 with its merges has two million."""
 
 
-def parse(data: bytes) -> dict[str, Any]:
+def parse_json(data: bytes) -> dict[str, Any]:
     """The object in a tokenizer.json. Raises ValueError if it is none, or has too many parts."""
-    if (parts := sum(map(data.count, (b",", b"[", b"{")))) > PARTS:
-        raise ValueError(f"it has {parts:,} parts; {PARTS:,} is the limit")
+    if (parts := sum(map(data.count, (b",", b"[", b"{")))) > MAX_ITEMS:
+        raise ValueError(f"it has {parts:,} parts; {MAX_ITEMS:,} is the limit")
     try:
         content = json.loads(data)
     except RecursionError:
@@ -50,26 +50,26 @@ def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:
     return {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
 
 
-def check(content: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the part of a tokenizer.json which makes more of a text than GROWTH allows.
+def check_expansion(content: Mapping[str, Any]) -> None:
+    """Raise ValueError that names the part of a tokenizer.json which makes more of a text than MAX_GROWTH allows.
 
     Parts that the library does not know, or finds damaged, are left for it to refuse.
     """
     normalizer, cuts, decoder, marks = (
         list(_steps(content, part)) for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")
     )
-    _refuse_growth("normalizer", _chain_growth(normalizer))
-    _refuse_growth("normalizer and pre_tokenizer", _chain_growth([*normalizer, *cuts]))
-    _refuse_growth("decoder", prod(_growth(step) + ("Regex" in str(step.get("pattern"))) for step in decoder))
+    _check_growth("normalizer", _chain_growth(normalizer))
+    _check_growth("normalizer and pre_tokenizer", _chain_growth([*normalizer, *cuts]))
+    _check_growth("decoder", prod(_growth(step) + ("Regex" in str(step.get("pattern"))) for step in decoder))
     _check_templates(marks)
     _check_tokens(content)
-    _try_texts(normalizer)
+    _check_samples(normalizer)
 
 
-def _refuse_growth(part: str, growth: float) -> None:
-    if growth > GROWTH:
+def _check_growth(part: str, growth: float) -> None:
+    if growth > MAX_GROWTH:
         raise ValueError(
-            f"its {part} can make a text {min(growth, 1e15):,.0f} times as long; {GROWTH} times is the limit"
+            f"its {part} can make a text {min(growth, 1e15):,.0f} times as long; {MAX_GROWTH} times is the limit"
         )
 
 
@@ -85,20 +85,20 @@ def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
                 continue
             yield step
         count += 1
-        if count + len(stack) > STEPS:
-            raise ValueError(f"its {part} has {count + len(stack):,} steps; {STEPS} is the limit")
+        if count + len(stack) > MAX_STEPS:
+            raise ValueError(f"its {part} has {count + len(stack):,} steps; {MAX_STEPS} is the limit")
 
 
 def _chain_growth(steps: Sequence[Step]) -> float:
     """How many times as long the steps make a text, each working on what others wrote only if it may find it."""
     grown: list[float] = []
     for step in steps:
-        before = [g for g, earlier in zip(grown, steps, strict=False) if _finds(step, earlier)]
+        before = [g for g, earlier in zip(grown, steps, strict=False) if _may_rewrite(step, earlier)]
         grown.append(_growth(step) * max(before, default=1.0))
     return max(grown, default=1.0)
 
 
-def _finds(step: Step, earlier: Step) -> bool:
+def _may_rewrite(step: Step, earlier: Step) -> bool:
     """Whether a step may change what an earlier one wrote: not if it looks for none of those characters."""
     pattern, written = step.get("pattern"), earlier.get("content")
     sought = pattern.get("String") if isinstance(pattern, dict) and "content" in step else None
@@ -123,7 +123,7 @@ def _growth(step: Step) -> float:
     if isinstance(data := step.get("precompiled_charsmap"), str):
         table = b64decode(data)
         values = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
-        growth *= max(1, max(map(len, values)) / LONGEST)
+        growth *= max(1, max(map(len, values)) / UNICODE_GROWTH)
     return growth
 
 
@@ -140,27 +140,27 @@ def _check_templates(steps: Sequence[Step]) -> None:
             parts = step.get(name) or []
             marks = sum(special.get(part["SpecialToken"]["id"], 0) for part in parts if "SpecialToken" in part)
             ids = max(ids, marks + ids * sum("Sequence" in part for part in parts))
-        if ids > MARKS:
-            raise ValueError(f"its post_processor makes {ids:,} ids of one; {MARKS:,} is the limit")
+        if ids > MAX_SPECIAL_IDS:
+            raise ValueError(f"its post_processor makes {ids:,} ids of one; {MAX_SPECIAL_IDS:,} is the limit")
 
 
 def _check_tokens(content: Mapping[str, Any]) -> None:
     """Raise ValueError for added tokens, affixes and words of a size that takes much memory or time."""
     size = sum(len(token["content"]) for token in content.get("added_tokens") or [])
-    if size > ADDED:
-        raise ValueError(f"its added_tokens hold {size:,} characters; {ADDED:,} is the limit")
+    if size > MAX_ADDED_CHARS:
+        raise ValueError(f"its added_tokens hold {size:,} characters; {MAX_ADDED_CHARS:,} is the limit")
     model = content.get("model") or {}
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if len(model.get(key) or "") > AFFIX:
-            raise ValueError(f"its model's {key} has {len(model[key]):,} characters; {AFFIX} is the limit")
-    if (word := model.get("max_input_chars_per_word") or 0) > WORD:
-        raise ValueError(f"its model's max_input_chars_per_word is {word:,}; {WORD:,} is the limit")
+        if len(model.get(key) or "") > MAX_AFFIX:
+            raise ValueError(f"its model's {key} has {len(model[key]):,} characters; {MAX_AFFIX} is the limit")
+    if (word := model.get("max_input_chars_per_word") or 0) > MAX_WORD:
+        raise ValueError(f"its model's max_input_chars_per_word is {word:,}; {MAX_WORD:,} is the limit")
 
 
-def _try_texts(steps: Sequence[Step]) -> None:
+def _check_samples(steps: Sequence[Step]) -> None:
     """Raise ValueError if a normalizer makes much of single characters, or of what its own steps write."""
-    works = list(map(_normalize, steps))
-    written = [(i, text) for i, step in enumerate(steps) for text in _texts(step)]
+    works = list(map(_normalizer_of, steps))
+    written = [(i, text) for i, step in enumerate(steps) for text in _sample_texts(step)]
     for begin, text in [
         *((0, c) for c in string.printable),
         *((i, text) for at, text in written for i in (0, at)),
@@ -168,21 +168,21 @@ def _try_texts(steps: Sequence[Step]) -> None:
         given = longer = 3 * text
         for work in works[begin:]:
             longer = work(longer)
-            if _size(longer) > GROWTH * _size(given):
+            if _size(longer) > MAX_GROWTH * _size(given):
                 raise ValueError(
                     f"its normalizer makes {_size(longer):,} bytes of {ascii(given)[:40]}; "
-                    f"{GROWTH} times as many is the limit"
+                    f"{MAX_GROWTH} times as many is the limit"
                 )
 
 
-def _texts(step: Step) -> list[str]:
+def _sample_texts(step: Step) -> list[str]:
     """What a step looks for and what it writes."""
     pattern = step.get("pattern")
     texts = [step.get("content"), pattern.get("String") if isinstance(pattern, dict) else None]
-    return [text[:AFFIX] for text in texts if isinstance(text, str) and text]
+    return [text[:MAX_AFFIX] for text in texts if isinstance(text, str) and text]
 
 
-def _normalize(step: Step) -> Callable[[str], str]:
+def _normalizer_of(step: Step) -> Callable[[str], str]:
     shell = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     normalizer = tokenizers.Tokenizer.from_str(json.dumps(shell | {"normalizer": step})).normalizer
     assert normalizer is not None

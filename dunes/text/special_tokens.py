@@ -1,0 +1,63 @@
+"""Which ids begin a text and which end it, by the files beside a tokenizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dunes.text import json_file
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids that a folder's files name; None where they name none.
+
+    `bos` stand before a text, `eos` after it, and each of `stops` ends what a model writes.
+    """
+
+    bos: tuple[int, ...] | None = None
+    eos: int | None = None
+    stops: frozenset[int] = frozenset()
+
+
+def read_special_tokens(folder: Path, token_id: Callable[[str], int | None]) -> SpecialTokens:
+    """From tokenizer_config.json, generation_config.json and config.json.
+
+    Raises ValueError that names the file and the key for what is neither a token nor ids.
+    """
+    path = folder / "tokenizer_config.json"
+    config = json_file.read_if_present(path)
+    bos, eos = (_token_id(path, config, key, token_id) for key in ("bos_token", "eos_token"))
+    stops = [eos] if eos is not None else []
+    for name in ("config.json", "generation_config.json"):
+        stops += _eos_ids(folder / name)
+    adds_bos = config.get("add_bos_token")
+    begin = (bos,) if adds_bos is True and bos is not None else () if adds_bos is False else None
+    return SpecialTokens(begin, stops[0] if stops else None, frozenset(stops))
+
+
+def token_text(config: dict[str, Any], key: str) -> str | None:
+    """A token as tokenizer_config.json spells it: a text, or an object with its `content`."""
+    token = config.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _token_id(path: Path, config: dict[str, Any], key: str, token_id: Callable[[str], int | None]) -> int | None:
+    if config.get(key) is None:
+        return None
+    text = token_text(config, key)
+    if text is None:
+        raise ValueError(f"{path}: {key} is {ascii(config[key])[:80]}; expected a token's text")
+    try:
+        return token_id(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"{path}: {key} is {ascii(text)[:80]}; expected a token's text") from None
+
+
+def _eos_ids(path: Path) -> list[int]:
+    value = json_file.read_if_present(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ValueError(f"{path}: eos_token_id is {ascii(value)[:80]}; expected an id or a list of ids")
+    return ids
