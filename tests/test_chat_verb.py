@@ -174,7 +174,7 @@ def three(tmp_path):
         tokens = carried(named("alpaca" if name == "two" else "chatml"), TOKENS)
         facts = {"template": "alpaca" if name == "two" else "chatml"}
         checkpoint.save_adapter(
-            model, tmp_path / name, base=tmp_path / "base", tokenizer=tokens, context=300, facts=facts
+            model, tmp_path / name, base=tmp_path / "base", tokenizer=tokens, context_length=300, facts=facts
         )
     return tmp_path
 
