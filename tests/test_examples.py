@@ -295,8 +295,8 @@ def test_a_space_in_front_of_a_text_is_none_between_prompt_and_answer(spaced):
     example = made(talk, named("alpaca"), spaced)
     assert spaced.decode(example.ids[example.trained].tolist()) == "The answer"
     assert spaced.decode(example.ids.tolist()).endswith("### Response:The answer")
-    assert spaced.follow("The answer") != spaced.encode("The answer")
-    assert spaced.decode([*spaced.encode("a"), *spaced.follow("b")]) == "ab"
+    assert spaced.encode_continuation("The answer") != spaced.encode("The answer")
+    assert spaced.decode([*spaced.encode("a"), *spaced.encode_continuation("b")]) == "ab"
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
