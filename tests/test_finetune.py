@@ -431,7 +431,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     assert (folder / "samples.md").read_text() == page, "the table is written once"
     _, held = split(read(examples).rows)
     for record in held[:3]:
-        assert f"| {record.talk[0].text} | {record.talk[1].text} |" in page
+        assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
     before = json.loads((folder / "state" / "before.json").read_text())["said"]
     assert len(before) == 3
     without = finetuned(asked(base, examples), tmp_path / "other")

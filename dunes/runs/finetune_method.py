@@ -79,12 +79,12 @@ def speaks(
 ) -> templates.Template:
     """The template: the one asked for, the model's own, or the usual one for such records."""
     if plan.template:
-        return templates.named(plan.template)
-    own = None if records.kind in BY_THEMSELVES else templates.of(tokenizer, card)
+        return templates.get_template(plan.template)
+    own = None if records.kind in BY_THEMSELVES else templates.find_template(tokenizer, card)
     if own is not None:
         return own
-    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.named("chatml").needs)
-    return templates.named(SPEECH.get(records.kind, "chatml" if known else "mistral"))
+    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
+    return templates.get_template(SPEECH.get(records.kind, "chatml" if known else "mistral"))
 
 
 def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
