@@ -67,7 +67,7 @@ from pathlib import Path
 from dunes import measure
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.inspect import values
+from dunes.checkpoint.inspect import odd_values
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.lazy_tensor import in_memory
 folder, scratch = map(Path, sys.argv[1:])
@@ -92,17 +92,17 @@ found["grown"] = measure.peak_memory(cpu) - before
 found["largest"] = max(w.nbytes for w in source.files.values())
 one, two = torch.ones(size // 8), torch.empty(size // 8)
 found["copied"] = max(one.nbytes / timed(lambda: two.copy_(one)) for _ in range(3))
-found["scanned"] = max(size / timed(lambda: list(values(source.files))) for _ in range(3))
+found["scanned"] = max(size / timed(lambda: list(odd_values(source.files))) for _ in range(3))
 here = in_memory({k: w.read().clone() for k, w in list(source.files.items())[:40]})
 size = sum(w.nbytes for w in here.values())
-found["scanned here"] = max(size / timed(lambda: list(values(here))) for _ in range(3))
+found["scanned here"] = max(size / timed(lambda: list(odd_values(here))) for _ in range(3))
 print(json.dumps(found))
 """
 
 
 def make(folder: Path, layers: int) -> int:
     """The folder; returns the bytes of its weights."""
-    from dunes.checkpoint import stream
+    from dunes.checkpoint import shards
     from dunes.checkpoint.lazy_tensor import LazyTensor, renamed
     from dunes.models import FAMILIES
     from dunes.models.names import to_theirs
@@ -116,7 +116,7 @@ def make(folder: Path, layers: int) -> int:
 
     ours = {key: made(key, t.shape) for key, t in state.items()}
     folder.mkdir(parents=True)
-    stream.write(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
+    shards.write_tensors(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     return sum(w.nbytes for w in ours.values())
 

@@ -44,7 +44,7 @@ def adapter_in(folder, ours, base, **options):
     tokenizer = attach_template(get_template("chatml"), TOKENS)
     facts = {"template": "chatml"}
     checkpoint.save_adapter(
-        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context=24, facts=facts
+        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context_length=24, facts=facts
     )
     return ours(IDS)
 

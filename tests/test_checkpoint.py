@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint import card, inspect, state, stream
+from dunes.checkpoint import card, inspect, shards, state
 from dunes.checkpoint.folder import verified_card
 from dunes.checkpoint.lazy_tensor import in_memory
 from dunes.checkpoint.source import open_source
@@ -76,7 +76,7 @@ def stage(folder, weights, shard):
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
             shutil.copy(file, ready)
-    stream.write(ready, in_memory(weights), shard=shard)
+    shards.write_tensors(ready, in_memory(weights), shard=shard)
     folders.write_card(ready, {"note": str(shard)})
     return ready
 
@@ -127,7 +127,7 @@ def test_reading_moves_nothing_but_what_we_saved(folder):
 def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder, monkeypatch):
     weights = load_file(folder / "model.safetensors")
     name = "model.embed_tokens.weight"
-    stage(folder, weights | {name: weights[name] + 1}, stream.SHARD)
+    stage(folder, weights | {name: weights[name] + 1}, shards.SHARD)
 
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -135,7 +135,7 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
     for call in ("replace", "unlink"):
         monkeypatch.setattr(os, call, refuse)
     loaded = checkpoint.load(folder)
-    assert loaded.card["note"] == str(stream.SHARD)
+    assert loaded.card["note"] == str(shards.SHARD)
     assert torch.equal(loaded.model.embed.token.weight, weights["model.embed_tokens.weight"] + 1)
 
 
@@ -205,10 +205,10 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
         checkpoint.load(folder)
     assert verified_card(folder, most=before.st_size), "too large to hash at each load"
-    assert "another SHA-256" in inspect.judged(open_source(folder)).reasons[0]
+    assert "another SHA-256" in inspect.judge(open_source(folder)).reasons[0]
     limits = []
     monkeypatch.setattr(card, "check", lambda folder, card, most: limits.append(most))
-    inspect.judged(open_source(folder))
+    inspect.judge(open_source(folder))
     assert limits == [math.inf]
     (folder / "dunes.json").unlink()
     checkpoint.load(folder)

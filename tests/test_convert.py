@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes.checkpoint import atomic, folder, native, stream
+from dunes.checkpoint import atomic, folder, native, shards
 from dunes.checkpoint import convert as conversion
-from dunes.checkpoint.convert import convert, table
-from dunes.checkpoint.inspect import values
+from dunes.checkpoint.convert import convert, read_name_table
+from dunes.checkpoint.inspect import odd_values
 from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import logits
+from dunes.checkpoint.verify import source_logits
 from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -112,7 +112,7 @@ def test_native_files_give_the_same_bits_and_logits(kind, dtype, tmp_path):
 SPLIT_ON_COLUMNS = ("wo.weight", "w2.weight")
 
 
-def shards(weights, count, words_in):
+def split_over_machines(weights, count, words_in):
     """The way Meta's machines each held a part: rows of most matrices, columns of those that reduce."""
     parts = []
     for i in range(count):
@@ -138,13 +138,13 @@ def test_shards_of_several_machines_are_one_model(words_in, tmp_path):
     meta = tmp_path / "meta"
     meta.mkdir()
     weights = load_file(tmp_path / "native" / "consolidated.safetensors")
-    for i, part in enumerate(shards(weights | {"rope.freqs": torch.ones(4)}, 2, words_in)):
+    for i, part in enumerate(split_over_machines(weights | {"rope.freqs": torch.ones(4)}, 2, words_in)):
         torch.save(part, meta / f"consolidated.{i:02d}.pth")
     (meta / "params.json").write_text(json.dumps(params | {"vocab_size": -1}))
     convert(open_source(meta), tmp_path / "back")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     (meta / "consolidated.00.pth").rename(meta / "consolidated.02.pth")
-    with pytest.raises(ValueError, match=r"one file is missing or twice there, found consolidated\.01\.pth"):
+    with pytest.raises(ValueError, match=r"two of one number: consolidated\.01\.pth"):
         open_source(meta)
 
 
@@ -247,7 +247,7 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
 KILLED = """
     import os, sys
     from pathlib import Path
-    from dunes.checkpoint import atomic, stream
+    from dunes.checkpoint import atomic, shards
     from dunes.checkpoint.convert import convert
     from dunes.checkpoint.source import open_source
 
@@ -262,7 +262,7 @@ KILLED = """
             return act(*arguments, **more)
         return instead
 
-    stream._bytes, atomic.sync = counted(stream._bytes), counted(atomic.sync)
+    shards._bytes, atomic.sync = counted(shards._bytes), counted(atomic.sync)
     os.replace, os.rename = counted(os.replace), counted(os.rename)
     convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
@@ -298,7 +298,7 @@ def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     theirs("llama", tmp_path / "hf")
-    real, calls = stream._bytes, []
+    real, calls = shards._bytes, []
 
     def full(tensor):
         calls.append(1)
@@ -306,7 +306,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(tensor)
 
-    monkeypatch.setattr(stream, "_bytes", full)
+    monkeypatch.setattr(shards, "_bytes", full)
     with pytest.raises(OSError, match=r"No space left.*model\.safetensors"):
         convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -317,7 +317,10 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 def test_two_at_once_do_not_spoil_each_other(tmp_path):
     theirs("llama", tmp_path / "hf")
-    with conversion.alone(tmp_path / "out"), pytest.raises(ValueError, match="another process is writing"):
+    with (
+        conversion.exclusive_folder(tmp_path / "out"),
+        pytest.raises(ValueError, match="another process is writing"),
+    ):
         convert(open_source(tmp_path / "hf"), tmp_path / "out")
     convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
@@ -366,7 +369,7 @@ def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
         k: LazyTensor(tuple(t.shape), torch.bfloat16, k, partial(torch.full, t.shape, 0.01, dtype=torch.bfloat16))
         for k, t in state.items()
     }
-    stream.write(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
+    shards.write_tensors(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
     command = [sys.executable, "-c", dedent(MEMORY), str(tmp_path / "hf"), str(tmp_path / "out"), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown = int(done.stdout)
@@ -390,14 +393,14 @@ def test_every_family_through_here_bit_for_bit(form, tmp_path):
             p.add_(torch.randn_like(p) * 0.1)
     moves, _ = to_theirs(module.NAMES, model.state_dict())
     (tmp_path / "hf").mkdir()
-    stream.write(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
+    shards.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(config)))
     found = convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert found.largest_difference == 0.0
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert (logits(open_source(tmp_path / "out")) - model.eval()(ids)).abs().max() <= 1e-4
+        assert (source_logits(open_source(tmp_path / "out")) - model.eval()(ids)).abs().max() <= 1e-4
 
 
 def test_a_tied_model_in_native_files(tmp_path):
@@ -432,38 +435,38 @@ def test_a_table_of_foreign_names(tmp_path):
         )
     }
     (tmp_path / "names.json").write_text(json.dumps(names))
-    convert(open_source(foreign, table(tmp_path / "names.json")), tmp_path / "out")
+    convert(open_source(foreign, read_name_table(tmp_path / "names.json")), tmp_path / "out")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     for broken, words in {'{"a": 1}': "'a' must stand for a name", '{"{i}": "{j}"}': "j"}.items():
         (tmp_path / "names.json").write_text(broken)
         with pytest.raises(ValueError, match=words):
-            table(tmp_path / "names.json")
+            read_name_table(tmp_path / "names.json")
     with pytest.raises(ValueError, match=r"no tensor is called gpt\.h\.\{i\}\.key"):
         open_source(foreign, names | {"gpt.h.{i}.key": "x.{i}"})
     (tmp_path / "names.json").write_text(json.dumps(dict.fromkeys(names, "one.name")))
     with pytest.raises(ValueError, match="two tensors are called"):
-        open_source(foreign, table(tmp_path / "names.json"))
+        open_source(foreign, read_name_table(tmp_path / "names.json"))
 
 
 def test_more_than_a_file_holds_goes_into_several(tmp_path):
     theirs("llama", tmp_path / "hf")
     weights = bits(tmp_path / "hf")
     (tmp_path / "many").mkdir()
-    stream.write(tmp_path / "many", in_memory(weights), shard=40_000)
+    shards.write_tensors(tmp_path / "many", in_memory(weights), shard=40_000)
     (tmp_path / "many" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) >= 4
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "many").state_dict()
     assert same(weights, dict(again))
-    assert torch.equal(logits(open_source(tmp_path / "many")), logits(open_source(tmp_path / "hf")))
+    assert torch.equal(source_logits(open_source(tmp_path / "many")), source_logits(open_source(tmp_path / "hf")))
 
 
 def test_what_we_write_is_what_the_library_reads(tmp_path):
     kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     tensors = {f"t{i}": torch.randn(3, i + 1).mul(9).to(kind) for i, kind in enumerate(kinds)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.randn(4, 3).T}
-    stream.write(tmp_path, in_memory(tensors))
+    shards.write_tensors(tmp_path, in_memory(tensors))
     assert same(load_file(tmp_path / "model.safetensors"), tensors)
 
 
@@ -472,12 +475,12 @@ def test_a_model_with_a_smaller_file_than_before_is_the_new_one(tmp_path):
     theirs("llama", tmp_path / "hf")
     ready = tmp_path / "hf" / folder.READY
     ready.mkdir()
-    stream.write(ready, in_memory(bits(tmp_path / "hf")), shard=40_000)
+    shards.write_tensors(ready, in_memory(bits(tmp_path / "hf")), shard=40_000)
     folder.finish_save(tmp_path / "hf")
     assert not (tmp_path / "hf" / "model.safetensors").exists()
-    assert (tmp_path / "hf" / stream.INDEX).exists()
+    assert (tmp_path / "hf" / shards.INDEX).exists()
     ready.mkdir()
-    stream.write(ready, open_source(tmp_path / "hf").files)
+    shards.write_tensors(ready, open_source(tmp_path / "hf").files)
     folder.finish_save(tmp_path / "hf")
     assert [p.name for p in (tmp_path / "hf").glob("model*")] == ["model.safetensors"]
 
@@ -506,7 +509,7 @@ PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "norm_eps": 1e-5, "vocab_size"
     ],
 )
 def test_params_in_other_words(params, expected):
-    said, notes = native.words(PARAMS | params, 97, False)
+    said, notes = native.to_hf_config(PARAMS | params, 97, False)
     assert {k: said[k] for k in expected} == expected
     assert ("rope_theta" in params) != any("rope_theta" in note for note in notes), "what is assumed is said"
 
@@ -520,10 +523,12 @@ def test_the_scaling_of_llama_3_2_is_not_that_of_3_1():
             "rope_theta": 5e5,
             "use_scaled_rope": True,
         }
-        said, notes = native.words(given, 97, False)
+        said, notes = native.to_hf_config(given, 97, False)
         assert said["rope_scaling"]["factor"] == factor
         assert any("rope_scaling_factor" in note for note in notes)
-        assert native.words(given | {"rope_scaling_factor": 3}, 97, False)[0]["rope_scaling"]["factor"] == 3.0
+        assert (
+            native.to_hf_config(given | {"rope_scaling_factor": 3}, 97, False)[0]["rope_scaling"]["factor"] == 3.0
+        )
 
 
 @pytest.mark.parametrize(
@@ -533,7 +538,7 @@ def test_the_scaling_of_llama_3_2_is_not_that_of_3_1():
         ({}, "neither 'hidden_dim'"),
         ({"hidden_dim": 72, "dim": "48"}, "dim is '48'"),
         ({"hidden_dim": -1}, "hidden_dim is -1"),
-        ({"hidden_dim": 72, "n_heads": 7}, "not divided by n_heads 7"),
+        ({"hidden_dim": 72, "n_heads": 7}, "not divisible by n_heads 7"),
         ({"hidden_dim": 72, "sliding_window": [8, 16]}, "layers have different sliding windows"),
         ({"hidden_dim": 72, "moe": 3}, "moe"),
         ({"hidden_dim": 72, "moe": {"num_experts": 4, "num_experts_per_tok": 2, "shared": 1}}, "moe.shared is 1"),
@@ -548,7 +553,7 @@ def test_the_scaling_of_llama_3_2_is_not_that_of_3_1():
 def test_params_that_cannot_be(params, words):
     given = {k: v for k, v in (PARAMS | params).items() if v is not None}
     with pytest.raises(ValueError, match=words):
-        native.words(given, 97, False)
+        native.to_hf_config(given, 97, False)
 
 
 def command(capsys, *arguments):
@@ -601,7 +606,7 @@ def test_odd_numbers_are_found_by_name_and_count(dtype):
     tensors = {"odd": odd, "fine": fine, "none": torch.zeros(0, 3, dtype=dtype), "whole": torch.arange(3)}
     tensors |= {"bias": torch.zeros(4, dtype=dtype), "scalar": torch.tensor(torch.inf, dtype=dtype)}
     by_hand = int(((odd != 0) & (odd.abs() < limits.smallest_normal)).sum())
-    assert list(values(in_memory(tensors))) == [
+    assert list(odd_values(in_memory(tensors))) == [
         f"odd: 2 not finite, {by_hand} denormal, 1 row of zeros",
         "scalar: 1 not finite",
     ]

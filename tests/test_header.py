@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from dunes import measure
 from dunes.checkpoint import header
-from dunes.checkpoint.mapped import Mapped
+from dunes.checkpoint.mapped_file import MappedFile
 from dunes.text import json_file
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_what_is_written_into_a_tensor_never_reaches_the_file_or_another_reader(
 def test_nothing_is_mapped_before_the_first_read_and_tensors_outlive_the_file(tmp_path):
     path = tmp_path / "x"
     save_file({"a": torch.arange(3.0)}, path)
-    mapped = Mapped(path)
+    mapped = MappedFile(path)
     found = header.tensors(mapped)
     assert "_map" not in vars(mapped)
     tensor = found["a"].read()
@@ -115,7 +115,7 @@ def test_pages_are_given_back_between_tensors(tmp_path):
     if not hasattr(mmap, "MADV_DONTNEED"):
         pytest.skip("this system has no such call")
     save_file({name: torch.ones(8 << 20) for name in "abcd"}, tmp_path / "x")
-    mapped = Mapped(tmp_path / "x")
+    mapped = MappedFile(tmp_path / "x")
     before = measure.resident()
     for stored in header.tensors(mapped).values():
         tensor = stored.read()
@@ -159,12 +159,12 @@ def test_a_file_greater_than_memory_is_mapped(tmp_path):
 def test_a_tensor_outside_of_the_file_is_refused(tmp_path, offset, shape, dtype, stride):
     (tmp_path / "x").write_bytes(bytes(64))
     with pytest.raises(ValueError, match=r"x: a tensor"):
-        Mapped(tmp_path / "x").tensor(offset, shape, dtype, stride)
+        MappedFile(tmp_path / "x").tensor(offset, shape, dtype, stride)
 
 
 def test_strides_that_no_step_uses_may_be_any_number(tmp_path):
     (tmp_path / "x").write_bytes(bytes(range(64)))
-    mapped = Mapped(tmp_path / "x")
+    mapped = MappedFile(tmp_path / "x")
     assert mapped.tensor(3, (1, 2), torch.uint8, (1 << 80, 2)).tolist() == [[3, 5]]
     assert mapped.tensor(3, (0, 2), torch.uint8, (1 << 80, 1 << 80)).shape == (0, 2)
 

@@ -14,7 +14,7 @@ from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import EXACT, Unmerged, held_logits
+from dunes.checkpoint.verify import EXACT, UnmergedLogits, model_logits
 from dunes.runs.merge import merge
 from dunes.text.templates import encode_prompt, find_template, get_template
 from test_adapter import IDS, pair
@@ -76,7 +76,9 @@ def qlora(folder, kind="nf4"):
     attach(ours, where="blocks.*.attn.*", rank=2)
     trained(ours)
     facts = {"changes": [note]}
-    checkpoint.save_adapter(ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context=32, facts=facts)
+    checkpoint.save_adapter(
+        ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context_length=32, facts=facts
+    )
     return ours
 
 
@@ -116,12 +118,12 @@ def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path,
 def test_a_merge_that_makes_another_model_leaves_nothing(tmp_path, monkeypatch):
     _, ours = base_in(tmp_path / "base")
     adapter_in(tmp_path / "a", ours, tmp_path / "base")
-    right = Adapter.changed
+    right = Adapter.updated
 
     def wrong(self, base, dtype=torch.float64):
         return right(self, base, dtype) * 1.01
 
-    monkeypatch.setattr(Adapter, "changed", wrong)
+    monkeypatch.setattr(Adapter, "updated", wrong)
     with pytest.raises(ValueError, match=r"the result is another model: .*; nothing was written"):
         merge(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -170,9 +172,9 @@ def test_logits_from_one_matrix_at_a_time_are_the_models(shape, quantized):
     ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         said = ours(ids)
-    assert difference(held_logits(ours, 32), said) <= 1e-5 * said.abs().max()
-    assert difference(held_logits(ours, 32, torch.float32), said) <= 1e-5 * said.abs().max()
-    assert difference(held_logits(ours, 32, torch.bfloat16), said) > 1e-4
+    assert difference(model_logits(ours, 32), said) <= 1e-5 * said.abs().max()
+    assert difference(model_logits(ours, 32, torch.float32), said) <= 1e-5 * said.abs().max()
+    assert difference(model_logits(ours, 32, torch.bfloat16), said) > 1e-4
     dequantize(ours)
     with torch.no_grad():
         assert difference(ours(ids), said) <= 1e-5 * said.abs().max()
@@ -197,8 +199,8 @@ def test_the_verb(tmp_path):
 def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path):
     with torch.no_grad():
         _, ours = base_in(tmp_path / "base")
-        plain = held_logits(ours, 32)
+        plain = model_logits(ours, 32)
     infinite = torch.full_like(plain, torch.inf)
-    before = Unmerged(tmp_path, torch.float32, plain, infinite, infinite)
+    before = UnmergedLogits(tmp_path, torch.float32, plain, infinite, infinite)
     with pytest.raises(ValueError, match="the result is another model"):
         before.verify(open_source(tmp_path / "base"))

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint, tree
 from dunes.checkpoint import folder as folders
-from dunes.checkpoint.differences import SHOWN, Difference, report
 from dunes.checkpoint.folder import load_decoder
-from dunes.checkpoint.inspect import inspect
+from dunes.checkpoint.inspect import describe_folder
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.mapped import Mapped
+from dunes.checkpoint.mapped_file import MappedFile
 from dunes.checkpoint.source import open_source
+from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
 from dunes.cli import main as cli
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -109,7 +109,7 @@ def refusal(folder, read=open_source):
         raise AssertionError("numbers were read")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mapped, "tensor", never)
+        patch.setattr(MappedFile, "tensor", never)
         with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
             read(folder).weights()
     said = str(error.value)
@@ -209,8 +209,8 @@ def test_what_is_wrong_is_listed_before_a_number_is_read(wrong, copy):
     assert said.startswith(f"{folder}: ")
     for pattern in patterns:
         assert re.search(pattern, said), said
-    lines = list(inspect(open_source(folder)))
-    differences = open_source(folder).compared[1]
+    lines = list(describe_folder(open_source(folder)))
+    differences = open_source(folder).comparison[1]
     assert [line for line in lines if line.startswith("difference")] == [
         f"difference  {d}" for d in differences[:40]
     ]
@@ -229,7 +229,7 @@ def test_several_things_are_said_at_once(copy):
         tensors[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
 
     weights(folder, change)
-    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).compared[1]] == [
+    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).comparison[1]] == [
         ("shape", "up_proj"),
         ("dtype", "gate_proj"),
         ("missing", "norm"),
@@ -248,7 +248,7 @@ def test_many_differences_are_counted_and_each_kind_is_shown(copy):
     assert "lm_head.weight is (1,), not (97, 32)" in said
     assert "odd.0 (1,) is not a weight" in said
     assert said.endswith(f"and {121 - SHOWN} more, which `dunes inspect` lists")
-    lines = list(inspect(open_source(folder)))
+    lines = list(describe_folder(open_source(folder)))
     assert sum(line.startswith("difference") for line in lines) == 40
     assert "            and 81 more" in lines
     assert lines[-1] == "loads       no: 1 of another shape, 20 missing, 100 unexpected"
@@ -257,7 +257,7 @@ def test_many_differences_are_counted_and_each_kind_is_shown(copy):
 def test_a_report_is_short_whatever_the_number():
     many = [Difference("missing", f"weight.{i}", "(1,)", "nothing") for i in range(5000)]
     many.append(Difference("unexpected", "other", "nothing", "(2,)"))
-    said = report(many)
+    said = summarize(many)
     assert said.count("missing") == SHOWN - 1
     assert "other (2,) is not a weight" in said
     assert said.endswith("and 4993 more, which `dunes inspect` lists")
@@ -357,9 +357,9 @@ def test_an_adapter_is_no_model(tmp_path):
 def test_a_quantized_folder_is_refused_by_its_method(copy):
     folder = copy()
     words(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "config.json: quantized by 'gptq'; only plain weights are read" in refusal(folder)
+    assert "config.json: quantized with 'gptq'; only plain weights are read" in refusal(folder)
     words(folder, quantization_config=["x" * 1_000_000])
-    assert "quantized by a list" in refusal(folder)
+    assert "quantized with a list" in refusal(folder)
 
 
 def run(monkeypatch, *arguments):
@@ -831,7 +831,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
     assert numbers > 1e11
     with pytest.raises(ValueError, match=re.escape(said)):
-        next(line for line in inspect(open_source(folder)) if line.startswith("parameters"))
+        next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
 
 
 def test_narrow_blocks_are_counted_too(made):
@@ -940,11 +940,11 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     script = """
         import sys, time
         from pathlib import Path
-        from dunes.checkpoint.inspect import inspect
+        from dunes.checkpoint.inspect import describe_folder
         from dunes.checkpoint.source import open_source
         peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
         before, began = peak(), time.perf_counter()
-        lines = list(inspect(open_source(Path(sys.argv[1]))))
+        lines = list(describe_folder(open_source(Path(sys.argv[1]))))
         print(peak() - before, time.perf_counter() - began)
         print("\\n".join(lines))
     """

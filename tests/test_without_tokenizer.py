@@ -120,9 +120,9 @@ def test_the_command_writes_a_warning_as_one_line(bare, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:.*special ids are up to 50256")
 def test_inspect_says_that_it_loads_without_a_tokenizer(bare):
     source = open_source(bare)
-    verdict = inspect.judged(source)
+    verdict = inspect.judge(source)
     assert verdict == inspect.Verdict(None, ())
-    lines = list(inspect.inspect(source, verdict))
+    lines = list(inspect.describe_folder(source, verdict))
     assert "tokenizer   none, so text can be neither read nor written" in lines
     assert lines[-1] == "loads       yes"
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dunes.checkpoint.atomic import tensor_digest
-from dunes.checkpoint.differences import Difference
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.say import rows
-from dunes.checkpoint.stream import CODES
+from dunes.checkpoint.shards import CODES
+from dunes.checkpoint.state_dict_diff import Difference
 
 Build: TypeAlias = Callable[..., nn.Module]
 

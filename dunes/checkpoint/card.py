@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint import atomic
-from dunes.checkpoint.inside import inside
+from dunes.checkpoint.file_in_folder import file_in_folder
 from dunes.plural import plural
 from dunes.text import json_file
 
@@ -46,7 +46,7 @@ def check(folder: Path, card: Mapping[str, Any], most: float = atomic.LARGE) -> 
     more than `most` bytes.
     """
     files = named(folder, card)
-    paths = {name: inside(folder, name, folder / CARD) for name in files}
+    paths = {name: file_in_folder(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
         if (actual := paths[name].stat().st_size) != size:
             raise _another(folder, name, f"{plural(actual, 'byte')} instead of {size}")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from dunes.checkpoint import folder, stream
+from dunes.checkpoint import folder, shards
 from dunes.checkpoint.lazy_tensor import cast, renamed, track_reads
 from dunes.checkpoint.source import CONFIG, Source, open_source
-from dunes.checkpoint.verify import Verified, verify
+from dunes.checkpoint.verify import Verification, verify
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
 from dunes.staging import folder_lock
@@ -33,7 +33,7 @@ def convert(
     dtype: torch.dtype | None = None,
     facts: Mapping[str, Any] | None = None,
     show: Show = lambda what, share: None,
-) -> Verified:
+) -> Verification:
     """Write the source's model as a new folder, in Hugging Face's form.
 
     Tensor by tensor, so that no more than one of them has to be in memory; under another name until all
@@ -41,7 +41,7 @@ def convert(
     is going on and which share is done. Raises ValueError before anything is written for a source that is
     not whole or an `out` that is there, and after it if the result is another model.
     """
-    new(source.folder, out)
+    require_new_folder(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = _tokenizer(source)
     said = _json_files(source, dtype, tokenizer)
@@ -51,10 +51,10 @@ def convert(
     size, before = (sum(w.nbytes for w in part.values()) for part in (theirs, source.files))
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
     tick = _ticking(2 * size + before + (size if rounded else 0), show)
-    verified: list[Verified] = []
+    verified: list[Verification] = []
 
     def fill(staged: Path) -> None:
-        stream.write(staged, track_reads(theirs, partial(tick, "writing")))
+        shards.write_tensors(staged, track_reads(theirs, partial(tick, "writing")))
         for name, content in said.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copied(source.folder, staged)
@@ -63,13 +63,13 @@ def convert(
         verified.append(verify(source, open_source(staged), rounded, partial(tick, "comparing")))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
-    with alone(out):
+    with exclusive_folder(out):
         folder.write_files(out, fill, size)
     return verified[0]
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[None]:
+def exclusive_folder(out: Path) -> Iterator[None]:
     """The folder exists, and no other process writes into it; one that was made for nothing is removed.
 
     Raises ValueError if another one does.
@@ -99,7 +99,7 @@ def _ticking(total: int, show: Show) -> Callable[[str, int], None]:
     return tick
 
 
-def new(source: Path, out: Path) -> None:
+def require_new_folder(source: Path, out: Path) -> None:
     """Raise ValueError unless `out` is a new or empty folder, apart from the source."""
     a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
@@ -123,7 +123,7 @@ def _words(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
     """The config.json to write: what the source's says beside the model, and the model as we read it."""
     kinds = [w.dtype for w in source.files.values()]
     kind = str(dtype or max(set(kinds), key=kinds.count)).removeprefix("torch.")
-    kept = {k: v for k, v in source.words.items() if k not in FOREIGN}
+    kept = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
     said: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
     return kept | said | {"dtype": kind, "torch_dtype": kind}
 
@@ -152,7 +152,7 @@ def _copied(source: Path, staged: Path) -> None:
             shutil.copyfile(path, staged / path.name)
 
 
-def _card(source: Source, verified: Verified, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What the result's card says: all that the source's own did, and how the result came to be."""
     card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
     made = {"form": source.form, "notes": list(source.notes), **facts, "verified": verified.card()}
@@ -161,7 +161,7 @@ def _card(source: Source, verified: Verified, facts: Mapping[str, Any]) -> dict[
     return known | card | {"converted": made | before}
 
 
-def table(path: Path) -> dict[str, str]:
+def read_name_table(path: Path) -> dict[str, str]:
     """A table of foreign names: a JSON object, their name to Hugging Face's, both with `{i}` for a number."""
     content = json_file.read(path)
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:

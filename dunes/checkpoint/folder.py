@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dunes import __version__
-from dunes.checkpoint import atomic, built, stream
+from dunes.checkpoint import atomic, built, shards
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
@@ -90,7 +90,7 @@ def save(
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
     def fill(staged: Path) -> None:
-        stream.write(staged, weights)
+        shards.write_tensors(staged, weights)
         ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -176,10 +176,10 @@ def _make_way(folder: Path, ready: Path) -> None:
     """Remove files of an older save that the new one does not have: they would be read, or lie there unread."""
     new = {f.name for f in ready.iterdir()} | set(cards.named(ready, cards.read(ready)))
     old = _named(folder) if CARD in new else set()
-    if stream.SINGLE in new or (stream.INDEX in new and CARD in new):
-        old |= {stream.INDEX, stream.SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
-    elif stream.INDEX in new:  # without a card it is not known which of its shards were moved already
-        old |= {stream.SINGLE}
+    if shards.SINGLE in new or (shards.INDEX in new and CARD in new):
+        old |= {shards.INDEX, shards.SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
+    elif shards.INDEX in new:  # without a card it is not known which of its shards were moved already
+        old |= {shards.SINGLE}
     for name in old - new:
         (folder / name).unlink(missing_ok=True)
 
@@ -275,8 +275,8 @@ def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loa
     name, arguments = function
     if build is None:
         raise ValueError(built.loading_hint(folder, name))
-    index = folder / stream.INDEX
-    files = indexed_tensors(index) if index.is_file() else tensors(folder / stream.SINGLE)
+    index = folder / shards.INDEX
+    files = indexed_tensors(index) if index.is_file() else tensors(folder / shards.SINGLE)
     tokenizer = load_tokenizer(folder)
     # Whatever is built: what needs a language model will miss its parts.
     model = built.fill(build, arguments, card, files, folder / CARD)
@@ -358,7 +358,7 @@ def _alike(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTens
     kinds = {w.dtype for w in weights.values()}
     if len(kinds) == 1:
         return weights
-    said = str(source.words.get("dtype") or source.words.get("torch_dtype"))
+    said = str(source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"))
     named = [k for k in kinds if str(k).removeprefix("torch.") == said]
     return cast(weights, named[0] if named else reduce(torch.promote_types, kinds))
 
@@ -391,7 +391,7 @@ def _special(source: Source) -> dict[str, list[int]]:
     """The ids in a config by their keys. Raises ValueError for what is none; -1 stands for none in old files."""
     special = {}
     for key in (f"{name}_token_id" for name in IDS):
-        found = source.words.get(key)
+        found = source.hf_config.get(key)
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(i) is int and i >= -1 for i in ids):
             said = ascii(found)

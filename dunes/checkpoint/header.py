@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dunes.checkpoint.lazy_tensor import LazyTensor
-from dunes.checkpoint.mapped import Mapped, unusable
+from dunes.checkpoint.mapped_file import MappedFile, shape_error
 from dunes.text import json_file
 
 LENGTH = 32_000_000
@@ -41,14 +41,14 @@ DTYPES: dict[str, torch.dtype] = {
 """The dtypes that are read and written, by their names in a header."""
 
 
-def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
+def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
     """The tensors of a safetensors file by name, in the file's order; their numbers are mapped when they are read.
 
-    Who streams a file greater than memory passes a `Mapped` and calls its `forget` between tensors.
+    Who streams a file greater than memory passes a `MappedFile` and calls its `forget` between tensors.
     Raises ValueError, on one line, if the safetensors library refuses the header, a name stands twice or could
     harm (see `named`), or there are more than 8 dimensions or 100,000 tensors.
     """
-    mapped = source if isinstance(source, Mapped) else Mapped(source)
+    mapped = source if isinstance(source, MappedFile) else MappedFile(source)
     try:
         begin, header = _header(mapped)
         return {name: _stored(mapped, begin, check_name(name), entry) for name, entry in header.items()}
@@ -86,7 +86,7 @@ def quote(value: object) -> str:
     return repr(value) if value is None or isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
-def _header(mapped: Mapped) -> tuple[int, dict[str, Any]]:
+def _header(mapped: MappedFile) -> tuple[int, dict[str, Any]]:
     """Where the tensors' bytes begin, and the header without its metadata, after the library has checked it."""
     with mapped.open() as file:
         length = int.from_bytes(file.read(8), "little")
@@ -106,7 +106,7 @@ def _header(mapped: Mapped) -> tuple[int, dict[str, Any]]:
     return 8 + length, header
 
 
-def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> LazyTensor:
+def _stored(mapped: MappedFile, begin: int, name: str, entry: Any) -> LazyTensor:
     if not isinstance(entry, dict):  # the library takes a list of the three, too
         raise ValueError(f"tensor {quote(name)} is described by {quote(entry)}; expected an object")
     if entry["dtype"] not in DTYPES:
@@ -114,7 +114,7 @@ def _stored(mapped: Mapped, begin: int, name: str, entry: Any) -> LazyTensor:
             f"tensor {quote(name)} has the dtype {quote(entry['dtype'])}; expected one of {', '.join(DTYPES)}"
         )
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    if reason := unusable(shape):
+    if reason := shape_error(shape):
         raise ValueError(f"tensor {quote(name)} {reason}")
     read = partial(mapped.tensor, begin + entry["data_offsets"][0], shape, dtype)
     return LazyTensor(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.forget)

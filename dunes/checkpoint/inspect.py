@@ -34,11 +34,11 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def judged(source: Source) -> Verdict:
+def judge(source: Source) -> Verdict:
     """What stands against loading a folder; the digests in its card count, whatever its size."""
     _ = source.expected  # refuses what cannot be built
     tokenizer, reasons = None, []
-    if differences := source.compared[1]:
+    if differences := source.comparison[1]:
         reasons.append(_counted(differences))
     try:
         card.check(source.folder, card.read(source.folder), math.inf)
@@ -52,9 +52,9 @@ def judged(source: Source) -> Verdict:
     return Verdict(tokenizer, tuple(reasons))
 
 
-def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
+def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     """Lines about a folder: what it is, what it takes, every difference, and what stands against loading it."""
-    verdict = verdict or judged(source)
+    verdict = verdict or judge(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
     yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {format_bytes(size)}"
@@ -67,7 +67,7 @@ def inspect(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
     yield f"tokenizer   {_ids(source, verdict.tokenizer)}"
     for note in source.notes:
         yield f"assumed     {note}"
-    _, differences = source.compared
+    _, differences = source.comparison
     for difference in differences[:SHOWN]:
         yield f"difference  {difference}"
     if len(differences) > SHOWN:
@@ -116,7 +116,7 @@ SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = {"not finite": "not finite", "denormal": "denormal", "row of zeros": "rows of zeros"}
 
 
-def values(weights: Weights) -> Iterator[str]:
+def odd_values(weights: Weights) -> Iterator[str]:
     """A line for each tensor that holds numbers that are not finite or denormal, or rows of zeros only."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, stored in weights.items():

@@ -15,9 +15,9 @@ from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import native
-from dunes.checkpoint.differences import compare
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.checkpoint.source import Source
+from dunes.checkpoint.state_dict_diff import compare
 from dunes.models.meta import build_on_meta
 from dunes.parts import Attention, Decoder
 from dunes.plural import plural
@@ -34,7 +34,7 @@ BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """Logits of the source and of the result, in float32: `size` is the source's root mean square.
 
     `agree` is the share of positions whose likeliest token is the same. Where the weights were rounded,
@@ -71,7 +71,7 @@ class Verified:
 
 def verify(
     source: Source, result: Source, dtype: torch.dtype | None = None, tick: Tick = lambda size: None
-) -> Verified:
+) -> Verification:
     """Compare two models, whose weights were rounded to `dtype` on the way if that is given.
 
     `tick` is told the bytes of each tensor that was used. Raises ValueError if they differ by more than
@@ -79,17 +79,17 @@ def verify(
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config reads {result.config}, not {source.config}")
-    after, plain = logits(result, tick), logits(source, tick)
-    before = plain if dtype is None else logits(replace(source, files=cast(source.files, dtype)), tick)
+    after, plain = source_logits(result, tick), source_logits(source, tick)
+    before = plain if dtype is None else source_logits(replace(source, files=cast(source.files, dtype)), tick)
     agree = float((after.argmax(-1) == plain.argmax(-1)).float().mean())
     size = float(plain.square().mean().sqrt())
     rounding = None if dtype is None else float((after - plain).abs().max())
-    found = Verified(float((after - before).abs().max()), size, agree, rounding)
+    found = Verification(float((after - before).abs().max()), size, agree, rounding)
     _pass(found, source.folder, plain, dtype, bool(before.isfinite().all()))
     return found
 
 
-def _pass(found: Verified, folder: Path, plain: Tensor, dtype: torch.dtype | None, finite: bool) -> None:
+def _pass(found: Verification, folder: Path, plain: Tensor, dtype: torch.dtype | None, finite: bool) -> None:
     """Raise ValueError, which says why, for a result that must not be; `finite` are its numbers in that dtype."""
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; look with: dunes inspect --values")
@@ -100,7 +100,7 @@ def _pass(found: Verified, folder: Path, plain: Tensor, dtype: torch.dtype | Non
 
 
 @dataclass(frozen=True, eq=False)
-class Unmerged:
+class UnmergedLogits:
     """Logits of a model with an adapter: as it is, folded in float32, and folded and rounded to `dtype`."""
 
     folder: Path
@@ -110,28 +110,28 @@ class Unmerged:
     rounded: Tensor
 
     @classmethod
-    def of(cls, model: Decoder, folder: Path, context_length: int, dtype: torch.dtype) -> "Unmerged":
-        exact = held_logits(model, context_length, torch.float32)
-        rounded = exact if dtype == torch.float32 else held_logits(model, context_length, dtype)
-        return cls(folder, dtype, held_logits(model, context_length), exact, rounded)
+    def of(cls, model: Decoder, folder: Path, context_length: int, dtype: torch.dtype) -> "UnmergedLogits":
+        exact = model_logits(model, context_length, torch.float32)
+        rounded = exact if dtype == torch.float32 else model_logits(model, context_length, dtype)
+        return cls(folder, dtype, model_logits(model, context_length), exact, rounded)
 
-    def verify(self, result: Source) -> Verified:
+    def verify(self, result: Source) -> Verification:
         """Compare with the merged model as it lies in a folder.
 
         Raises ValueError if folding, or what was written, differs by more than other orders of operations do,
         or rounding moved the logits by more than it can.
         """
-        after = logits(result)
+        after = source_logits(result)
         apart = max(float((a - b).abs().max()) for a, b in ((self.exact, self.plain), (after, self.rounded)))
         rounding = None if self.dtype == torch.float32 else float((after - self.plain).abs().max())
         agree = float((after.argmax(-1) == self.plain.argmax(-1)).float().mean())
-        found = Verified(apart, float(self.plain.square().mean().sqrt()), agree, rounding)
+        found = Verification(apart, float(self.plain.square().mean().sqrt()), agree, rounding)
         dtype = None if rounding is None else self.dtype
         _pass(found, self.folder, self.plain, dtype, dtype is None or bool(self.rounded.isfinite().all()))
         return found
 
 
-def held_logits(model: nn.Module, context_length: int, folded: torch.dtype | None = None) -> Tensor:
+def model_logits(model: nn.Module, context_length: int, folded: torch.dtype | None = None) -> Tensor:
     """Logits of a model in memory on the fixed prompts, in float32 whatever its numbers are kept as.
 
     With `folded`, the adapter that acts is made part of its matrix, and all weights are rounded to that dtype.
@@ -168,7 +168,7 @@ def _own(module: nn.Module, dtype: torch.dtype) -> Weights:
     return {"weight": weight} | ({} if bias is None else cast(in_memory({"bias": bias}), dtype))
 
 
-def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
+def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     """Logits (PROMPTS, TOKENS, V) of the fixed prompts, with a part of one matrix in memory at a time.
 
     A native model runs as its own code runs it: weights as they lie, rotary positions on adjacent pairs.
@@ -176,7 +176,7 @@ def logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     model = build_on_meta(source.family, source.config).eval()
     names = source.names
     if source.form == "native":
-        names = native.names(source.words, permuted=False)
+        names = native.weight_names(source.hf_config, permuted=False)
         for module in model.modules():
             if isinstance(module, Attention) and module.position is not None:
                 module.position = replace(module.position, adjacent=True)

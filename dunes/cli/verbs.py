@@ -281,10 +281,10 @@ def inspect(model: Model, values: bool = False) -> int:
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = open_source(readable_folder(folder))
-    verdict = look.judged(source)
-    for line in look.inspect(source, verdict):
+    verdict = look.judge(source)
+    for line in look.describe_folder(source, verdict):
         print(line)
-    odd = list(look.values(source.files)) if values else []
+    odd = list(look.odd_values(source.files)) if values else []
     for line in odd:
         print(f"values      {line}")
     if values and not odd:
@@ -343,13 +343,13 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     import torch
 
     from dunes import checkpoint
-    from dunes.checkpoint.convert import convert, table
+    from dunes.checkpoint.convert import convert, read_name_table
     from dunes.checkpoint.folder import open_verified_source
     from dunes.runs.progress import Display
     from dunes.units import format_seconds
 
     found = checkpoint.local(model, verify=True)
-    source = open_verified_source(found.folder, None if names is None else table(names), math.inf)
+    source = open_verified_source(found.folder, None if names is None else read_name_table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
 

@@ -13,11 +13,11 @@ from dunes import augment, checkpoint
 from dunes.augment import dequantize
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.adapter import put_adapter
-from dunes.checkpoint.convert import alone, new
+from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, open_verified_source, readable_folder
 from dunes.checkpoint.opening import adapts, base_of
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import Unmerged, Verified, held_logits
+from dunes.checkpoint.verify import UnmergedLogits, Verification, model_logits
 from dunes.parts import Decoder
 from dunes.plural import plural
 
@@ -39,7 +39,7 @@ class Report:
     """
 
     errors: Mapping[str, float]
-    verified: Verified
+    verified: Verification
     moved: float | None = None
     allowed: float | None = None
 
@@ -82,9 +82,9 @@ def merge(
     if not adapts(folder):
         raise ValueError(f"{folder}: not an adapter's folder, so there is nothing to merge")
     folder = readable_folder(folder)
-    new(folder, out)
+    require_new_folder(folder, out)
     base = base_of(folder)
-    new(base, out)
+    require_new_folder(base, out)
     loaded = checkpoint.load(folder, any_base=any_base)
     if any_base:
         loaded = replace(loaded, card=loaded.card | {"any_base": True})
@@ -94,7 +94,7 @@ def merge(
         put_adapter(model, folder, any_base=any_base)
         apart = _apart(model, loaded)
     kind = dtype or next(augment.base_model(model).parameters()).dtype
-    with alone(out):
+    with exclusive_folder(out):
         return _written(model, loaded, (folder, out), kind, apart)
 
 
@@ -106,7 +106,7 @@ def _written(
     apart: tuple[float, float] | None,
 ) -> Report:
     folder, out = way
-    before = Unmerged.of(model, folder, loaded.context_length, dtype)
+    before = UnmergedLogits.of(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
     errors = augment.merge(model, dtype=dtype).errors
     reports: list[Report] = []
@@ -143,8 +143,8 @@ def _apart(original: Decoder, trained: LoadedModel) -> tuple[float, float]:
 
     Raises ValueError if it is further.
     """
-    there, here = (held_logits(m, trained.context_length) for m in (trained.model, original))
-    bases = [held_logits(augment.base_model(m), trained.context_length) for m in (trained.model, original)]
+    there, here = (model_logits(m, trained.context_length) for m in (trained.model, original))
+    bases = [model_logits(augment.base_model(m), trained.context_length) for m in (trained.model, original)]
     moved, allowed = _distance(there, here), TWICE * _distance(*bases)
     if not moved <= allowed:
         raise ValueError(

@@ -24,7 +24,7 @@ RANK = 8
 """The most dimensions of a tensor that is read."""
 
 
-class Mapped:
+class MappedFile:
     """A regular file of which tensors are views. Raises ValueError for anything else at its path.
 
     Nothing is mapped before the first tensor is asked for, and then once for all. The file must stay as it
@@ -56,11 +56,11 @@ class Mapped:
         no bool for C++. Raises ValueError if it does not lie in the file.
         """
         shape = tuple(shape)
-        reason = unusable(shape)
+        reason = shape_error(shape)
         if reason:
             raise ValueError(f"{self.path}: a tensor at byte {offset} {reason}")
         steps = torch.empty(shape, device="meta").stride() if stride is None else tuple(stride)
-        count = span(shape, steps)
+        count = extent(shape, steps)
         end = offset + count * dtype.itemsize
         if len(steps) != len(shape) or min(steps, default=0) < 0 or not 0 <= offset <= end <= self.size:
             raise ValueError(
@@ -102,7 +102,7 @@ class Mapped:
             )
 
 
-def unusable(shape: Sequence[int]) -> str:
+def shape_error(shape: Sequence[int]) -> str:
     """Why torch could not hold a tensor of this shape, in words; empty if it could."""
     if len(shape) > RANK:
         return f"has {len(shape)} dimensions; at most {RANK} are read"
@@ -114,7 +114,7 @@ def unusable(shape: Sequence[int]) -> str:
     return ""
 
 
-def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """How many numbers lie between the first and the last of a tensor, both included; 0 if it is empty."""
     if 0 in shape:
         return 0

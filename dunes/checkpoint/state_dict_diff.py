@@ -129,7 +129,7 @@ def _second_head(name: str, head: LazyTensor, embedding: LazyTensor | None) -> D
     return Difference("head", name, "the embedding (tie_word_embeddings is true)", f"another matrix {head.shape}")
 
 
-def report(differences: Sequence[Difference]) -> str:
+def summarize(differences: Sequence[Difference]) -> str:
     """All of it on one line: the first of each kind and a few more in words, the others counted."""
     firsts = {d.kind: d for d in reversed(differences)}
     shown = list(dict.fromkeys([*reversed(firsts.values()), *differences]))[:SHOWN]

@@ -22,7 +22,7 @@ SHARD = 5_000_000_000
 CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 
 
-def write(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHARD) -> None:
+def write_tensors(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHARD) -> None:
     """Write the tensors into one file, or into several with an index if they hold more than `shard` bytes.
 
     Each is read when its turn comes and let go afterwards. Raises OSError where it cannot be written.

@@ -6,7 +6,7 @@ from pathlib import Path
 from dunes.checkpoint.header import quote
 
 
-def inside(folder: Path, name: str, index: Path) -> Path:
+def file_in_folder(folder: Path, name: str, index: Path) -> Path:
     """The plain file of that name in the folder. Raises ValueError if it lies elsewhere, or is another thing.
 
     The Hub's cache keeps a snapshot's files as links into a folder `blobs` beside all snapshots.

@@ -18,7 +18,7 @@ import torch
 
 import dunes
 from dunes import measure
-from dunes.checkpoint import pickled
+from dunes.checkpoint import pickle_file
 
 CPU = torch.device("cpu")
 FORMATS = {"zip": {}, "legacy": {"_use_new_zipfile_serialization": False}, "protocol 4": {"pickle_protocol": 4}}
@@ -63,7 +63,7 @@ def test_a_state_dict_comes_back_bit_for_bit(tmp_path, how, wrap):
     value = made if wrap == "plain" else {wrap: made, "optimizer": {"state": {0: torch.ones(1)}}} | beside
     path = tmp_path / "old model.bin"
     torch.save(value, path, **FORMATS[how])
-    found = pickled.tensors(path)
+    found = pickle_file.tensors(path)
     same(found, made)
     assert found["base"].origin == "old model.bin: base"
     assert found["turned"].read().stride() == made["turned"].stride()
@@ -74,21 +74,21 @@ def test_a_modules_own_state_dict_and_nested_dicts_are_read(tmp_path, how):
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     assert module.state_dict()._metadata
     torch.save(module.state_dict(), tmp_path / "x.pt", **FORMATS[how])
-    same(pickled.tensors(tmp_path / "x.pt"), module.state_dict())
+    same(pickle_file.tensors(tmp_path / "x.pt"), module.state_dict())
     torch.save(
         {"a": {"b": {0: torch.ones(2)}}, "c": torch.zeros(1), "d": "text"}, tmp_path / "y.pt", **FORMATS[how]
     )
-    same(pickled.tensors(tmp_path / "y.pt"), {"a.b.0": torch.ones(2), "c": torch.zeros(1)})
+    same(pickle_file.tensors(tmp_path / "y.pt"), {"a.b.0": torch.ones(2), "c": torch.zeros(1)})
 
 
 def test_tensors_that_share_numbers_share_them_and_no_write_reaches_the_file(tmp_path):
     path, base = tmp_path / "x.pt", torch.arange(6.0)
     torch.save({"all": base, "end": base[3:]}, path)
-    before, found = path.read_bytes(), pickled.tensors(path)
+    before, found = path.read_bytes(), pickle_file.tensors(path)
     found["all"].read()[4] = 9
     assert found["end"].read().tolist() == [3, 9, 5]
     assert path.read_bytes() == before
-    assert pickled.tensors(path)["end"].read().tolist() == [3, 4, 5]
+    assert pickle_file.tensors(path)["end"].read().tolist() == [3, 4, 5]
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
@@ -97,7 +97,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         for length in {*range(0, len(whole), 7), *range(len(whole) - 120, len(whole))}:
             (tmp_path / "x").write_bytes(whole[:length])
             with pytest.raises(ValueError, match="refused"):
-                pickled.tensors(tmp_path / "x")
+                pickle_file.tensors(tmp_path / "x")
 
 
 # A small assembler of pickles.
@@ -182,7 +182,7 @@ def test_what_the_assembler_makes_is_legal_but_for_what_a_test_changes(tmp_path)
     (tmp_path / "zip").write_bytes(in_zip(pairs(a=tensor())))
     (tmp_path / "legacy").write_bytes(in_legacy(LEGACY))
     for path in tmp_path.iterdir():
-        same(pickled.tensors(path), {"a": torch.zeros(4)})
+        same(pickle_file.tensors(path), {"a": torch.zeros(4)})
         assert torch.load(path)["a"].tolist() == [0] * 4
 
 
@@ -279,7 +279,7 @@ def refused(path, canary):
     """The line and the milliseconds, for a file that executed nothing."""
     floor, begin = measure.forget_peak(CPU), time.perf_counter()
     with pytest.raises(ValueError, match="refused") as caught:
-        pickled.tensors(path)
+        pickle_file.tensors(path)
     took, grown = 1e3 * (time.perf_counter() - begin), measure.peak_memory(CPU) - floor
     line = str(caught.value)
     print(f"{took:7.2f} ms, {grown / 1e6:5.1f} MB: {line.removeprefix(str(path))[:110]}")
@@ -314,7 +314,7 @@ def test_the_same_program_does_what_it_should_not_where_pickles_are_run(tmp_path
 def test_the_line_says_what_was_asked_for(tmp_path):
     (tmp_path / "x.bin").write_bytes(in_zip(call("posix", "system", text("true"))))
     with pytest.raises(ValueError, match="refused") as caught:
-        pickled.tensors(tmp_path / "x.bin")
+        pickle_file.tensors(tmp_path / "x.bin")
     assert str(caught.value) == (
         f"{tmp_path}/x.bin: refused: it asks for posix.system; only tensors are read, nothing is executed; "
         "ask for safetensors"
@@ -462,8 +462,8 @@ def test_each_bound_refuses_what_is_beyond_it_and_only_that(tmp_path, monkeypatc
     made = {"a": torch.ones(1), "b": {"c": torch.zeros(1)}}
     for how, given in FORMATS.items():
         (tmp_path / how).write_bytes(saved(made, **given))
-        same(pickled.tensors(tmp_path / how), {"a": torch.ones(1), "b.c": torch.zeros(1)})
-    monkeypatch.setattr(pickled, bound, value)
+        same(pickle_file.tensors(tmp_path / how), {"a": torch.ones(1), "b.c": torch.zeros(1)})
+    monkeypatch.setattr(pickle_file, bound, value)
     for how in ("legacy",) if bound == "_STEPS_LEGACY" else ("zip",) if bound == "_STEPS" else FORMATS:
         assert said in refused(tmp_path / how, tmp_path / "canary")
 
@@ -621,7 +621,7 @@ def test_two_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     with zipfile.ZipFile(io.BytesIO(whole[0])) as file:
         inner = file.read("archive/data.pkl")
     inner = [inner, *map(program, programs(canary).values())]
-    opcodes = pickled._ALLOWED + b"}bioP\x81\x92\x82"
+    opcodes = pickle_file._ALLOWED + b"}bioP\x81\x92\x82"
     worst, kept, lines = 0.0, 0, set()
     floor = measure.forget_peak(CPU)
     for turn in range(2_000):
@@ -635,7 +635,7 @@ def test_two_thousand_mutants_raise_nothing_but_one_line(tmp_path):
         path.write_bytes(archive(bytes(data), entry("data/1", bytes(8)), data=bytes(24)) if turn % 2 else data)
         begin = time.perf_counter()
         try:
-            found = pickled.tensors(path)
+            found = pickle_file.tensors(path)
             kept += 1
         except ValueError as error:
             found = {}
@@ -690,7 +690,7 @@ def test_nothing_in_the_package_executes_what_it_reads():
     assert len(files) > 80
     places = {f"{file.name}:{found}" for file in files for found in forbidden(file.read_text())}
     assert {place.rsplit(":", 1)[1].strip() for place in places} <= {"pickle"}
-    assert all(place.startswith("pickled.py:") for place in places), "the one that is held to stand-ins"
+    assert all(place.startswith("pickle_file.py:") for place in places), "the one that is held to stand-ins"
 
 
 @pytest.mark.parametrize(
@@ -738,7 +738,7 @@ def test_the_search_for_such_code_finds_it(source):
         "import json\njson.load(f)",
         "import numpy as np\nnp.load('x', allow_pickle=False)",
         "'import pickle'",
-        "from dunes.checkpoint import pickled",
+        "from dunes.checkpoint import pickle_file",
     ],
 )
 def test_the_search_for_such_code_leaves_other_code_alone(source):

@@ -21,8 +21,8 @@ import torch
 
 from dunes.checkpoint.header import NAME, TENSORS, check_name, quote, refusal
 from dunes.checkpoint.lazy_tensor import LazyTensor
-from dunes.checkpoint.mapped import RANK, Mapped, span, unusable
-from dunes.checkpoint.zipped import entries
+from dunes.checkpoint.mapped_file import RANK, MappedFile, extent, shape_error
+from dunes.checkpoint.zip_archive import entries
 from dunes.plural import plural
 
 # A tensor takes about 35 opcodes and 150 bytes. What steps a pickle may take follows from the storages that the
@@ -96,7 +96,7 @@ _STORAGES: dict[Name, torch.dtype] = {
 }
 
 
-def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
+def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
     """The tensors of a file of torch.save by name, in the file's order, of either of torch's two formats.
 
     The file holds a dict; dicts in it are joined with dots. If it has a dict under "state_dict" or "model",
@@ -104,7 +104,7 @@ def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
     but tensors, of which none in a list. Tensors may share numbers: their `nbytes` may sum to more than the
     file. Raises ValueError, on one line, that says what is refused, and where.
     """
-    mapped = source if isinstance(source, Mapped) else Mapped(source)
+    mapped = source if isinstance(source, MappedFile) else MappedFile(source)
     try:
         with mapped.open() as file:
             found, places = (_zipped if file.read(4) == b"PK\3\4" else _legacy)(file, mapped.size)
@@ -122,7 +122,7 @@ def tensors(source: Path | Mapped) -> dict[str, LazyTensor]:
         raise refusal(mapped.path, error, _REMEDY) from None
 
 
-def _reader(mapped: Mapped, held: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
+def _reader(mapped: MappedFile, held: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
     """What reads a tensor, once its storage is known to lie in the file."""
     size = held.storage.dtype.itemsize
     begin, room = places.get(held.storage.key, (0, -1))
@@ -341,9 +341,9 @@ def _tensor(arguments: tuple[object, ...]) -> _Tensor:
     nothing = all(v is None or (type(v) is _Dict and not v) for v in (hooks, *more))
     if type(grad) is not bool or not nothing:
         raise ValueError("a tensor comes with hooks or metadata")
-    if reason := unusable(shape):
+    if reason := shape_error(shape):
         raise ValueError(f"a tensor {reason}")
-    if (count := span(shape, stride)) and offset + count > storage.count:
+    if (count := extent(shape, stride)) and offset + count > storage.count:
         raise ValueError(f"a tensor of {shape} does not lie in its storage of {plural(storage.count, 'number')}")
     if _overlaps(shape, stride):
         raise ValueError(f"a tensor of {shape} has the strides {stride}, by which its numbers overlap")
