@@ -20,7 +20,7 @@ from dunes.checkpoint.opening import about
 from dunes.cli import augment, verbs
 from dunes.runs.chat import load_chat_engine
 from dunes.text import Tokenizer
-from dunes.text.templates import Turn, carried, named, of, prompt
+from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native
 from test_adapter import IDS, LIMIT, pair, weights, words
 
@@ -41,7 +41,7 @@ def adapter_in(folder, ours, base, **options):
     made_for = checkpoint.identity(ours)
     attach(ours, rank=4, **options)
     trained(ours)
-    tokenizer = carried(named("chatml"), TOKENS)
+    tokenizer = attach_template(get_template("chatml"), TOKENS)
     facts = {"template": "chatml"}
     checkpoint.save_adapter(
         ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context_length=24, facts=facts
@@ -81,12 +81,12 @@ def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path)
     assert difference(plain, said) > 0.1
     assert loaded.context_length == 24
     assert not loaded.model.training
-    template = of(loaded.tokenizer, loaded.card)
-    assert template is named("chatml")
+    template = find_template(loaded.tokenizer, loaded.card)
+    assert template is get_template("chatml")
     ids = AutoTokenizer.from_pretrained(tmp_path / "a").apply_chat_template(
         [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_dict=False
     )
-    assert ids == prompt(template, TALK, loaded.tokenizer)
+    assert ids == encode_prompt(template, TALK, loaded.tokenizer)
     assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
 
 

@@ -16,7 +16,7 @@ from dunes.generate import Token, sampler
 from dunes.runs import chat as chats
 from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
 from dunes.text import Tokenizer
-from dunes.text.templates import Turn, carried, named, prompt
+from dunes.text.templates import Turn, attach_template, encode_prompt, get_template
 from test_adapter import pair
 from test_adapter_folders import TOKENS, base_in
 from test_examples import bpe, llama3, spaced  # noqa: F401  (fixtures)
@@ -43,7 +43,7 @@ def scripted(monkeypatch, tmp_path):
     def make(tokenizer, template, *answers, context=1000, **options):
         script = Script(tokenizer, *answers)
         monkeypatch.setattr(chats, "generate", script)
-        told = carried(named(template), tokenizer)
+        told = attach_template(get_template(template), tokenizer)
         chat_model = ChatModel(tmp_path, None, told, context, {"template": template})
         notes = []
         model = pair("llama")[1]
@@ -66,13 +66,13 @@ def test_a_conversation_is_encoded_as_in_training_and_begins_once(kind, template
     talk = [("system", "Be brief."), ("user", "Hi there"), ("assistant", "Ho"), ("user", "And so on?")]
     turns = tuple(Turn(*each) for each in talk)
     assert script.asked == [
-        prompt(named(template), turns[:2], tokenizer),
-        prompt(named(template), turns, tokenizer),
+        encode_prompt(get_template(template), turns[:2], tokenizer),
+        encode_prompt(get_template(template), turns, tokenizer),
     ]
     begins = 2 if template == "llama2" else 1  # which begins each of its exchanges
     assert [ids[: len(tokenizer.document_start)] for ids in script.asked] == [tokenizer.document_start] * 2
     assert script.asked[1].count(tokenizer.document_start[0]) == begins
-    assert script.stop >= {named(template).stop(tokenizer), tokenizer.eos}
+    assert script.stop >= {get_template(template).stop_id(tokenizer), tokenizer.eos}
     assert notes == []
 
 
@@ -85,7 +85,7 @@ def test_the_oldest_exchanges_are_left_out_never_the_system(bpe, scripted):  # n
     assert [turn.text for turn in chat.talk[-2:]] == ["question 7", "h"]
     assert chat.talk[0].role == "user"
     assert len(chat.talk) < 14
-    head = prompt(named("chatml"), (Turn("system", "Be brief."),), bpe)[:8]
+    head = encode_prompt(get_template("chatml"), (Turn("system", "Be brief."),), bpe)[:8]
     for ids in script.asked:
         assert ids[:8] == head
         assert len(ids) <= 90 - 20
@@ -102,7 +102,7 @@ def test_one_question_and_one_answer_begin_anew(bpe, scripted):  # noqa: F811
     chat, script, _ = scripted(bpe, "alpaca")
     said(chat, "Hi")
     said(chat, "Ho")
-    assert script.asked[1] == prompt(named("alpaca"), (Turn("user", "Ho"),), bpe)
+    assert script.asked[1] == encode_prompt(get_template("alpaca"), (Turn("user", "Ho"),), bpe)
     with pytest.raises(ValueError, match="one instruction and one answer, found system"):
         scripted(bpe, "alpaca", system="Be brief.")
 
@@ -166,12 +166,14 @@ def three(tmp_path):
     _, ours = pair("llama")
     with torch.no_grad():
         ours.head.weight[TOKENS.token_id("<|endoftext|>") - 1 :] = 0  # so that the likeliest is a letter
-    checkpoint.save(ours, tmp_path / "base", carried(named("chatml"), TOKENS), 200, {"template": "chatml"})
+    checkpoint.save(
+        ours, tmp_path / "base", attach_template(get_template("chatml"), TOKENS), 200, {"template": "chatml"}
+    )
     for name, seed in (("one", 1), ("two", 2)):
         model = checkpoint.load(tmp_path / "base").model
         attach(model, rank=4)
         trained(model, seed=seed)
-        tokens = carried(named("alpaca" if name == "two" else "chatml"), TOKENS)
+        tokens = attach_template(get_template("alpaca" if name == "two" else "chatml"), TOKENS)
         facts = {"template": "alpaca" if name == "two" else "chatml"}
         checkpoint.save_adapter(
             model, tmp_path / name, base=tmp_path / "base", tokenizer=tokens, context_length=300, facts=facts
@@ -304,6 +306,8 @@ def test_a_terminal_has_a_conversation(three):
 
 def test_answers_stop_at_the_context(three):
     one = load_chat_engine(str(three / "base"))
-    room = one.chat_model().context - len(prompt(named("chatml"), (Turn("user", "ab" * 60),), TOKENS))
+    room = one.chat_model().context - len(
+        encode_prompt(get_template("chatml"), (Turn("user", "ab" * 60),), TOKENS)
+    )
     assert 0 < room < 80
     assert len("".join(one.answer((Turn("user", "ab" * 60),), sampler(0.0), 10_000))) == room

@@ -433,7 +433,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     assert (folder / "samples.md").read_text() == page, "the table is written once"
     _, held = split(read(examples).rows)
     for record in held[:3]:
-        assert f"| {record.talk[0].text} | {record.talk[1].text} |" in page
+        assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
     before = json.loads((folder / "state" / "before.json").read_text())["said"]
     assert len(before) == 3
     without = finetuned(asked(base, examples), tmp_path / "other")
@@ -518,9 +518,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert asked_for + held == ids[1:]
     assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
-    epoch = [
-        t for _, targets, _ in (rows.positions(i) for i in range(rows.epoch)) for t in targets[targets >= 0].tolist()
-    ]
+    epoch = [t for _, targets, _ in map(rows.positions, range(rows.epoch)) for t in targets[targets >= 0].tolist()]
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
     assert "0 for validation" not in out

@@ -23,7 +23,7 @@ from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.text import DecodeStream, Tokenizer
-from dunes.text.templates import Talk, Template, Turn, of, prompt
+from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
 
 NONE = "none"
 """The name of the base without an adapter."""
@@ -48,7 +48,7 @@ class ChatModel:
     @cached_property
     def template(self) -> Template:
         """Raises ValueError, with the remedy, for a model that brings none."""
-        found = of(self.tokenizer, self.card)
+        found = find_template(self.tokenizer, self.card)
         if found is None:
             remedy = f'use dunes generate {self.place} "..."'
             raise NoTemplate(f"{self.place}: no chat template, so it was not trained to chat; {remedy}")
@@ -63,11 +63,15 @@ class ChatModel:
     def check_system(self, system: str) -> None:
         """Raises ValueError if there is no way to say this as the system."""
         if system:
-            next(iter(self.template.write([(Turn("system", system), Turn("user", "a"))], opened=True)))
+            next(
+                iter(
+                    self.template.render([(Turn("system", system), Turn("user", "a"))], add_generation_prompt=True)
+                )
+            )
 
     def _writes(self, *talk: Turn) -> bool:
         try:
-            next(iter(self.template.write([talk], opened=True)))
+            next(iter(self.template.render([talk], add_generation_prompt=True)))
         except ValueError:
             return False
         return True
@@ -93,14 +97,17 @@ class ChatEngine:
         places = {os.path.abspath(chat_model.place): key for key, chat_model in self.models.items()}
         return places.get(os.path.abspath(name), name)
 
-    def answer(self, talk: Talk, sample: Sampler, tokens: int, name: str | None = None) -> Iterator[str]:
+    def answer(self, talk: Conversation, sample: Sampler, tokens: int, name: str | None = None) -> Iterator[str]:
         """What the model says next in this conversation, of at most so many tokens and as many as still fit.
 
         Answers of several adapters may be taken piece by piece in turns. Raises ValueError for a conversation
         that the template has no form for, or that leaves no room.
         """
         chat_model = self.chat_model(name)
-        ids, stream = prompt(chat_model.template, talk, chat_model.tokenizer), DecodeStream(chat_model.tokenizer)
+        ids, stream = (
+            encode_prompt(chat_model.template, talk, chat_model.tokenizer),
+            DecodeStream(chat_model.tokenizer),
+        )
         if len(ids) >= chat_model.context:
             raise ValueError(
                 f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
@@ -112,7 +119,7 @@ class ChatEngine:
             limit=min(tokens, chat_model.context - len(ids)),
             context_length=chat_model.context,
             sample=limit_vocab(sample, chat_model.tokenizer.vocab),
-            stop={*chat_model.tokenizer.stops, chat_model.template.stop(chat_model.tokenizer)},
+            stop={*chat_model.tokenizer.stops, chat_model.template.stop_id(chat_model.tokenizer)},
         )
         while True:
             with adapter_active(self.model, chat_model.adapter):  # for this step only: others may be at it, too
@@ -122,11 +129,11 @@ class ChatEngine:
             if piece := stream.step(token.id):
                 yield piece
 
-    def cut(self, talk: Talk, tokens: int, name: str | None = None) -> Talk:
+    def cut(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
         """The conversation without its oldest exchanges, as many as it takes to leave room; the system stays."""
         chat_model = self.chat_model(name)
         most = chat_model.context - min(tokens, chat_model.context // ROOM)
-        while len(prompt(chat_model.template, talk, chat_model.tokenizer)) > most:
+        while len(encode_prompt(chat_model.template, talk, chat_model.tokenizer)) > most:
             asked = [i for i, turn in enumerate(talk) if turn.role == "user"]
             if len(asked) < 2:
                 break

@@ -76,7 +76,7 @@ class FinetuneData:
         show.detail(f"template: {template.name}")
         own = taught(base)
         if own is None or config.template or records.kind not in PLAIN_KINDS:
-            tokenizer = templates.carried(template, tokenizer)
+            tokenizer = templates.attach_template(template, tokenizer)
             if own not in (None, template.name):
                 show.line(f"look: it takes the place of the template that the base was taught with: {own}")
         write = partial(_written, config, template, records.kind not in PLAIN_KINDS, tokenizer)
@@ -121,7 +121,7 @@ class FinetuneData:
         should be read leave it the base's."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
-        return self.template.name if isinstance(self.template, templates.Named) else None
+        return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
 
     @property
     def context(self) -> int:
@@ -143,7 +143,7 @@ def _written(
     """The rows as ids; beside conversations, which are `spoken`, other rows keep a template of their own."""
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: spoken and row.kind in PLAIN_KINDS):
-        form = templates.named("plain") if plain else template
+        form = templates.get_template("plain") if plain else template
         examples += tokenized([*group], form, tokenizer, config.train_on)
     return examples
 
@@ -180,7 +180,7 @@ def taught(base: checkpoint.LoadedModel) -> str | None:
     assert base.tokenizer is not None, "it was loaded with one"
     own = chat_template.template_from_files(base.tokenizer.extra_files, base.tokenizer.config_path.parent)
     name: str | None = base.card.get("template")
-    return name or (None if own is None else templates.Own.name)
+    return name or (None if own is None else templates.ModelTemplate.name)
 
 
 def _fitting(data: FinetuneData, show: Display) -> FinetuneConfig:

@@ -79,12 +79,12 @@ def choose_template(
 ) -> templates.Template:
     """The template: the one asked for, the model's own, or the usual one for such records."""
     if config.template:
-        return templates.named(config.template)
-    own = None if records.kind in PLAIN_KINDS else templates.of(tokenizer, card)
+        return templates.get_template(config.template)
+    own = None if records.kind in PLAIN_KINDS else templates.find_template(tokenizer, card)
     if own is not None:
         return own
-    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.named("chatml").needs)
-    return templates.named(DEFAULT_TEMPLATES.get(records.kind, "chatml" if known else "mistral"))
+    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
+    return templates.get_template(DEFAULT_TEMPLATES.get(records.kind, "chatml" if known else "mistral"))
 
 
 def changed(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from dunes.runs.memory import largest
 from dunes.runs.run import Run, facts
 from dunes.runs.stored_state import is_score
 from dunes.text import Tokenizer, json_file, templates
-from dunes.text.templates import Talk
+from dunes.text.templates import Conversation
 from dunes.units import format_count
 
 SHOWN = 3
@@ -130,11 +130,11 @@ class FinetuneTask:
         return score_batches(model, batches.once(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
-        return "\n".join(f"{_question(r.talk)}\n>>> {self._said(model, r.talk)}" for r in self.data.held[:1])
+        return "\n".join(f"{_question(r.turns)}\n>>> {self._said(model, r.turns)}" for r in self.data.held[:1])
 
     def able(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """What the model can do by now; of its score on the answers, if that is not known yet."""
-        said = [self._said(model, record.talk) for record in self.data.held[:SHOWN]]
+        said = [self._said(model, record.turns) for record in self.data.held[:SHOWN]]
         return Baseline(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
 
     @property
@@ -149,13 +149,13 @@ class FinetuneTask:
         width = widths(self.tokenizer.token_bytes())
         return evaluate(model, self.domain, width, self.data.base.context_length, dtype, DOMAIN)
 
-    def _said(self, model: Decoder, talk: Talk) -> str:
+    def _said(self, model: Decoder, talk: Conversation) -> str:
         """What the model answers: the likeliest tokens, up to one that ends an answer."""
         if talk[-1].role == "text":
             ids = self.tokenizer.prompt("")
         else:
             asked = talk[:-1] if talk[-1].role == "assistant" else talk
-            ids = templates.prompt(self.data.template, asked, self.tokenizer)
+            ids = templates.encode_prompt(self.data.template, asked, self.tokenizer)
         context = self.data.context
         likeliest, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
         room = ids[-max(1, context - ANSWER) :]
@@ -233,7 +233,7 @@ class FinetuneTask:
             was, now = self.before.domain.loss, after.domain.loss
             lines.append(f"the base's own domain: {was:.3f} before, {now:.3f} after ({now - was:+.3f})")
         for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
-            lines += ["", *(f"{who:>8}  {_short(words)}" for who, words in _beside(record.talk, *said))]
+            lines += ["", *(f"{who:>8}  {_short(words)}" for who, words in _beside(record.turns, *said))]
         return [*lines, ""]
 
     def _next(self, folder: Path) -> list[str]:
@@ -252,7 +252,7 @@ class FinetuneTask:
             "|---|---|---|---|",
         ]
         for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
-            cells = [words for _, words in _beside(record.talk, *said)]
+            cells = [words for _, words in _beside(record.turns, *said)]
             rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
         return "\n".join([*rows, "", ""])
 
@@ -263,13 +263,13 @@ def _append_once(path: Path, text: str) -> None:
         append_text(path, text)
 
 
-def _beside(talk: Talk, was: str, now: str) -> list[tuple[str, str]]:
+def _beside(talk: Conversation, was: str, now: str) -> list[tuple[str, str]]:
     expected = talk[-1].text if talk[-1].role == "assistant" else ""
     return [("asked", _question(talk)), ("expected", expected), ("before", was), ("after", now)]
 
 
-def _question(talk: Talk) -> str:
-    return next((turn.whole for turn in reversed(talk) if turn.role == "user"), "")
+def _question(talk: Conversation) -> str:
+    return next((turn.full_text for turn in reversed(talk) if turn.role == "user"), "")
 
 
 def _asked(example: Example, context: int) -> int:
