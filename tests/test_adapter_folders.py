@@ -18,10 +18,9 @@ from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.loading import describe_adapter
 from dunes.cli import augment, verbs
-from dunes.runs.chat import speaker
-from dunes.runs.sampling import SamplingOptions
+from dunes.runs.chat import load_chat_engine
 from dunes.text import Tokenizer
-from dunes.text.templates import Turn, carried, named, of, prompt
+from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native
 from test_adapter import IDS, LIMIT, pair, weights, words
 
@@ -42,7 +41,7 @@ def adapter_in(folder, ours, base, **options):
     made_for = checkpoint.base_identity(ours)
     attach(ours, rank=4, **options)
     trained(ours)
-    tokenizer = carried(named("chatml"), TOKENS)
+    tokenizer = attach_template(get_template("chatml"), TOKENS)
     facts = {"template": "chatml"}
     checkpoint.save_adapter(
         ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context_length=24, facts=facts
@@ -82,12 +81,12 @@ def test_peft_and_we_open_the_folder_with_its_base_and_tokenizer(kind, tmp_path)
     assert difference(plain, said) > 0.1
     assert loaded.context_length == 24
     assert not loaded.model.training
-    template = of(loaded.tokenizer, loaded.card)
-    assert template is named("chatml")
+    template = find_template(loaded.tokenizer, loaded.card)
+    assert template is get_template("chatml")
     ids = AutoTokenizer.from_pretrained(tmp_path / "a").apply_chat_template(
         [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_dict=False
     )
-    assert ids == prompt(template, TALK, loaded.tokenizer)
+    assert ids == encode_prompt(template, TALK, loaded.tokenizer)
     assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
 
 
@@ -430,12 +429,12 @@ def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
     with torch.no_grad():
         assert difference(model(IDS), said) <= 0.1 * said.abs().max()
     for first, others in (("base", ["a", "b"]), ("a", ["b"])):
-        both = speaker(str(tmp_path / first), [tmp_path / name for name in others])
-        assert sorted(both.voices) == ["a", "b", "none"]
+        both = load_chat_engine(str(tmp_path / first), [tmp_path / name for name in others])
+        assert sorted(both.models) == ["a", "b", "none"]
     other_base(tmp_path / "a")
     for refused in (
         lambda: checkpoint.load(tmp_path / "a"),
-        lambda: speaker(str(tmp_path / "base"), [tmp_path / "a"]),
+        lambda: load_chat_engine(str(tmp_path / "base"), [tmp_path / "a"]),
     ):
         with pytest.raises(ValueError, match="made for other weights"):
             refused()
@@ -456,5 +455,5 @@ def test_a_base_is_digested_once_and_in_one_dtype(made, monkeypatch):
     tensors = len(base_model(model).state_dict())
     assert digested == [[torch.bfloat16]] * tensors
     digested.clear()
-    speaker(str(folder.parent / "base"), [folder, folder.parent / "b"])
+    load_chat_engine(str(folder.parent / "base"), [folder, folder.parent / "b"])
     assert digested == [[torch.bfloat16]] * tensors

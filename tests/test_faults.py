@@ -316,8 +316,8 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
 
 def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
     """The writer is ten times slower than the steps."""
-    plan, real = toy(code, steps=5000), checkpoint.save_state
-    run = prepare(plan, tmp_path, tokenize(plan, gather(plan), None, display()[0].__enter__()))
+    config, real = toy(code, steps=5000), checkpoint.store
+    run = prepare(config, tmp_path, tokenize(config, gather(config), None, display()[0].__enter__()))
     expected, seen, under_way = {}, [], []
 
     def slow(folder, step, taken):
@@ -376,8 +376,8 @@ def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path
 
 
 def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(code, tmp_path, monkeypatch):
-    plan, real = toy(code, steps=30), loop_module._note
-    train(plan, tmp_path / "straight", display()[0])
+    config, real = toy(code, steps=30), loop_module._note
+    train(config, tmp_path / "straight", display()[0])
 
     def cutting(folder, step, bits):
         real(folder, step, bits)
@@ -390,8 +390,8 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
     with monkeypatch.context() as patch:
         patch.setattr(loop_module, "_note", cutting)
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
-            train(plan, tmp_path / "cut", display()[0])
-    assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
+            train(config, tmp_path / "cut", display()[0])
+    assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
     assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
     assert same(straight[0], resumed[0])

@@ -210,7 +210,7 @@ def test_what_is_wrong_is_listed_before_a_number_is_read(wrong, copy):
     for pattern in patterns:
         assert re.search(pattern, said), said
     lines = list(describe_folder(open_source(folder)))
-    differences = open_source(folder).compared[1]
+    differences = open_source(folder).comparison[1]
     assert [line for line in lines if line.startswith("difference")] == [
         f"difference  {d}" for d in differences[:40]
     ]
@@ -229,7 +229,7 @@ def test_several_things_are_said_at_once(copy):
         tensors[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
 
     weights(folder, change)
-    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).compared[1]] == [
+    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).comparison[1]] == [
         ("shape", "up_proj"),
         ("dtype", "gate_proj"),
         ("missing", "norm"),
@@ -357,9 +357,9 @@ def test_an_adapter_is_no_model(tmp_path):
 def test_a_quantized_folder_is_refused_by_its_method(copy):
     folder = copy()
     words(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "config.json: quantized by 'gptq'; only plain weights are read" in refusal(folder)
+    assert "config.json: quantized with 'gptq'; only plain weights are read" in refusal(folder)
     words(folder, quantization_config=["x" * 1_000_000])
-    assert "quantized by a list" in refusal(folder)
+    assert "quantized with a list" in refusal(folder)
 
 
 def run(monkeypatch, *arguments):

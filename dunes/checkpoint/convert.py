@@ -123,7 +123,7 @@ def _words(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
     """The config.json to write: what the source's says beside the model, and the model as we read it."""
     kinds = [w.dtype for w in source.files.values()]
     kind = str(dtype or max(set(kinds), key=kinds.count)).removeprefix("torch.")
-    kept = {k: v for k, v in source.words.items() if k not in FOREIGN}
+    kept = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
     said: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
     return kept | said | {"dtype": kind, "torch_dtype": kind}
 

@@ -360,7 +360,7 @@ def _alike(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTens
     kinds = {w.dtype for w in weights.values()}
     if len(kinds) == 1:
         return weights
-    said = str(source.words.get("dtype") or source.words.get("torch_dtype"))
+    said = str(source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"))
     named = [k for k in kinds if str(k).removeprefix("torch.") == said]
     return cast(weights, named[0] if named else reduce(torch.promote_types, kinds))
 
@@ -393,7 +393,7 @@ def _special(source: Source) -> dict[str, list[int]]:
     """The ids in a config by their keys. Raises ValueError for what is none; -1 stands for none in old files."""
     special = {}
     for key in (f"{name}_token_id" for name in IDS):
-        found = source.words.get(key)
+        found = source.hf_config.get(key)
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(i) is int and i >= -1 for i in ids):
             said = ascii(found)

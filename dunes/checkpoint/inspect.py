@@ -38,7 +38,7 @@ def judge(source: Source) -> Verdict:
     """What stands against loading a folder; the digests in its card count, whatever its size."""
     _ = source.expected  # refuses what cannot be built
     tokenizer, reasons = None, []
-    if differences := source.compared[1]:
+    if differences := source.comparison[1]:
         reasons.append(_counted(differences))
     try:
         card.check(source.folder, card.read(source.folder), math.inf)
@@ -67,7 +67,7 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     yield f"tokenizer   {_ids(source, verdict.tokenizer)}"
     for note in source.notes:
         yield f"assumed     {note}"
-    _, differences = source.compared
+    _, differences = source.comparison
     for difference in differences[:SHOWN]:
         yield f"difference  {difference}"
     if len(differences) > SHOWN:

@@ -1,6 +1,6 @@
 """Meta's and Mistral's own files: params.json, consolidated.*, rotary dimensions as adjacent pairs.
 
-HfConfig in Hugging Face's words, so that a family reads them as it reads a config.json.
+They are translated into the keys of a config.json, which the families read.
 https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
 """
 
@@ -15,37 +15,30 @@ from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
 from dunes.models.names import Layout, Names, identity, name
 
 PARAMS = "params.json"
-NEEDED = ("dim", "n_layers", "n_heads")
+REQUIRED = ("dim", "n_layers", "n_heads")
 KNOWN = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "ffn_dim_multiplier"),
-    *(
-        "norm_eps",
-        "vocab_size",
-        "tied_embeddings",
-        "rope_theta",
-        "max_seq_len",
-        "sliding_window",
-        "_sliding_window",
-    ),
+    *("norm_eps", "vocab_size", "tied_embeddings", "rope_theta", "max_seq_len"),
+    *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""What is read, and one that says nothing of the model. Any other key that is set may change it."""
-USUAL = {"model_type": "transformer", "causal": True, "use_biases": False}
-"""Other keys that may stand there with this one value."""
+"""Keys that are read, and `max_batch_size`, which does not describe the model. Any other key might change it."""
+DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
+"""Other keys that are accepted with this one value."""
 EXPERTS = ("num_experts", "num_experts_per_tok")
-SMALL = (2048, 3072)
+LLAMA_3_2_DIMS = (2048, 3072)
 """Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
 
 
 def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
-    """The config.json that says the same as a params.json, and what had to be assumed, in words.
+    """The config.json equivalent to a params.json, and a note for each value that had to be assumed.
 
     `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for
     what is missing or of another type.
     """
-    p, notes = _checked(params, vocab), list[str]()
+    p, notes = _validate(params, vocab), list[str]()
     heads, dim, mistral, window = p["n_heads"], p["dim"], "multiple_of" not in p, _window(p)
-    said: dict[str, Any] = {
+    config: dict[str, Any] = {
         "model_type": "mixtral" if p.get("moe") else "mistral" if mistral else "llama",
         "vocab_size": vocab,
         "hidden_size": dim,
@@ -57,69 +50,71 @@ def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dic
         "rms_norm_eps": p.get("norm_eps", 1e-5),
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
-        "rope_theta": _base(p, mistral, window, notes),
-        "max_position_embeddings": _context(p, mistral, notes),
+        "rope_theta": _rope_theta(p, mistral, window, notes),
+        "max_position_embeddings": _context_length(p, mistral, notes),
     }
     if mistral:
-        said["sliding_window"] = window
-    return said | _mixture(p.get("moe")) | _scaling(p, notes), notes
+        config["sliding_window"] = window
+    return config | _experts_config(p.get("moe")) | _rope_scaling(p, notes), notes
 
 
-def _checked(params: Mapping[str, Any], vocab: int) -> dict[str, Any]:
-    """What a params.json sets. Raises ValueError for what is missing, unknown, or contradicts the files."""
-    if lacking := [k for k in NEEDED if k not in params]:
-        raise ValueError(f"{PARAMS}: {lacking[0]!r} is missing")
-    _known(params, KNOWN, "")
+def _validate(params: Mapping[str, Any], vocab: int) -> dict[str, Any]:
+    """The keys that a params.json sets. Raises ValueError for one that is missing, unknown or wrong."""
+    if missing := [k for k in REQUIRED if k not in params]:
+        raise ValueError(f"{PARAMS}: {missing[0]!r} is missing")
+    _refuse_unknown(params, KNOWN, "")
     if params.get("causal") is False:
         raise ValueError(f"{PARAMS}: causal is False, and only True is supported")
     if params.get("vocab_size") not in (None, -1, vocab):
         raise ValueError(f"{PARAMS}: vocab_size is {params['vocab_size']!r}, the files have {vocab} rows")
     if "multiple_of" not in params and "hidden_dim" not in params:
-        raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is there")
-    p = {k: _whole(k, v) if k in _WHOLE else v for k, v in params.items() if v is not None}
+        raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is given")
+    p = {k: _positive_int(k, v) if k in _INTEGERS else v for k, v in params.items() if v is not None}
     if p["dim"] % p["n_heads"] and "head_dim" not in p:
-        raise ValueError(f"{PARAMS}: dim {p['dim']} is not divided by n_heads {p['n_heads']}")
+        raise ValueError(f"{PARAMS}: dim {p['dim']} is not divisible by n_heads {p['n_heads']}")
     return p
 
 
-def _known(params: Mapping[str, Any], known: Sequence[str], place: str) -> None:
-    """Raise ValueError for a key that is set and unknown here."""
-    if odd := [k for k, v in params.items() if k not in known and v and v != USUAL.get(k)]:
-        raise ValueError(f"{PARAMS}: {place}{odd[0]} is {str(params[odd[0]])[:60]}, which is not supported")
+def _refuse_unknown(params: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
+    """Raise ValueError for a key that is set and not known here."""
+    if unknown := [k for k, v in params.items() if k not in known and v and v != DEFAULTS.get(k)]:
+        raise ValueError(
+            f"{PARAMS}: {prefix}{unknown[0]} is {str(params[unknown[0]])[:60]}, which is not supported"
+        )
 
 
-def _mixture(moe: Any) -> dict[str, Any]:
+def _experts_config(moe: Any) -> dict[str, Any]:
     if not moe:
         return {}
     if not isinstance(moe, dict) or set(EXPERTS) - moe.keys():
         raise ValueError(f"{PARAMS}: moe is {str(moe)[:60]}, and must have {' and '.join(EXPERTS)}")
-    _known(moe, EXPERTS, "moe.")
+    _refuse_unknown(moe, EXPERTS, "moe.")
     return {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
 
 
-def _scaling(p: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _rope_scaling(p: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     if not p.get("use_scaled_rope"):
         return {}
-    words = {
+    scaling = {
         "rope_type": "llama3",
         "factor": _factor(p, notes),
         "low_freq_factor": 1.0,
-        "high_freq_factor": _real("rope_high_freq_factor", p.get("rope_high_freq_factor", 4.0)),
+        "high_freq_factor": _positive_float("rope_high_freq_factor", p.get("rope_high_freq_factor", 4.0)),
         "original_max_position_embeddings": 8192,
     }
-    return {"rope_scaling": words}
+    return {"rope_scaling": scaling}
 
 
-_WHOLE = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "max_seq_len")
+_INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "max_seq_len")
 
 
-def _whole(key: str, value: Any) -> int:
+def _positive_int(key: str, value: Any) -> int:
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise ValueError(f"{PARAMS}: {key} is {value!r}, and must be a positive whole number")
+        raise ValueError(f"{PARAMS}: {key} is {value!r}, and must be a positive integer")
     return value
 
 
-def _real(key: str, value: Any) -> float:
+def _positive_float(key: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < 1e12:
         raise ValueError(f"{PARAMS}: {key} is {value!r}, and must be a positive number")
     return float(value)
@@ -127,7 +122,7 @@ def _real(key: str, value: Any) -> float:
 
 def _hidden(p: Mapping[str, Any]) -> int:
     """Two thirds of four times the width, times a factor, up to the next multiple."""
-    hidden = int(_real("ffn_dim_multiplier", p.get("ffn_dim_multiplier", 1.0)) * int(8 * p["dim"] / 3))
+    hidden = int(_positive_float("ffn_dim_multiplier", p.get("ffn_dim_multiplier", 1.0)) * int(8 * p["dim"] / 3))
     return -(-hidden // int(p["multiple_of"])) * int(p["multiple_of"])
 
 
@@ -139,69 +134,71 @@ def _window(p: Mapping[str, Any]) -> int | None:
             raise ValueError(f"{PARAMS}: layers have different sliding windows {window}, which no family here has")
         window = window[0]
     return (
-        None if window is None else _whole("sliding_window", int(str(window)) if str(window).isdigit() else window)
+        None
+        if window is None
+        else _positive_int("sliding_window", int(str(window)) if str(window).isdigit() else window)
     )
 
 
-def _base(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
+def _rope_theta(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
     if "rope_theta" in p:
-        return _real("rope_theta", p["rope_theta"])
-    # Mistral's first release meant 10,000, its code of today means 1,000,000 where nothing is said.
-    base = 1e6 if mistral and window is None else 1e4
-    notes.append(f"{PARAMS} has no rope_theta: taken as {base:,.0f}")
-    return base
+        return _positive_float("rope_theta", p["rope_theta"])
+    # Mistral's first release meant 10,000, its present code means 1,000,000 where no value is given.
+    theta = 1e6 if mistral and window is None else 1e4
+    notes.append(f"{PARAMS} has no rope_theta: assumed {theta:,.0f}")
+    return theta
 
 
 def _factor(p: Mapping[str, Any], notes: list[str]) -> float:
     if "rope_scaling_factor" in p:
-        return _real("rope_scaling_factor", p["rope_scaling_factor"])
-    factor = 32.0 if p["dim"] in SMALL else 8.0
-    notes.append(f"{PARAMS} has no rope_scaling_factor: taken as {factor:g} (LLaMA 3.1 has 8, 3.2 has 32)")
+        return _positive_float("rope_scaling_factor", p["rope_scaling_factor"])
+    factor = 32.0 if p["dim"] in LLAMA_3_2_DIMS else 8.0
+    notes.append(f"{PARAMS} has no rope_scaling_factor: assumed {factor:g} (LLaMA 3.1 has 8, 3.2 has 32)")
     return factor
 
 
-def _context(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
+def _context_length(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
     if "max_seq_len" in p:
         return int(p["max_seq_len"])
     if mistral:
         context_length = 32768
     elif p.get("use_scaled_rope"):
         context_length = 131072
-    elif _real("rope_theta", p.get("rope_theta", 1e4)) > 1e4:
+    elif _positive_float("rope_theta", p.get("rope_theta", 1e4)) > 1e4:
         context_length = 8192
     else:
         context_length = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
-    notes.append(f"{PARAMS} has no max_seq_len: taken as {context_length:,}")
+    notes.append(f"{PARAMS} has no max_seq_len: assumed {context_length:,}")
     return context_length
 
 
-def names(said: Mapping[str, Any], permuted: bool = True) -> Names:
+def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
     """Their names for our weights.
 
-    `permuted`: the rows of queries and keys change from adjacent pairs to halves. Without it
-    they stay as they are, for a model whose rotary positions turn adjacent pairs.
+    With `permuted`, the rows of queries and keys are reordered from adjacent pairs to halves. Without it they stay
+    as they are, for a model whose rotary positions rotate adjacent pairs.
     """
 
-    def turn(heads: int) -> Layout:
+    def permute(heads: int) -> Layout:
         return partial(to_halves, heads=heads) if permuted else identity
 
     attention, ours = "layers.{i}.attention", "blocks.{i}.attn"
     return [
         name("tok_embeddings.weight", "embed.token.weight"),
         name("layers.{i}.attention_norm.weight", "blocks.{i}.attn_norm.weight"),
-        name(f"{attention}.wq.weight", f"{ours}.q.weight", load=turn(said["num_attention_heads"])),
-        name(f"{attention}.wk.weight", f"{ours}.k.weight", load=turn(said["num_key_value_heads"])),
+        name(f"{attention}.wq.weight", f"{ours}.q.weight", load=permute(config["num_attention_heads"])),
+        name(f"{attention}.wk.weight", f"{ours}.k.weight", load=permute(config["num_key_value_heads"])),
         name(f"{attention}.wv.weight", f"{ours}.v.weight"),
         name(f"{attention}.wo.weight", f"{ours}.out.weight"),
         name("layers.{i}.ffn_norm.weight", "blocks.{i}.mlp_norm.weight"),
-        *(_experts(said["num_local_experts"]) if "num_local_experts" in said else _mlp()),
+        *(_experts(config["num_local_experts"]) if "num_local_experts" in config else _mlp()),
         name("norm.weight", "norm.weight"),
         name("output.weight", "head.weight"),
     ]
 
 
 IGNORED_NAMES = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
-"""Tables of angles that old files carry; they are computed here."""
+"""Tables of rotary angles that old files contain; they are computed here."""
 
 
 def _mlp() -> Names:
@@ -213,10 +210,10 @@ def _mlp() -> Names:
 
 
 def _experts(count: int) -> Names:
-    """One by one, as mistral-inference spells them, then as the first release stacked them, w2 turned."""
+    """One by one, as mistral-inference names them, then as the first release stacked them, with w2 transposed."""
     parts = {"w1": "gate", "w3": "up", "w2": "down"}
     router = "blocks.{i}.mlp.router.weight"
-    single = [
+    separate = [
         name(
             f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{ours}.weight"
         )
@@ -226,20 +223,20 @@ def _experts(count: int) -> Names:
         name(
             f"layers.{{i}}.block_sparse_moe.{w}",
             *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
-            load=partial(_turned_each, count=count) if w == "w2" else identity,
-            save=partial(_turned_each, count=count) if w == "w2" else identity,
+            load=partial(_transpose_each, count=count) if w == "w2" else identity,
+            save=partial(_transpose_each, count=count) if w == "w2" else identity,
         )
         for w, ours in parts.items()
     ]
     return [
         name("layers.{i}.feed_forward.gate.weight", router),
-        *single,
+        *separate,
         name("layers.{i}.block_sparse_moe.gate.weight", router),
         *stacked,
     ]
 
 
-def _turned_each(weight: Tensor, count: int) -> Tensor:
+def _transpose_each(weight: Tensor, count: int) -> Tensor:
     return weight.view(count, -1, weight.shape[1]).mT.flatten(0, 1)
 
 
@@ -249,36 +246,34 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def join_shards(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    """One set of tensors from the shards that several machines held; `whole` are the shapes to come.
+    """One set of tensors from the shards of several machines; `whole` has the shapes that they should have.
 
-    A tensor that is whole in a shard is taken from the first, others are put together along the one
+    A tensor that is whole in a shard is taken from the first shard, others are concatenated along the one
     dimension in which they add up.
     """
     keys = dict.fromkeys(key for shard in shards for key in shard)
-    return {key: _joined([shard[key] for shard in shards if key in shard], whole.get(key)) for key in keys}
+    return {key: _join([shard[key] for shard in shards if key in shard], whole.get(key)) for key in keys}
 
 
-def _joined(parts: list[LazyTensor], whole: tuple[int, ...] | None) -> LazyTensor:
+def _join(parts: list[LazyTensor], whole: tuple[int, ...] | None) -> LazyTensor:
     first = parts[0]
     if len(parts) == 1 or whole is None or first.shape == whole:
         return first
-    along = next((d for d in range(len(first.shape)) if _with(parts, d) == whole), 0)
+    dim = next((d for d in range(len(first.shape)) if _concatenated_shape(parts, d) == whole), 0)
 
     def forget() -> None:
         for part in parts:
             part.forget()
 
-    shape = _with(parts, along) or first.shape
+    shape = _concatenated_shape(parts, dim) or first.shape
 
-    return LazyTensor(
-        shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], along), forget
-    )
+    return LazyTensor(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], dim), forget)
 
 
-def _with(parts: Sequence[LazyTensor], along: int) -> tuple[int, ...] | None:
-    """The shape of the parts put together along a dimension, or None if they do not fit."""
-    others = {(p.shape[:along], p.shape[along + 1 :], p.dtype) for p in parts if len(p.shape) > along}
-    if len(others) != 1 or any(len(p.shape) <= along for p in parts):
+def _concatenated_shape(parts: Sequence[LazyTensor], dim: int) -> tuple[int, ...] | None:
+    """The shape of the parts concatenated along a dimension, or None if they do not fit."""
+    others = {(p.shape[:dim], p.shape[dim + 1 :], p.dtype) for p in parts if len(p.shape) > dim}
+    if len(others) != 1 or any(len(p.shape) <= dim for p in parts):
         return None
     shape = parts[0].shape
-    return (*shape[:along], sum(p.shape[along] for p in parts), *shape[along + 1 :])
+    return (*shape[:dim], sum(p.shape[dim] for p in parts), *shape[dim + 1 :])

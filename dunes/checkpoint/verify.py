@@ -176,7 +176,7 @@ def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     model = build_on_meta(source.family, source.config).eval()
     names = source.names
     if source.form == "native":
-        names = native.names(source.words, permuted=False)
+        names = native.weight_names(source.hf_config, permuted=False)
         for module in model.modules():
             if isinstance(module, Attention) and module.position is not None:
                 module.position = replace(module.position, adjacent=True)

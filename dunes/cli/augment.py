@@ -39,7 +39,7 @@ def merge(
         print(line)
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:
-        verb = "generate" if templates.of(loaded.tokenizer, loaded.card) is None else "chat"
+        verb = "generate" if templates.find_template(loaded.tokenizer, loaded.card) is None else "chat"
         print(f'next: dunes {verb} {out} "..."')
 
 

@@ -149,11 +149,13 @@ def chat(
     from functools import partial
 
     from dunes import measure
-    from dunes.runs.chat import Chat, answer, run, speaker
+    from dunes.runs.chat import Chat, answer, load_chat_engine, run
 
     sample = sampling.sampler()
     note = partial(print, file=sys.stderr, flush=True)
-    talk = Chat(speaker(model, adapter, measure.device(), any_base), sample, sampling.tokens, system, note)
+    talk = Chat(
+        load_chat_engine(model, adapter, measure.device(), any_base), sample, sampling.tokens, system, note
+    )
     write = partial(print, end="", flush=True)
     if message:
         answer(talk, message, write)
@@ -191,11 +193,11 @@ def complete(
             input is what stands before.
     """
     from dunes import checkpoint, measure
-    from dunes.runs.write import complete_line, text_before
+    from dunes.runs.write import complete_line, text_before_cursor
     from dunes.text.lines import decode_text
 
-    prefix = text_before(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
-    folder = checkpoint.locate_model(model).folder
+    prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
+    folder = checkpoint.local(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
 

@@ -30,11 +30,11 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
     if state["number"] != int(folder.name.removeprefix("step-")):
         raise wrong_state(folder, f"it is of step {state['number']}")
     try:
-        plan = kind.of(state["plan"])
+        config = kind.of(state["plan"])
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     scores = {name: state[name] and Score(*state[name]) for name in ("best", "last")}
-    return state | scores | {"plan": plan, "records": [Record(*pair) for pair in state["records"]]}
+    return state | scores | {"plan": config, "records": [Record(*pair) for pair in state["records"]]}
 
 
 def wrong_state(folder: Path, words: str) -> ValueError:
