@@ -19,6 +19,7 @@ from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.loading import describe_adapter
 from dunes.cli import augment, verbs
 from dunes.runs.chat import load_chat_engine
+from dunes.runs.sampling import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native

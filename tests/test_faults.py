@@ -316,7 +316,7 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
 
 def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
     """The writer is ten times slower than the steps."""
-    config, real = toy(code, steps=5000), checkpoint.store
+    config, real = toy(code, steps=5000), checkpoint.save_state
     run = prepare(config, tmp_path, tokenize(config, gather(config), None, display()[0].__enter__()))
     expected, seen, under_way = {}, [], []
 
@@ -391,7 +391,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
         patch.setattr(loop_module, "_note", cutting)
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
             train(config, tmp_path / "cut", display()[0])
-    assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
+    assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
     assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
     assert same(straight[0], resumed[0])

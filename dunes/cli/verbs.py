@@ -197,7 +197,7 @@ def complete(
     from dunes.text.lines import decode_text
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
 

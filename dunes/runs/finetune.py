@@ -74,8 +74,8 @@ def _changed(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict
     """The model as it trains, the notes of what was changed, and the identity of its base."""
     if METHODS[config.method].adapter is None:
         model, notes = prepare_model(model, config)
-        return model, notes, checkpoint.identity(model)
-    base = checkpoint.identity(model)
+        return model, notes, checkpoint.base_identity(model)
+    base = checkpoint.base_identity(model)
     model, notes = prepare_model(model, config)
     joined_factors(model)
     if any(note["name"] == "quantize" for note in notes):

@@ -62,7 +62,7 @@ class FinetuneData:
     @classmethod
     def read(cls, config: FinetuneConfig, show: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
-        if adapts(folder := checkpoint.local(config.model).folder):
+        if is_adapter(folder := checkpoint.locate_model(config.model).folder):
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
         files, lines = read_dataset(config.data, config.text_field, config.follow_links)
         others, more = (
@@ -227,7 +227,7 @@ def _rows(config: FinetuneConfig) -> Batch:
 
 def _shaped(data: FinetuneData) -> Decoder:
     """The model that trains, without its numbers."""
-    words = checkpoint.said(data.base.model, data.base.context_length)
+    words = checkpoint.hf_config_of(data.base.model, data.base.context_length)
     assert not isinstance(words, str), "it came from a folder that says so"
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored

@@ -74,7 +74,7 @@ def go(
         with _occupied(show, how.dry_run), alone(folder):  # refused now, not after the text was read
             pass
     if how.dry_run and (earlier := begun(folder, type(config))) is not None:
-        state = checkpoint.latest(folder, show.line)
+        state = checkpoint.latest_state(folder, show.line)
         newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
         goes_on = f"; with --resume it goes on from there to its end after {config.length}" if how.resume else ""
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
