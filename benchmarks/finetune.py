@@ -85,7 +85,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
     from dunes.text import Tokenizer, templates
 
     records = examples.read(data).rows[:2000]
-    tokenizer = Tokenizer.train("bpe", [turn.whole for r in records for turn in r.talk], VOCAB)
+    tokenizer = Tokenizer.train("bpe", [turn.full_text for r in records for turn in r.turns], VOCAB)
     dim, depth = SHAPES[size]
     config = llama.Config.from_size(VOCAB, dim, depth, CONTEXT)
     kv_heads = config.heads // (3 if config.heads % 3 == 0 else 2)
@@ -97,7 +97,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
             with torch.no_grad():
                 parameter.normal_(0, 0.01, generator=torch.Generator().manual_seed(len(name)))
     checkpoint.save_adapter(model, folder / "adapter", note["request"]["adapter"], str(folder / "model"))
-    made = list(examples.tokenized(records, templates.named("plain"), tokenizer))
+    made = list(examples.tokenized(records, templates.get_template("plain"), tokenizer))
     few = size == "toy"
     tuning = Tuning(
         folder=str(folder / "model"),

@@ -33,7 +33,7 @@ from dunes.parts import Decoder
 from dunes.runs import score
 from dunes.runs.evaluate import evaluate, widths
 from dunes.runs.json_lines import append_record, read_records
-from dunes.text.templates import named
+from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw
 
 Row = dict[str, Any]
@@ -103,7 +103,7 @@ def batches(sweep: Sweep, loaded: LoadedModel) -> tuple[Batches, Batches]:
     """To learn from, and held out."""
     sides = examples.split(examples.read(sweep.data).rows)
     rows = (sides[0][sweep.skip :][: sweep.examples or None], sides[1])
-    learn, held = (list(examples.tokenized(r, named("plain"), loaded.tokenizer)) for r in rows)
+    learn, held = (list(examples.tokenized(r, get_template("plain"), loaded.tokenizer)) for r in rows)
     return (
         Batches(learn, loaded.context_length, sweep.batch, sweep.seed),
         Batches(held, loaded.context_length, 16, sweep.seed),

@@ -178,7 +178,7 @@ def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
     # What was gone may be there again.
     monkeypatch.setattr(state.shutil, "rmtree", lambda *a, **k: (remove(*a, **k), time.sleep(0.01)))
     at_once(lambda i: [save_state(tmp_path, steps[i]) for _ in range(4)])
-    newest = checkpoint.latest(tmp_path, pytest.fail)
+    newest = checkpoint.latest_state(tmp_path, pytest.fail)
     assert read_state(tmp_path) == int(newest.name[5:])
     assert not hidden(tmp_path)
 

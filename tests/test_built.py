@@ -242,7 +242,7 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
         f"{kept}: built by test_built:build, which is not imported by itself; load it in Python with that "
         f"function: checkpoint.load({str(kept)!r}, build=build)"
     )
-    for read in (checkpoint.load, checkpoint.described, checkpoint.load_with_tokenizer):
+    for read in (checkpoint.load, checkpoint.describe, checkpoint.load_with_tokenizer):
         with pytest.raises(ValueError, match="not imported") as caught:
             read(kept)
         assert str(caught.value) == words

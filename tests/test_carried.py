@@ -10,7 +10,16 @@ from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source
 from dunes.models import FAMILIES
 from dunes.text import SPECIAL, Tokenizer
-from dunes.text.templates import TEMPLATES, Own, Turn, carried, encoded, named, of, prompt
+from dunes.text.templates import (
+    TEMPLATES,
+    ModelTemplate,
+    Turn,
+    attach_template,
+    encode_prompt,
+    encode_segments,
+    find_template,
+    get_template,
+)
 from test_examples import CHAT, THEIRS, bpe, llama3, spaced  # noqa: F401  (fixtures)
 
 with warnings.catch_warnings():
@@ -43,9 +52,9 @@ def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, re
     kind, messages = CASES[case]
     plain = request.getfixturevalue(kind)
     source = THEIRS["chatml"].replace("bos_token", "'<|endoftext|>'")
-    template = Own(source, plain) if case == "own" else named(case)
-    tokenizer, model = carried(template, plain), small(plain)
-    stops = {plain.eos, template.stop(plain)}
+    template = ModelTemplate(source, plain) if case == "own" else get_template(case)
+    tokenizer, model = attach_template(template, plain), small(plain)
+    stops = {plain.eos, template.stop_id(plain)}
     assert tokenizer.stops >= stops
     facts = {} if case == "own" else {"template": case}
     checkpoint.save(model, tmp_path / "m", tokenizer, 512, facts)
@@ -57,22 +66,22 @@ def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, re
         assert loaded.tokenizer.eos == plain.eos
         assert loaded.tokenizer.document_start == plain.document_start
         assert set(GenerationConfig.from_pretrained(folder).eos_token_id) == tokenizer.stops
-        found = of(loaded.tokenizer, loaded.card)
-        assert (found is TEMPLATES[case]) if case != "own" else isinstance(found, Own)
-        ids = prompt(found, talk, loaded.tokenizer)
-        assert ids == prompt(template, talk, plain)
+        found = find_template(loaded.tokenizer, loaded.card)
+        assert (found is TEMPLATES[case]) if case != "own" else isinstance(found, ModelTemplate)
+        ids = encode_prompt(found, talk, loaded.tokenizer)
+        assert ids == encode_prompt(template, talk, plain)
         theirs = AutoTokenizer.from_pretrained(folder)
         said = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert said == ids
         # The file alone says the same as the name does.
-        assert prompt(of(loaded.tokenizer, {}), talk, loaded.tokenizer) == ids
+        assert encode_prompt(find_template(loaded.tokenizer, {}), talk, loaded.tokenizer) == ids
         assert set(AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id) == tokenizer.stops
 
 
 def test_a_begin_that_the_tokenizer_adds_is_not_doubled(llama3):  # noqa: F811
     """The template writes the beginning and the tokenizer would add it, too: it stands there once."""
-    tokenizer = carried(named("llama3"), llama3)
-    ids = prompt(of(tokenizer, {}), (Turn("user", "Hi"),), tokenizer)
+    tokenizer = attach_template(get_template("llama3"), llama3)
+    ids = encode_prompt(find_template(tokenizer, {}), (Turn("user", "Hi"),), tokenizer)
     (begin,) = llama3.document_start
     assert ids.count(begin) == 1
     assert ids[0] == begin
@@ -82,7 +91,7 @@ def test_what_was_beside_is_kept_but_the_older_template(bpe, tmp_path):  # noqa:
     bpe.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old", "eos_token": SPECIAL[0]}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 300}))
-    tokenizer = carried(named("chatml"), Tokenizer.load(tmp_path))
+    tokenizer = attach_template(get_template("chatml"), Tokenizer.load(tmp_path))
     tokenizer.save(tmp_path)
     words = json.loads((tmp_path / "generation_config.json").read_text())
     assert words == {"temperature": 0.6, "eos_token_id": [bpe.eos, 300, bpe.token_id("<|im_end|>")]}
@@ -91,11 +100,11 @@ def test_what_was_beside_is_kept_but_the_older_template(bpe, tmp_path):  # noqa:
 
 
 def test_a_model_without_a_template_has_none_and_a_wrong_one_is_refused(bpe, spaced):  # noqa: F811
-    assert of(bpe, {}) is None
-    assert of(bpe, {"template": "no such"}) is None
+    assert find_template(bpe, {}) is None
+    assert find_template(bpe, {"template": "no such"}) is None
     with pytest.raises(ValueError, match=r"has no <\|im_start\|>"):
-        carried(named("chatml"), spaced)
+        attach_template(get_template("chatml"), spaced)
     with pytest.raises(ValueError, match=r"has no <\|im_start\|>"):
-        of(spaced, {"template": "chatml"})
-    pieces = next(iter(named("chatml").write([(Turn("user", "<|im_end|>"),)], opened=True)))
-    assert encoded(pieces, bpe)[0].count(bpe.token_id("<|im_end|>")) == 1
+        find_template(spaced, {"template": "chatml"})
+    pieces = next(iter(get_template("chatml").render([(Turn("user", "<|im_end|>"),)], add_generation_prompt=True)))
+    assert encode_segments(pieces, bpe)[0].count(bpe.token_id("<|im_end|>")) == 1

@@ -28,7 +28,16 @@ from dunes.ops.cross_entropy import IGNORE
 from dunes.text import END, Tokenizer, templates
 from dunes.text.chat_template import render
 from dunes.text.lines import line_parts
-from dunes.text.templates import BEGIN, TEMPLATES, Own, Piece, Turn, encoded, named, prompt
+from dunes.text.templates import (
+    BEGIN,
+    TEMPLATES,
+    ModelTemplate,
+    Segment,
+    Turn,
+    encode_prompt,
+    encode_segments,
+    get_template,
+)
 
 TASK = {"instruction": "Add {them}.", "input": "1 and {instruction}", "output": "Three.\nReally"}
 WANTED = [Turn("user", "Hi"), Turn("assistant", "Ho")]
@@ -137,7 +146,7 @@ def test_each_kind_is_found_by_looking(kind, write, tmp_path):
     }[write]
     found = read(put(tmp_path, content, "data.txt"))
     assert found.kind == kind
-    assert [list(r.talk) for r in found.rows] == [WANTED if kind != "text" else [Turn("text", "Hi")]] * 2
+    assert [list(r.turns) for r in found.rows] == [WANTED if kind != "text" else [Turn("text", "Hi")]] * 2
     assert [r.place.rpartition(", ")[2] for r in found.rows] == {
         "list": ["row 1", "row 2"],
         "blank lines": ["line 3", "line 5"],
@@ -157,11 +166,11 @@ def test_other_spellings_are_read_as_what_they_say(tmp_path):
     ]
     (row,) = read(put(tmp_path, lines({"messages": messages, "tools": None}))).rows
     heard = [Turn("system", "S"), Turn("user", "Hi"), Turn("assistant", "Hm", trained=False), Turn("user", "")]
-    assert list(row.talk) == [*heard, WANTED[1]]
+    assert list(row.turns) == [*heard, WANTED[1]]
     (row,) = read(put(tmp_path, lines({"instruction": "Hi", "output": ""}))).rows
-    assert list(row.talk) == [WANTED[0], Turn("assistant", "")]
+    assert list(row.turns) == [WANTED[0], Turn("assistant", "")]
     (row,) = read(put(tmp_path, lines({"conversations": FORMS["messages"]["messages"]}))).rows
-    assert list(row.talk) == WANTED
+    assert list(row.turns) == WANTED
 
 
 def said(*messages):
@@ -262,13 +271,15 @@ def test_alpacas_prompts_to_the_byte(name, given, bpe, tmp_path):
     """A1."""
     row = {k: v for k, v in (TASK | {"input": given}).items() if v is not None}
     (record,) = read(put(tmp_path, lines(row))).rows
-    (pieces,) = named(name).write([record.talk])
+    (pieces,) = get_template(name).render([record.turns])
     want = (ALPACA_PAIRED if given else ALPACA_ALONE) + ALPACA_TAIL[name]
     assert [p.text for p in pieces] == [BEGIN.text, want, "Three.\nReally", "{end}"]
     assert [p.trained for p in pieces] == [False, False, True, True]
-    example = made(record.talk, named(name), bpe)
+    example = made(record.turns, get_template(name), bpe)
     assert spelled(example.ids, bpe) == f"{END}{want}Three.\nReally{END}"
-    text = render(named(name).jinja(bpe), [{"role": "user", "content": TASK["instruction"], "input": given or ""}])
+    text = render(
+        get_template(name).jinja(bpe), [{"role": "user", "content": TASK["instruction"], "input": given or ""}]
+    )
     assert text == END + want
 
 
@@ -278,9 +289,9 @@ def test_what_is_trained_on_is_the_answer_and_its_end(name, answer, bpe):
     """A2, with a tokenizer whose pairs merge over the boundary."""
     whole, apart = bpe.encode("Response:The"), [*bpe.encode("Response:"), *bpe.encode("The")]
     assert whole != apart
-    example = made((Turn("user", "Response:"), Turn("assistant", answer)), named(name), bpe)
+    example = made((Turn("user", "Response:"), Turn("assistant", answer)), get_template(name), bpe)
     trained = example.ids[example.trained].tolist()
-    stop = named(name).stop(bpe)
+    stop = get_template(name).stop_id(bpe)
     assert trained[-1] == stop
     assert stop not in trained[:-1]
     assert bpe.decode(trained[:-1]) == answer
@@ -292,11 +303,11 @@ def test_what_is_trained_on_is_the_answer_and_its_end(name, answer, bpe):
 def test_a_space_in_front_of_a_text_is_none_between_prompt_and_answer(spaced):
     """Where the tokenizer sets a space in front of each text: Alpaca's answers follow without one."""
     talk = (Turn("user", "Hi"), Turn("assistant", "The answer"))
-    example = made(talk, named("alpaca"), spaced)
+    example = made(talk, get_template("alpaca"), spaced)
     assert spaced.decode(example.ids[example.trained].tolist()) == "The answer"
     assert spaced.decode(example.ids.tolist()).endswith("### Response:The answer")
-    assert spaced.follow("The answer") != spaced.encode("The answer")
-    assert spaced.decode([*spaced.encode("a"), *spaced.follow("b")]) == "ab"
+    assert spaced.encode_continuation("The answer") != spaced.encode("The answer")
+    assert spaced.decode([*spaced.encode("a"), *spaced.encode_continuation("b")]) == "ab"
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
@@ -316,10 +327,14 @@ def test_special_tokens_in_what_a_user_wrote_are_words(bpe, llama3):
     wrote = "stop <|im_end|> <|eot_id|><|start_header_id|> now"
     talk = (Turn("user", wrote), Turn("assistant", wrote))
     for template, tokenizer, special in (
-        (named("chatml"), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
-        (Own(named("chatml").jinja(bpe), bpe), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
-        (named("llama3"), llama3, {"<|start_header_id|>": 2, "<|end_header_id|>": 2, "<|eot_id|>": 2}),
-        (Own(named("llama3").jinja(llama3), llama3), llama3, {"<|start_header_id|>": 2, "<|eot_id|>": 2}),
+        (get_template("chatml"), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
+        (ModelTemplate(get_template("chatml").jinja(bpe), bpe), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
+        (get_template("llama3"), llama3, {"<|start_header_id|>": 2, "<|end_header_id|>": 2, "<|eot_id|>": 2}),
+        (
+            ModelTemplate(get_template("llama3").jinja(llama3), llama3),
+            llama3,
+            {"<|start_header_id|>": 2, "<|eot_id|>": 2},
+        ),
     ):
         ids = made(talk, template, tokenizer).ids.tolist()
         assert {t: ids.count(tokenizer.token_id(t)) for t in special} == special
@@ -359,23 +374,23 @@ def test_chat_templates_give_transformers_ids(name, turns, bpe, llama3, spaced):
     talk = tuple(Turn(m["role"], m["content"]) for m in messages)
     options = {"chat_template": THEIRS[name], "add_generation_prompt": opened, "return_dict": False}
     want = oracle(tokenizer, bos_token=bos, eos_token=eos).apply_chat_template(messages, **options)
-    own = Own(THEIRS[name].replace("bos_token", f"'{bos}'").replace("eos_token", f"'{eos}'"), tokenizer)
-    ours = Own(named(name).jinja(tokenizer), tokenizer)
-    for template in (named(name), own, ours):
-        (pieces,) = template.write([talk], opened)
-        assert encoded(pieces, tokenizer)[0] == want
+    own = ModelTemplate(THEIRS[name].replace("bos_token", f"'{bos}'").replace("eos_token", f"'{eos}'"), tokenizer)
+    ours = ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)
+    for template in (get_template(name), own, ours):
+        (pieces,) = template.render([talk], opened)
+        assert encode_segments(pieces, tokenizer)[0] == want
         if opened:
-            assert prompt(template, talk, tokenizer) == want
+            assert encode_prompt(template, talk, tokenizer) == want
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "llama2", "alpaca", "plain"])
 def test_a_prompt_has_the_ids_with_which_the_answer_is_trained(name, bpe, llama3, spaced):
     tokenizer = {"llama3": llama3, "mistral": spaced, "llama2": spaced}.get(name, bpe)
     talk = (Turn("user", "Response:"), Turn("assistant", "The answer"))
-    for template in (named(name), Own(named(name).jinja(tokenizer), tokenizer)):
+    for template in (get_template(name), ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)):
         example = made(talk, template, tokenizer)
         first = int(example.trained.argmax())
-        assert prompt(template, talk[:1], tokenizer) == example.ids[:first].tolist()
+        assert encode_prompt(template, talk[:1], tokenizer) == example.ids[:first].tolist()
         begin = tokenizer.document_start
         assert example.ids[: len(begin)].tolist() == begin
         assert example.ids[len(begin)] != begin[0]
@@ -386,8 +401,8 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
     tokenizer = {"llama3": llama3, "mistral": spaced, "llama2": spaced}.get(name, bpe)
     talk = (Turn("system", "S"), *chat("user", "assistant", "user"), Turn("assistant", "no", trained=False))
     talk += chat("user", "assistant")
-    stop = named(name).stop(tokenizer)
-    for template in (named(name), Own(named(name).jinja(tokenizer), tokenizer)):
+    stop = get_template(name).stop_id(tokenizer)
+    for template in (get_template(name), ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)):
         example = made(talk, template, tokenizer)
         parts = [t for t, trained in coloured(example, tokenizer) if trained]
         end = tokenizer.inner.id_to_token(stop)
@@ -402,7 +417,7 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
 
 
 def test_plain_text_is_trained_on_as_a_whole(bpe):
-    example = made([Turn("text", "The answer")], named("plain"), bpe)
+    example = made([Turn("text", "The answer")], get_template("plain"), bpe)
     assert example.ids.tolist() == [bpe.eos, *bpe.encode("The answer"), bpe.eos]
     assert example.trained.tolist() == [False] + [True] * (len(example) - 1)
 
@@ -430,26 +445,26 @@ def test_a_conversation_without_a_form_is_named(which, spaced):
     name, roles, expected = REFUSED[which]
     good = chat("user", "assistant")
     with pytest.raises(ValueError, match=f"^made, row 2: template.*{expected}"):
-        list(tokenized(rows(good, chat(*roles)), named(name), spaced))
+        list(tokenized(rows(good, chat(*roles)), get_template(name), spaced))
 
 
 def test_plain_text_has_no_form_as_a_chat(bpe, llama3):
     for name, tokenizer in (("chatml", bpe), ("llama3", llama3)):
         with pytest.raises(ValueError, match=r"made, row 1: template.*plain text"):
-            made([Turn("text", "a")], named(name), tokenizer)
+            made([Turn("text", "a")], get_template(name), tokenizer)
 
 
 def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_row(bpe, spaced):
     with pytest.raises(ValueError, match=r"template chatml: the tokenizer has no <\|im_start\|>, <\|im_end\|>"):
-        next(tokenized(rows(WANTED), named("chatml"), spaced))
+        next(tokenized(rows(WANTED), get_template("chatml"), spaced))
     held = Tokenizer(tokenizers.Tokenizer.from_str(spaced.json()))
     held.inner.add_special_tokens(["[INST]"])
-    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as words, .*as tokens"):
-        next(tokenized(rows(WANTED), named("mistral"), held))
+    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as words, .*as special tokens"):
+        next(tokenized(rows(WANTED), get_template("mistral"), held))
     with pytest.raises(ValueError, match="no template is called 'vicuna'; there are plain, alpaca"):
-        named("vicuna")
+        get_template("vicuna")
     with pytest.raises(ValueError, match="train_on is 'answers' or 'all', not 'prompt'"):
-        next(tokenized(rows(WANTED), named("plain"), bpe, "prompt"))
+        next(tokenized(rows(WANTED), get_template("plain"), bpe, "prompt"))
 
 
 OWN = {
@@ -464,21 +479,21 @@ OWN = {
 @pytest.mark.parametrize("source", OWN)
 def test_an_own_template_without_findable_answers_is_refused(source, bpe):
     with pytest.raises(ValueError, match=OWN[source]):
-        made(chat("user", "assistant"), Own(source, bpe), bpe)
+        made(chat("user", "assistant"), ModelTemplate(source, bpe), bpe)
 
 
 def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
     source = "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}{{ m.content }}<|im_end|>{% endfor %}"
     many = [chat("user", "assistant")] * 70
     with pytest.raises(ValueError, match=r"^made, row 71: the chat template fails: TemplateError: no"):
-        list(tokenized(rows(*many, chat("system", "user", "assistant")), Own(source, bpe), bpe))
-    assert len(list(tokenized(rows(*many), Own(source, bpe), bpe))) == 70
+        list(tokenized(rows(*many, chat("system", "user", "assistant")), ModelTemplate(source, bpe), bpe))
+    assert len(list(tokenized(rows(*many), ModelTemplate(source, bpe), bpe))) == 70
 
 
 def test_what_stands_for_special_tokens_is_in_no_text(bpe):
     """Icons of private use are text like any other, and a special token that a user wrote is not one."""
     text = "\U000f0000 <|im_end|>{end}\U000f0003"
-    for template in (named("chatml"), Own(named("chatml").jinja(bpe), bpe)):
+    for template in (get_template("chatml"), ModelTemplate(get_template("chatml").jinja(bpe), bpe)):
         example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
         assert coloured(example, bpe)[1] == (f"{text}<|im_end|>", True)
         assert example.ids[example.trained].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
@@ -492,14 +507,14 @@ def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<t></t>{% endif %}"
         "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    example = made(chat("user", "assistant", "user", "assistant"), Own(source, bpe), bpe)
+    example = made(chat("user", "assistant", "user", "assistant"), ModelTemplate(source, bpe), bpe)
     parts = [t for t, trained in coloured(example, bpe) if trained]
     assert parts == ["assistant 1<|im_end|>", "<t></t>assistant 3<|im_end|>"]
     strips = Tokenizer(tokenizers.Tokenizer.from_str(bpe.json()))
     strips.inner.add_special_tokens(
         [AddedToken("<|e|>", rstrip=True, lstrip=True, special=True, normalized=False)]
     )
-    own = Own("{% for m in messages %}{{ m.content }} <|e|>\n{% endfor %}", strips)
+    own = ModelTemplate("{% for m in messages %}{{ m.content }} <|e|>\n{% endfor %}", strips)
     e = strips.token_id("<|e|>")
     assert made(chat("user", "assistant"), own, strips).ids.tolist() == [
         *strips.encode("user 0"), e, *strips.encode("assistant 1"), e
@@ -516,7 +531,7 @@ def reported(talks, template, tokenizer, context=1000, validation=(), vocab=None
 
 def test_a_report_counts(bpe):
     talks = [(Turn("user", "Hi" * i), Turn("assistant", "Ho")) for i in (1, 1, 2, 3, 40)]
-    found = reported(talks, named("plain"), bpe, 30, talks[:1])
+    found = reported(talks, get_template("plain"), bpe, 30, talks[:1])
     sizes = [len(bpe.encode("Hi" * i)) + len(bpe.encode("Ho")) + 2 for i in (1, 1, 2, 3, 40)]
     answer = len(bpe.encode("Ho")) + 1
     assert (found.examples, found.validation, found.duplicates, found.shared) == (5, 1, 1, 1)
@@ -530,8 +545,8 @@ def test_a_report_counts(bpe):
     assert f"cut at 30: 20.0% of the examples, {answer} trained tokens lost" in found.lines()[2]
     assert len(found.warnings()) == 3
     assert all(str(n) in " ".join(found.lines()) for n in (5, sum(sizes), 4 * answer))
-    assert reported(talks, named("plain"), bpe, sizes[4] - 1).truncated == 0
-    assert reported(talks, named("plain"), bpe, sizes[4] - 2).truncated == 1
+    assert reported(talks, get_template("plain"), bpe, sizes[4] - 1).truncated == 0
+    assert reported(talks, get_template("plain"), bpe, sizes[4] - 2).truncated == 1
     refuse(found, limit=0.2)
     with pytest.raises(ValueError, match=r"20.0% of the examples are longer than the context of 30"):
         refuse(found)
@@ -542,17 +557,17 @@ GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi
 
 def test_good_examples_are_not_refused(bpe, llama3, spaced):
     for name, tokenizer in (("plain", bpe), ("alpaca", bpe), ("llama3", llama3), ("mistral", spaced)):
-        refuse(reported(GOOD, named(name), tokenizer))
+        refuse(reported(GOOD, get_template(name), tokenizer))
     empty = [(Turn("user", ""), Turn("assistant", ""))]
-    refuse(reported(empty, named("plain"), bpe))
+    refuse(reported(empty, get_template("plain"), bpe))
 
 
 def test_nothing_to_train_on_is_refused(bpe):
     masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
     with pytest.raises(ValueError, match=r"none of .* tokens is trained on"):
-        refuse(reported(masked, named("plain"), bpe))
+        refuse(reported(masked, get_template("plain"), bpe))
     with pytest.raises(ValueError, match="no examples to learn from"):
-        refuse(reported([], named("plain"), bpe))
+        refuse(reported([], get_template("plain"), bpe))
 
 
 def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
@@ -565,39 +580,39 @@ def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
 
     monkeypatch.setattr(examples, "_example", aliased)
     with pytest.raises(ValueError, match=r"the token that ends an answer is never trained on"):
-        refuse(reported(GOOD, named("plain"), bpe))
+        refuse(reported(GOOD, get_template("plain"), bpe))
     monkeypatch.undo()
     # Cut off, at a context that a permissive limit allows.
     with pytest.raises(ValueError, match="never trained on"):
-        refuse(reported(GOOD[:1], named("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
+        refuse(reported(GOOD[:1], get_template("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
 
 
 def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
     """The template writes it, and the tokenizer adds it; also where the token is that of the end."""
-    source = "<|begin_of_text|>" + named("llama3").jinja(llama3)
+    source = "<|begin_of_text|>" + get_template("llama3").jinja(llama3)
     with pytest.raises(ValueError, match="2 examples begin with the token of the beginning twice"):
-        refuse(reported(GOOD, Own(source, llama3), llama3))
+        refuse(reported(GOOD, ModelTemplate(source, llama3), llama3))
 
     def doubled(pieces, tokenizer, everything):
-        ids, trained = encoded(pieces, tokenizer, everything)
+        ids, trained = encode_segments(pieces, tokenizer, everything)
         return [*tokenizer.document_start, *ids], [*([False] * len(tokenizer.document_start)), *trained]
 
-    monkeypatch.setattr(examples, "encoded", doubled)
+    monkeypatch.setattr(examples, "encode_segments", doubled)
     for tokenizer in (llama3, bpe):
         for train_on in ("answers", "all"):
             with pytest.raises(ValueError, match="2 examples begin with"):
-                refuse(reported(GOOD, named("alpaca"), tokenizer, train_on=train_on))
+                refuse(reported(GOOD, get_template("alpaca"), tokenizer, train_on=train_on))
 
 
 def test_ids_that_the_model_has_not_are_refused(bpe):
     with pytest.raises(ValueError, match=f"the examples hold the id {bpe.eos}, and the model has {bpe.eos}"):
-        refuse(reported(GOOD, named("plain"), bpe, vocab=bpe.eos))
+        refuse(reported(GOOD, get_template("plain"), bpe, vocab=bpe.eos))
 
 
 def test_silent_truncation_does_not_pass(bpe, monkeypatch):
     """What is cut is counted from the examples themselves, whole until they are put into rows."""
     long = [(Turn("user", "Hi"), Turn("assistant", "Ho " * 99))] * 3
-    found = reported(long, named("plain"), bpe, 64)
+    found = reported(long, get_template("plain"), bpe, 64)
     assert found.truncated == 3
     assert found.lost > 3
     with pytest.raises(ValueError, match=r"100\.0% of the examples are longer"):
@@ -610,11 +625,11 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
 
     monkeypatch.setattr(examples, "_example", cut)
     with pytest.raises(ValueError, match="never trained on"):
-        refuse(reported(long, named("plain"), bpe, 64))
+        refuse(reported(long, get_template("plain"), bpe, 64))
 
 
 def test_few_trained_tokens_are_warned_of(bpe):
-    found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], named("plain"), bpe)
+    found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
     assert any("trained on; look" in line for line in found.warnings())
     assert found.share_trained < preflight.FEW
 
@@ -629,12 +644,12 @@ def test_copies_are_on_one_side_and_stay_there():
     learn, hold = split(rows(*talks), 0.2)
     assert len(learn) + len(hold) == 300
     assert 20 < len(hold) < 100
-    words = [{r.talk[0].text for r in side} for side in (learn, hold)]
+    words = [{r.turns[0].text for r in side} for side in (learn, hold)]
     assert not words[0] & words[1]
-    assert Counter(r.talk[0].text for r in hold).most_common()[-1][1] == 2
+    assert Counter(r.turns[0].text for r in hold).most_common()[-1][1] == 2
     # Each by itself: what else there is does not matter.
     again = split(rows(*reversed(talks[:200])), 0.2)
-    assert {r.talk for r in again[1]} == {r.talk for r in hold} & set(talks[:200])
+    assert {r.turns for r in again[1]} == {r.turns for r in hold} & set(talks[:200])
 
 
 def test_a_split_leaves_something_on_both_sides():
@@ -656,7 +671,7 @@ def test_inputs_and_roles_count_in_a_split():
 
 
 def test_what_is_shown_is_the_text_in_parts(bpe):
-    example = made((Turn("user", "Hi <|im_end|>"), Turn("assistant", "Hé")), named("chatml"), bpe)
+    example = made((Turn("user", "Hi <|im_end|>"), Turn("assistant", "Hé")), get_template("chatml"), bpe)
     assert coloured(example, bpe) == [
         (f"{END}<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n", False),
         ("Hé<|im_end|>", True),
@@ -671,24 +686,28 @@ def test_the_arithmetic_problems_are_read():
     _, hold = split(found.rows)
     assert 200 < len(hold) < 600
     tokenizer = Tokenizer.train("bytes", [])
-    made = list(tokenized(hold, named("alpaca"), tokenizer))
+    made = list(tokenized(hold, get_template("alpaca"), tokenizer))
     for example, row in zip(made, hold, strict=True):
-        assert tokenizer.decode(example.ids[example.trained].tolist()) == row.talk[1].text
-    refuse(report(made, [], 4096, tokenizer.vocab, named("alpaca"), tokenizer))
+        assert tokenizer.decode(example.ids[example.trained].tolist()) == row.turns[1].text
+    refuse(report(made, [], 4096, tokenizer.vocab, get_template("alpaca"), tokenizer))
 
 
 def test_every_template_has_a_name_and_a_piece_is_plain():
     assert set(TEMPLATES) == {"plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"}
-    assert Piece("a") != Piece("a", special=True)
+    assert Segment("a") != Segment("a", special=True)
 
 
 def test_many_conversations_are_rendered_by_few_processes(bpe, monkeypatch):
     """One for each 64 of them took two minutes for 52,000."""
-    own, calls, real = Own(named("chatml").jinja(bpe), bpe), [], templates.chat_template._run_process
+    own, calls, real = (
+        ModelTemplate(get_template("chatml").jinja(bpe), bpe),
+        [],
+        templates.chat_template._run_process,
+    )
     monkeypatch.setattr(templates.chat_template, "_run_process", lambda request: calls.append(1) or real(request))
     talks = [(Turn("user", f"question {i}"), Turn("assistant", "a" * (i % 7))) for i in range(1500)]
     talks[700] = (Turn("user", "q" * (templates.MAX_CHARS + 1)), Turn("assistant", "long"))
-    assert sum(1 for _ in own.write(talks)) == 1500
+    assert sum(1 for _ in own.render(talks)) == 1500
     assert len(calls) <= 5
     assert [len(g) for g in templates._groups(talks)] == [700, 1, 799]
     assert [*templates._groups([])] == []
@@ -700,7 +719,7 @@ def test_many_conversations_are_rendered_by_few_processes(bpe, monkeypatch):
 def test_fields_that_are_named_are_read_as_plain_text(tmp_path):
     asked = [{"q": "Hi", "a": "Ho", "n": 1}, {"q": " ", "a": None}, {"a": "alone"}, {"q": "", "n": 2}]
     found = read(put(tmp_path, lines(*asked)), ["q", "a"])
-    assert [r.talk for r in found.rows] == [(Turn("text", t),) for t in ("Hi\n\nHo", "alone")]
+    assert [r.turns for r in found.rows] == [(Turn("text", t),) for t in ("Hi\n\nHo", "alone")]
     assert [r.place.rpartition(", ")[2] for r in found.rows] == ["line 1", "line 3"]
     assert found.detected.endswith("2 records of plain text, in JSON lines; 2 without text are passed over")
     with pytest.raises(ValueError, match=r"line 1: n: expected a text, found a number"):
@@ -730,12 +749,12 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
         polars.DataFrame([row] * 5).write_parquet(path)
         found = read(path)
         assert (found.kind, found.form, len(found.rows)) == (kind, "parquet", 5)
-        assert [r.talk for r in found.rows] == [r.talk for r in read(put(tmp_path, lines(*[row] * 5))).rows]
+        assert [r.turns for r in found.rows] == [r.turns for r in read(put(tmp_path, lines(*[row] * 5))).rows]
         assert found.rows[4].place == f"{path}, row 5"
     wide = tmp_path / "wide"
     polars.DataFrame({"id": [1, 2, 3], "body": ["a", None, "c"]}).write_parquet(wide)
     found = read(wide, ["body"])
-    assert [r.talk[0].text for r in found.rows] == ["a", "c"]
+    assert [r.turns[0].text for r in found.rows] == ["a", "c"]
     with pytest.raises(ValueError, match="expected text in the field text, found id, body; name"):
         read(wide, ["text"])
     for content in (b"", b"PAR1", b"PAR1" + wide.read_bytes()[4:-9], b'{"text": "a"}'):
@@ -768,7 +787,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
         "tasks.json": ("alpaca", 1),
         "data": ("text", 4),
     }
-    plain = {r.place.rpartition("/")[2]: r.talk[0].text for r in found[-1].rows}
+    plain = {r.place.rpartition("/")[2]: r.turns[0].text for r in found[-1].rows}
     assert plain["book.txt"] == "A book.\n"
     assert plain.keys() == {"book.txt", "package.json", "names.json", ".gitignore"}
     assert said[-2:] == [
@@ -788,7 +807,7 @@ def test_a_file_that_is_named_is_what_it_holds(tmp_path):
     book = "It was a dark night.\n[and]\n"
     for content in (book, "[Chapter 1]\n" + book, "{curly}\n" + book):
         ((found,), said) = read_dataset(put(tmp_path, content, "book.txt"))
-        assert [r.talk for r in found.rows] == [(Turn("text", content),)]
+        assert [r.turns for r in found.rows] == [(Turn("text", content),)]
         assert said == [f"{tmp_path / 'book.txt'}: 1 file of plain text"]
     ((found,), _) = read_dataset(put(tmp_path, lines(FORMS["alpaca"]), "rows"))
     assert found.kind == "alpaca"
@@ -825,12 +844,12 @@ def targets_of(made, context):
 @pytest.mark.parametrize("context", [1, 2, 7, 100, 1000])
 def test_each_token_of_a_text_is_a_target_once(bpe, llama3, spaced, context):
     for tokenizer in (bpe, llama3, spaced):
-        text = made([Turn("text", WORDS[:300])], named("plain"), tokenizer)
+        text = made([Turn("text", WORDS[:300])], get_template("plain"), tokenizer)
         parts = [*windows(text, context)]
         assert targets_of(parts, context) == text.ids[1:].tolist()
         assert all(len(p) <= context + 1 for p in parts)
         assert [p.window for p in parts] == [*range(len(parts))]
-        counted = report(parts, [], context, tokenizer.vocab, named("plain"), tokenizer)
+        counted = report(parts, [], context, tokenizer.vocab, get_template("plain"), tokenizer)
         assert (counted.tokens, counted.trained, counted.lost) == (len(text), len(text) - 1, 0)
         assert (counted.texts, counted.truncated, counted.blank, counted.doubled) == (len(parts), 0, 0, 0)
         refuse(counted)
@@ -840,8 +859,8 @@ def test_the_ids_of_a_long_text_are_those_of_the_whole(bpe, spaced, monkeypatch)
     monkeypatch.setattr(examples, "line_parts", partial(line_parts, size=5))
     text = "The answer.\nis\r\n\n" + WORDS[:500].replace(" ", "\n") + "no end"
     for tokenizer in (bpe, spaced):
-        whole, flags = encoded(next(named("plain").write([(Turn("text", text),)])), tokenizer)
-        found = made([Turn("text", text)], named("plain"), tokenizer)
+        whole, flags = encode_segments(next(get_template("plain").render([(Turn("text", text),)])), tokenizer)
+        found = made([Turn("text", text)], get_template("plain"), tokenizer)
         assert (found.ids.tolist(), found.trained.tolist()) == (whole, flags)
 
 
@@ -857,7 +876,7 @@ def test_the_hash_of_a_talk_is_that_of_its_words(monkeypatch):
 
 def test_tails_are_held_out_without_leaks():
     tokenizer = Tokenizer.train("bytes", [])
-    whole = [made([Turn("text", WORDS[:n])], named("plain"), tokenizer) for n in (600, 900, 8)]
+    whole = [made([Turn("text", WORDS[:n])], get_template("plain"), tokenizer) for n in (600, 900, 8)]
     learn, held = tails(whole, 0.2)
     assert len(learn) == 3
     assert len(held) == 2
@@ -868,18 +887,18 @@ def test_tails_are_held_out_without_leaks():
         assert abs(len(asked[1]) / len(text) - 0.2) < 0.01
         parts = [*windows(head, 9), *windows(tail, 9)]
         assert targets_of(parts, 9) == text.ids[1:].tolist()
-    counted = report(learn[:1], held[:1], 2000, tokenizer.vocab, named("plain"), tokenizer)
+    counted = report(learn[:1], held[:1], 2000, tokenizer.vocab, get_template("plain"), tokenizer)
     assert counted.ended == 0
     refuse(counted)  # a text that goes on has no end to learn
 
 
 def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypatch):
-    text = [*windows(made([Turn("text", "The answer")], named("plain"), bpe), 3)]
-    answer = made(GOOD[0], named("plain"), bpe)
-    refuse(report([answer, *text], [], 99, bpe.vocab, named("plain"), bpe))
+    text = [*windows(made([Turn("text", "The answer")], get_template("plain"), bpe), 3)]
+    answer = made(GOOD[0], get_template("plain"), bpe)
+    refuse(report([answer, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
     endless = examples.Example(answer.ids, answer.trained & (answer.ids != bpe.eos))
     with pytest.raises(ValueError, match="never trained on"):
-        refuse(report([endless, *text], [], 99, bpe.vocab, named("plain"), bpe))
+        refuse(report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
 
 
 def test_large_texts_are_those_that_are_more_than_the_share():

@@ -16,7 +16,7 @@ from dunes.augment.quantize import Quantized
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, UnmergedLogits, model_logits
 from dunes.runs.merge import merge
-from dunes.text.templates import named, of, prompt
+from dunes.text.templates import encode_prompt, find_template, get_template
 from test_adapter import IDS, pair
 from test_adapter_folders import TALK, TOKENS, adapter_in, base_in
 
@@ -57,9 +57,11 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
         assert float(verdict[1]) > EXACT
         assert report.verified.rounding > report.verified.largest_difference
         assert max(report.errors.values()) > 1e-5
-    assert of(loaded.tokenizer, loaded.card) is named("chatml")
+    assert find_template(loaded.tokenizer, loaded.card) is get_template("chatml")
     assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
-    assert prompt(named("chatml"), TALK, loaded.tokenizer) == prompt(named("chatml"), TALK, TOKENS)
+    assert encode_prompt(get_template("chatml"), TALK, loaded.tokenizer) == encode_prompt(
+        get_template("chatml"), TALK, TOKENS
+    )
     card = json.loads((tmp_path / "out" / "dunes.json").read_text())
     assert card["changes"][-1]["name"] == "merge"
     assert card["verified"]["tolerance"] == EXACT

@@ -342,5 +342,5 @@ def test_a_tokenizer_of_an_older_run_still_counts_as_trained_here(tmp_path):
     words["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\n|[^\n]+"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
     older = Tokenizer.load(tmp_path)
-    assert older.by_lines
+    assert older.line_separable
     assert older.document_start == [older.eos]

@@ -21,9 +21,9 @@ from dunes.checkpoint import card as cards
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.header import quote
+from dunes.checkpoint.hf_config_of import HfConfig, hf_config_of
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.safetensors_writer import INDEX, SINGLE, write_tensors
-from dunes.checkpoint.say import Said, said
 from dunes.checkpoint.source import CONFIG, Source, indexed_tensors, open_source, tensors
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -72,18 +72,18 @@ def save(
     `check` is called with the staged folder before it is moved into place; it may raise, and what it returns is
     added to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready`
     when all are on the disk, and then moved into place; the next save or load finishes an interrupted move. Raises
-    ValueError for a model that no family describes without its `build`, and for what `load` would refuse: more ids in
-    the tokenizer than rows in the embedding, a context length below 1.
+    ValueError for a model that no family describes without its `build`, and for what `load` would refuse: more ids
+    in the tokenizer than rows in the embedding, a context length below 1.
     """
-    words, folder = said(model, context_length), Path(folder)
-    if isinstance(words, Said):
-        known, settings, weights = _hf_parts(model, words)
-        _check_rows(tokenizer, words.config.vocab)
+    described, folder = hf_config_of(model, context_length), Path(folder)
+    if isinstance(described, HfConfig):
+        known, settings, weights = _hf_parts(model, described)
+        _check_rows(tokenizer, described.config.vocab)
     elif build is not None:
         (known, weights), settings = built.describe(model, build, arguments or {}), {}
     else:
         raise ValueError(
-            f"no family describes this model: {words}; save it with the function that builds it: "
+            f"no family describes this model: {described}; save it with the function that builds it: "
             "checkpoint.save(..., build=function), then checkpoint.load(folder, build=function)"
         )
     if context_length < 1:
@@ -111,12 +111,14 @@ def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
         )
 
 
-def _hf_parts(model: nn.Module, words: Said) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
+def _hf_parts(
+    model: nn.Module, described: HfConfig
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""
-    family, state = FAMILIES[words.family], in_memory(model.state_dict())
+    family, state = FAMILIES[described.family], in_memory(model.state_dict())
     conversions, unknown = to_theirs(family.NAMES, state)
     assert not unknown, "a family has a name for each of its weights"
-    return {"family": words.family}, family.to_hf(words.config), renamed(conversions, state)
+    return {"family": described.family}, family.to_hf(described.config), renamed(conversions, state)
 
 
 def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:

@@ -34,12 +34,12 @@ def merge(
     from dunes.text import templates
 
     rounded = None if dtype is None else getattr(torch, dtype)
-    report = run(checkpoint.local(model).folder, out, into, rounded, any_base)
+    report = run(checkpoint.locate_model(model).folder, out, into, rounded, any_base)
     for line in report.lines():
         print(line)
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:
-        verb = "generate" if templates.of(loaded.tokenizer, loaded.card) is None else "chat"
+        verb = "generate" if templates.find_template(loaded.tokenizer, loaded.card) is None else "chat"
         print(f'next: dunes {verb} {out} "..."')
 
 

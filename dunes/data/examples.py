@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dunes.data.records import form, rows
 from dunes.plural import plural
 from dunes.text.lines import line_parts
-from dunes.text.templates import Talk, Template, Turn, encoded
+from dunes.text.templates import Conversation, Template, Turn, encode_segments
 from dunes.text.tokenizer import Tokenizer
 
 ROLES = {
@@ -36,7 +36,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 class Record:
     """One row of a file as a conversation; `place` names file and line, or row, and `kind` is a key of KINDS."""
 
-    talk: Talk
+    turns: Conversation
     place: str
     kind: str = ""
 
@@ -65,7 +65,7 @@ class Kind:
 
     said: str
     keys: tuple[str, ...]
-    read: Callable[[dict[str, Any]], Talk]
+    read: Callable[[dict[str, Any]], Conversation]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -137,7 +137,7 @@ def text_of(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any]
     if not fields:
         kind = _known(first)
         if kind != "text":
-            return f"the texts of {KINDS[kind].said}", lambda row: _joined(t.whole for t in _read(kind, row))
+            return f"the texts of {KINDS[kind].said}", lambda row: _joined(t.full_text for t in _read(kind, row))
     fields = fields or ("text",)
     return _listed(fields), lambda row: _joined(_field(row, name) for name in fields)
 
@@ -186,7 +186,7 @@ def _kind(row: Any) -> str:
     raise ValueError(f"expected the keys {expected}; found {', '.join(map(str, row))[:200] or 'none'}")
 
 
-def _read(name: str, row: Any) -> Talk:
+def _read(name: str, row: Any) -> Conversation:
     kind = KINDS[name]
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {_type(row)}")
@@ -232,16 +232,16 @@ def _type(found: Any) -> str:
     )
 
 
-def _alpaca(row: dict[str, Any]) -> Talk:
+def _alpaca(row: dict[str, Any]) -> Conversation:
     asked = Turn("user", _text(row, "instruction"), _text(row, "input", ""))
     return asked, Turn("assistant", _text(row, "output"))
 
 
-def _pair(row: dict[str, Any]) -> Talk:
+def _pair(row: dict[str, Any]) -> Conversation:
     return Turn("user", _text(row, "prompt")), Turn("assistant", _text(row, "completion"))
 
 
-def _messages(row: dict[str, Any]) -> Talk:
+def _messages(row: dict[str, Any]) -> Conversation:
     return tuple(_message(m, f"message {i}") for i, m in enumerate(_list(row, "messages"), 1))
 
 
@@ -292,13 +292,13 @@ def _list(row: dict[str, Any], key: str) -> list[Any]:
     return found
 
 
-def _sharegpt(row: dict[str, Any]) -> Talk:
+def _sharegpt(row: dict[str, Any]) -> Conversation:
     said = _list(row, "conversations")
     keys = ("from", "value") if not (isinstance(said[0], dict) and "role" in said[0]) else ("role", "content")
     return tuple(_message(m, f"message {i}", *keys) for i, m in enumerate(said, 1))
 
 
-def _ultrachat(row: dict[str, Any]) -> Talk:
+def _ultrachat(row: dict[str, Any]) -> Conversation:
     texts = _list(row, "data")
     sides = ("user", "assistant")
     for i, text in enumerate(texts, 1):
@@ -307,7 +307,7 @@ def _ultrachat(row: dict[str, Any]) -> Talk:
     return tuple(Turn(sides[i % 2], _whole("data", text)) for i, text in enumerate(texts))
 
 
-def _plain(row: dict[str, Any]) -> Talk:
+def _plain(row: dict[str, Any]) -> Conversation:
     if not (text := _text(row, "text")):
         raise ValueError("text: expected some, found none")
     return (Turn("text", text),)
@@ -332,7 +332,7 @@ def split(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Record], li
     """
     if not 0 <= share < 1:
         raise ValueError(f"the share for validation is at least 0 and below 1, not {share}")
-    places = [hashed(row.talk) for row in rows]
+    places = [hashed(row.turns) for row in rows]
     different = sorted(set(places))
     if not share or len(different) < 2:
         return list(rows), []
@@ -347,7 +347,7 @@ def validation_limit(least: float, most: float, share: float) -> float:
     return min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
 
 
-def hashed(talk: Talk) -> float:
+def hashed(talk: Conversation) -> float:
     """Where the words fall in [0, 1): the digest of their JSON, a list for each turn."""
     words = blake2b(digest_size=6)
     for i, turn in enumerate(talk):
@@ -370,24 +370,24 @@ def tokenized(
     """
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
-    template.check(tokenizer)
+    template.check_tokenizer(tokenizer)
     # A text may be large, and is written as it is: only whether the template has plain texts is asked.
-    talks = [row.talk if row.talk[-1].role != "text" else (Turn("text", ""),) for row in rows]
-    written = template.write(talks)
+    talks = [row.turns if row.turns[-1].role != "text" else (Turn("text", ""),) for row in rows]
+    written = template.render(talks)
     for row in rows:
         yield _tried(row.place, lambda row=row: _example(next(written), tokenizer, train_on, row))  # type: ignore[misc]
 
 
 def _example(pieces: Any, tokenizer: Tokenizer, train_on: str, row: Record) -> Example:
-    if row.talk[-1].role == "text":
+    if row.turns[-1].role == "text":
         return _text_example(row, tokenizer)
-    ids, trained = encoded(pieces, tokenizer, train_on == "all")
+    ids, trained = encode_segments(pieces, tokenizer, train_on == "all")
     return Example(np.array(ids, np.int32), np.array(trained, bool), row.place)
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
     """What `encoded` gives for a plain text, which may be too long for lists of Python's numbers."""
-    parts = tokenizer.encode_document(line_parts(row.talk[-1].text))
+    parts = tokenizer.encode_document(line_parts(row.turns[-1].text))
     begin, end = (np.array(ids, np.int32) for ids in (tokenizer.document_start, [tokenizer.eos]))
     ids = np.concatenate([begin, *(np.array(part, np.int32) for part in parts), end])
     return Example(ids, np.arange(len(ids)) >= len(begin), row.place, 0)

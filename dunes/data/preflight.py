@@ -109,7 +109,7 @@ def report(
     learnt = [e.ids.tobytes() for e in examples]
     distinct = set(learnt)
     every = [*examples, *validation]
-    stops = np.array(sorted({template.stop(tokenizer), *tokenizer.stops}))
+    stops = np.array(sorted({template.stop_id(tokenizer), *tokenizer.stops}))
     spoken = [(e, k) for e, k in zip(examples, kept, strict=True) if e.window is None]
     ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in spoken]
     return Report(

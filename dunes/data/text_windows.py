@@ -19,8 +19,8 @@ def windows(example: Example, context: int) -> Iterator[Example]:
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
     """The plain texts of which each is more than the share of all of them."""
     texts = [row for row in rows if row.kind == "text"]
-    limit = share * sum(len(row.talk[-1].text) for row in texts)
-    return [row for row in texts if len(row.talk[-1].text) > limit]
+    limit = share * sum(len(row.turns[-1].text) for row in texts)
+    return [row for row in texts if len(row.turns[-1].text) > limit]
 
 
 def tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:

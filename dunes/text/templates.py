@@ -1,8 +1,8 @@
-"""How a conversation is written for a model: named templates, and the model's own, all of them in Jinja.
+"""Chat templates: how a conversation is written for a model, by a named template or the model's own, in Jinja.
 
-A template turns a conversation into pieces. Each piece is tokenized alone and the ids are put in a row, so
-that a prompt has the same ids in training and afterwards, whatever the answer begins with. Special tokens
-are pieces of their own, put in by their ids: what a user wrote is never searched for them.
+A template turns a conversation into segments. Each is tokenized by itself and the ids are put in a row, so that
+a prompt has the same ids in training and afterwards, whatever the answer begins with. Special tokens are
+segments of their own, put in by their ids: what a user wrote is never searched for them.
 
 A named template is rendered in this process, since it is ours; a model's own in a process with limits.
 
@@ -40,15 +40,15 @@ ALONE = (
 """Alpaca's prompts, with and without an input."""
 
 MAX_TEXTS, MAX_CHARS = 2048, 1 << 19
-"""How many texts one process renders, and of how many characters: its limits of time are those of one text."""
+"""How many texts one process renders, and of how many characters: its time limits are those of one text."""
 
 SURROGATE, SURROGATES = 0xDC00, 1024
-"""Two halves of surrogate pairs from here on are in no text: they stand for a special token that a user wrote."""
+"""Two lone surrogates from here on, which are in no text, stand for a special token that a user wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says. `input` is Alpaca's second field of a task; an answer with not `trained` is context."""
+    """One message. `input` is Alpaca's second field of a task; an answer that is not `trained` is only context."""
 
     role: str
     text: str
@@ -56,141 +56,145 @@ class Turn:
     trained: bool = True
 
     @property
-    def whole(self) -> str:
-        """The text with its input, where a template has no place of its own for that."""
+    def full_text(self) -> str:
+        """The text with its input, for templates that have no place of its own for that."""
         return f"{self.text}\n\n{self.input}" if self.input else self.text
 
 
-Talk = tuple[Turn, ...]
-ANSWERS = ("assistant", "text")
+Conversation = tuple[Turn, ...]
+ANSWER_ROLES = ("assistant", "text")
 """The roles of what a model is to write."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A text to be tokenized alone or, if `special`, the spelling of one token."""
+class Segment:
+    """A text that is tokenized by itself or, if `special`, the spelling of one special token."""
 
     text: str
     trained: bool = False
     special: bool = False
 
 
-BEGIN, END = Piece("{begin}", special=True), Piece("{end}", special=True)
-"""What the tokenizer puts before a text, and the token that ends one, whatever these are."""
+BEGIN, END = Segment("{begin}", special=True), Segment("{end}", special=True)
+"""The tokenizer's `document_start` and its `eos`, whatever these are."""
 
 
 class Template(ABC):
-    """What writes conversations: a Jinja template, its special tokens, and the one of them that ends an answer.
+    """A Jinja chat template with its special tokens, and the one of them that ends an answer.
 
-    An answer begins where the text before it, with the generation prompt, ends, and goes to the token that
-    ends it. Of each special token `specials` says whether it takes the spaces to its left and right.
+    An answer begins where the rendered text before it, with the generation prompt, ends, and goes up to the token
+    that ends it. `special_tokens` says of each whether it takes the spaces to its left and right.
     """
 
     name: str
     source: str
-    specials: Mapping[str, tuple[bool, bool]]
+    special_tokens: Mapping[str, tuple[bool, bool]]
     end: str
 
-    def check(self, tokenizer: Tokenizer) -> None:
-        """Raises ValueError if this tokenizer cannot write what the template asks for."""
-        self.stop(tokenizer)
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises ValueError if this tokenizer lacks what the template needs."""
+        self.stop_id(tokenizer)
 
-    def stop(self, tokenizer: Tokenizer) -> int:
-        """The token that ends an answer."""
+    def stop_id(self, tokenizer: Tokenizer) -> int:
+        """The id that ends an answer."""
         return tokenizer.eos if self.end == END.text else tokenizer.token_id(self.end)
 
     def jinja(self, tokenizer: Tokenizer) -> str:
         """The template for chat_template.jinja, with this tokenizer's tokens spelled out."""
         return self.source
 
-    def write(self, talks: Sequence[Talk], opened: bool = False) -> Iterator[list[Piece]]:
-        """The pieces of each conversation; if `opened`, up to where the model's answer begins.
+    def render(
+        self, conversations: Sequence[Conversation], add_generation_prompt: bool = False
+    ) -> Iterator[list[Segment]]:
+        """The segments of each conversation, with `add_generation_prompt` up to where an answer begins.
 
         Raises ValueError at the conversation that the template has no form for.
         """
-        for group in _groups(talks):
-            yield from self._written(group, opened)
+        for group in _groups(conversations):
+            yield from self._render_group(group, add_generation_prompt)
 
     @abstractmethod
-    def _render(self, asked: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
+    def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
         """The text of each conversation, or what is wrong with it."""
 
     def _message(self, turn: Turn) -> dict[str, str]:
-        return {"role": turn.role, "content": self._guarded(turn.whole)}
+        return {"role": turn.role, "content": self._escape(turn.full_text)}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        longest = sorted(self.specials, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
-    def _order(self) -> list[str]:
-        return list(self.specials)
+    def _spellings(self) -> list[str]:
+        return list(self.special_tokens)
 
-    def _written(self, talks: Sequence[Talk], opened: bool) -> Iterator[list[Piece]]:
-        asked: list[chat_template.Request] = []
-        for talk in talks:
-            messages = [self._message(turn) for turn in talk]
-            answers = [i for i, turn in enumerate(talk) if turn.role in ANSWERS]
-            asked += [(messages, opened), *((messages[:i], True) for i in answers)]
-        texts = iter(self._render(asked))
-        for talk in talks:
-            turns = [turn for turn in talk if turn.role in ANSWERS]
-            full, *before = islice(texts, 1 + len(turns))
-            yield self._pieces(_given(full), [len(_prefix(b, full)) for b in before], turns)
+    def _render_group(
+        self, conversations: Sequence[Conversation], add_generation_prompt: bool
+    ) -> Iterator[list[Segment]]:
+        requests: list[chat_template.Request] = []
+        for turns in conversations:
+            messages = [self._message(turn) for turn in turns]
+            answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
+            requests += [(messages, add_generation_prompt), *((messages[:i], True) for i in answers)]
+        texts = iter(self._render_texts(requests))
+        for turns in conversations:
+            trained = [turn for turn in turns if turn.role in ANSWER_ROLES]
+            full, *before = islice(texts, 1 + len(trained))
+            yield self._segments(_checked_text(full), [len(_prefix(b, full)) for b in before], trained)
 
-    def _pieces(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Piece]:
-        """The text in pieces, cut where answers begin and end."""
-        pieces: list[Piece] = []
-        at = 0
+    def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
+        """The text in segments, split where answers begin and end."""
+        segments: list[Segment] = []
+        stop = 0
         for start, turn in zip(starts, answers, strict=True):
-            said = text.find(self._guarded(turn.text).strip(), start)
+            answer = text.find(self._escape(turn.text).strip(), start)
             end = text.find(self.end, start)
-            if not 0 <= said <= end:
+            if not 0 <= answer <= end:
                 raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
-            pieces += self._cut(text[at:start], False, at > 0)
-            at = end + len(self.end)
-            pieces += self._cut(text[start:at], turn.trained, False)
-        return [*pieces, *self._cut(text[at:], False, at > 0)]
+            segments += self._split(text[stop:start], False, stop > 0)
+            stop = end + len(self.end)
+            segments += self._split(text[start:stop], turn.trained, False)
+        return [*segments, *self._split(text[stop:], False, stop > 0)]
 
-    def _cut(self, text: str, trained: bool, ended: bool) -> Iterator[Piece]:
-        """A part of the text, cut at special tokens; `ended` says that it stands after the end of an answer."""
-        at, after = 0, ended and self.specials[self.end][1]
-        for found in self._pattern.finditer(text):
-            strips = self.specials[found[0]]
-            yield from self._plain(text[at : found.start()], trained, after, strips[0])
-            yield Piece(found[0], trained, special=True)
-            at, after = found.end(), strips[1]
-        yield from self._plain(text[at:], trained, after, False)
+    def _split(self, text: str, trained: bool, after_answer: bool) -> Iterator[Segment]:
+        """A part of the text, split at special tokens; what follows the end of an answer may lose its spaces."""
+        start, strip_left = 0, after_answer and self.special_tokens[self.end][1]
+        for match in self._pattern.finditer(text):
+            left, right = self.special_tokens[match[0]]
+            yield from self._plain(text[start : match.start()], trained, strip_left, left)
+            yield Segment(match[0], trained, special=True)
+            start, strip_left = match.end(), right
+        yield from self._plain(text[start:], trained, strip_left, False)
 
-    def _plain(self, text: str, trained: bool, left: bool, right: bool) -> Iterator[Piece]:
-        text = text.lstrip() if left else text
-        text = text.rstrip() if right else text
-        text = re.sub("[\udc00-\udfff]{2}", lambda found: self._order[_number(found[0])], text)
+    def _plain(self, text: str, trained: bool, strip_left: bool, strip_right: bool) -> Iterator[Segment]:
+        text = text.lstrip() if strip_left else text
+        text = text.rstrip() if strip_right else text
+        text = re.sub("[\udc00-\udfff]{2}", lambda match: self._spellings[_decode_number(match[0])], text)
         if text:
-            yield Piece(text, trained)
+            yield Segment(text, trained)
 
-    def _guarded(self, text: str) -> str:
-        """The text with two halves of surrogate pairs for each spelling of a special token in it."""
-        if found := re.search("[\ud800-\udfff]", text):
-            raise ValueError(f"half of a surrogate pair at character {found.start()}; remove it")
-        return self._pattern.sub(lambda found: _halves(self._order.index(found[0])), text)
-
-
-def _halves(number: int) -> str:
-    return "".join(chr(SURROGATE + n) for n in divmod(number, SURROGATES))
+    def _escape(self, text: str) -> str:
+        """The text with two lone surrogates for each special token that is spelled in it."""
+        if match := re.search("[\ud800-\udfff]", text):
+            raise ValueError(f"half of a surrogate pair at character {match.start()}; remove it")
+        return self._pattern.sub(lambda match: _encode_number(self._spellings.index(match[0])), text)
 
 
-def _number(halves: str) -> int:
-    first, second = (ord(c) - SURROGATE for c in halves)
-    return first * SURROGATES + second
+def _encode_number(number: int) -> str:
+    return "".join(chr(SURROGATE + digit) for digit in divmod(number, SURROGATES))
 
 
-class Named(Template):
-    """A template of ours. `needs` are its special tokens and `never` spellings that have to be plain text.
+def _decode_number(surrogates: str) -> int:
+    high, low = (ord(c) - SURROGATE for c in surrogates)
+    return high * SURROGATES + low
 
-    The last of `needs` ends an answer, or the tokenizer's own end where there is none; BEGIN and END in the
-    source stand for what the tokenizer has there. With `inputs` a task's input is a key of its own.
+
+class NamedTemplate(Template):
+    """A template of ours. `needs` are its special tokens; `words` must not be special tokens of the tokenizer.
+
+    The last of `needs` ends an answer, or the tokenizer's eos where there is none; BEGIN and END in the source
+    stand for the tokenizer's `document_start` and `eos`. With `inputs` a task's input is a key of its own.
     """
 
     def __init__(
@@ -198,106 +202,102 @@ class Named(Template):
         name: str,
         source: str,
         needs: tuple[str, ...] = (),
-        never: tuple[str, ...] = (),
+        words: tuple[str, ...] = (),
         inputs: bool = False,
     ) -> None:
-        self.name, self.source, self.needs, self.never, self.inputs = name, source, needs, never, inputs
-        self.specials = dict.fromkeys((BEGIN.text, END.text, *needs), (False, False))
+        self.name, self.source, self.needs, self.words, self.inputs = name, source, needs, words, inputs
+        self.special_tokens = dict.fromkeys((BEGIN.text, END.text, *needs), (False, False))
         self.end = needs[-1] if needs else END.text
 
-    def check(self, tokenizer: Tokenizer) -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         missing = [t for t in self.needs if tokenizer.inner.token_to_id(t) is None]
         if missing:
-            raise ValueError(f"template {self.name}: the tokenizer has no {', '.join(missing)}; {_OTHERS}")
-        held = [t for t in self.never if t in _special(tokenizer)]
-        if held:
             raise ValueError(
-                f"template {self.name} writes {', '.join(held)} as words, and the tokenizer has them as tokens; "
-                "use the model's own chat template"
+                f"template {self.name}: the tokenizer has no {', '.join(missing)}; choose another template, or a "
+                "tokenizer that has them"
             )
-        super().check(tokenizer)
+        special = [t for t in self.words if t in _special_tokens(tokenizer)]
+        if special:
+            raise ValueError(
+                f"template {self.name} writes {', '.join(special)} as words, which the tokenizer has as special "
+                "tokens; use the model's own chat template"
+            )
+        super().check_tokenizer(tokenizer)
 
     def jinja(self, tokenizer: Tokenizer) -> str:
         begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.document_start)
-        return self._spelled(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
+        return self._spelled_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
-    def _render(self, asked: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
-        template = compile_template(self._spelled(BEGIN.text, END.text))
-        return [_text_or_error(template, messages, opened) for messages, opened in asked]
+    def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
+        template = compile_template(self._spelled_out(BEGIN.text, END.text))
+        return [_text_or_error(template, *request) for request in requests]
 
     def _message(self, turn: Turn) -> dict[str, str]:
         if not self.inputs:
             return super()._message(turn)
-        return {"role": turn.role, "content": self._guarded(turn.text), "input": self._guarded(turn.input)}
+        return {"role": turn.role, "content": self._escape(turn.text), "input": self._escape(turn.input)}
 
-    def _spelled(self, begin: str, end: str) -> str:
-        return self.source.replace("BEGIN", _quoted(begin)).replace("END", _quoted(end))
-
-
-_OTHERS = "choose another template, or a tokenizer that has them"
+    def _spelled_out(self, begin: str, end: str) -> str:
+        return self.source.replace("BEGIN", _quote(begin)).replace("END", _quote(end))
 
 
-class Own(Template):
-    """The chat template that came with a model, found out about by rendering.
+class ModelTemplate(Template):
+    """The chat template that came with a model; what ends its answers is seen by rendering one.
 
-    Raises ValueError if the template fails on two words, or ends no answer with a special token.
+    Raises ValueError if the template fails on a question and an answer, or ends it with no special token.
     """
 
     name = "the model's own"
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self.source, self.tokenizer = source, tokenizer
-        self.specials = _special(tokenizer)
-        self.end = self._found_end()
+        self.special_tokens = _special_tokens(tokenizer)
+        self.end = self._find_end()
 
-    def _found_end(self) -> str:
+    def _find_end(self) -> str:
         """The special token after the answer of a conversation of two words."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         text = chat_template.render(self.source, probe, variables=self.tokenizer.special_tokens_map)
-        found = self._pattern.search(text, text.rfind("answer"))
-        if found is None:
+        match = self._pattern.search(text, text.rfind("answer"))
+        if match is None:
             raise ValueError("the model's own chat template ends an answer with no special token; name a template")
-        return found[0]
+        return match[0]
 
-    def stop(self, tokenizer: Tokenizer) -> int:
-        return tokenizer.token_id(self.end)
-
-    def check(self, tokenizer: Tokenizer) -> None:
-        if tokenizer is not self.tokenizer:
-            tokenizer.token_id(self.end)
-
-    def _render(self, asked: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
-        return chat_template.render_many(self.source, asked, self.tokenizer.special_tokens_map)
+    def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
+        return chat_template.render_many(self.source, requests, self.tokenizer.special_tokens_map)
 
 
-def _text_or_error(template: Any, messages: Sequence[Mapping[str, Any]], opened: bool) -> str | ValueError:
+def _text_or_error(
+    template: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+) -> str | ValueError:
     try:
-        return str(template.render(messages=messages, add_generation_prompt=opened))
+        return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt))
     except TemplateError as error:
         return ValueError(str(error))
 
 
-def _groups(talks: Sequence[Talk]) -> Iterator[Sequence[Talk]]:
+def _groups(conversations: Sequence[Conversation]) -> Iterator[Sequence[Conversation]]:
     """The conversations in groups that one process renders, each of one at least."""
-    start, texts, byte_level = 0, 0, 0
-    for i, talk in enumerate(talks):
-        times = 1 + sum(turn.role == "assistant" for turn in talk)
-        texts, byte_level = texts + times, byte_level + times * sum(len(turn.whole) for turn in talk)
-        if i > start and (texts > MAX_TEXTS or byte_level > MAX_CHARS):
-            yield talks[start:i]
-            start, texts, byte_level = i, times, times * sum(len(turn.whole) for turn in talk)
-    if start < len(talks):
-        yield talks[start:]
+    start, texts, chars = 0, 0, 0
+    for i, turns in enumerate(conversations):
+        renders = 1 + sum(turn.role in ANSWER_ROLES for turn in turns)
+        size = renders * sum(len(turn.full_text) for turn in turns)
+        texts, chars = texts + renders, chars + size
+        if i > start and (texts > MAX_TEXTS or chars > MAX_CHARS):
+            yield conversations[start:i]
+            start, texts, chars = i, renders, size
+    if start < len(conversations):
+        yield conversations[start:]
 
 
-def _given(found: str | ValueError) -> str:
-    if isinstance(found, ValueError):
-        raise found
-    return found
+def _checked_text(text: str | ValueError) -> str:
+    if isinstance(text, ValueError):
+        raise text
+    return text
 
 
 def _prefix(before: str | ValueError, full: str | ValueError) -> str:
-    before, full = _given(before), _given(full)
+    before, full = _checked_text(before), _checked_text(full)
     if not full.startswith(before):
         raise ValueError(
             "the model's own chat template writes the beginning of a conversation differently once it is longer; "
@@ -306,78 +306,79 @@ def _prefix(before: str | ValueError, full: str | ValueError) -> str:
     return before
 
 
-def _special(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
     """The special tokens, and whether each takes the spaces to its left and right."""
     added = tokenizer.inner.get_added_tokens_decoder().values()
     return {t.content: (t.lstrip, t.rstrip) for t in added if t.special}
 
 
-def encoded(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, all_trained: bool = False
+def encode_segments(
+    segments: Sequence[Segment], tokenizer: Tokenizer, train_all: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The ids of the pieces in a row, and which of them are trained on.
+    """The ids of the segments in a row, and which of them are trained on; with `train_all` all but the start.
 
-    Raises ValueError for a special token that the tokenizer has not.
+    Raises ValueError for a special token that the tokenizer lacks.
     """
     ids: list[int] = []
     trained: list[bool] = []
-    follows = False
-    for piece in pieces:
-        made = _ids(piece, tokenizer, follows)
-        ids += made
-        trained += [piece.trained or (all_trained and made != tokenizer.document_start)] * len(made)
-        follows = not piece.special
+    continues = False
+    for segment in segments:
+        new = _encode_segment(segment, tokenizer, continues)
+        ids += new
+        trained += [segment.trained or (train_all and new != tokenizer.document_start)] * len(new)
+        continues = not segment.special
     return ids, trained
 
 
-def _ids(piece: Piece, tokenizer: Tokenizer, follows: bool) -> list[int]:
-    if not piece.special:
-        return tokenizer.encode_continuation(piece.text) if follows else tokenizer.encode(piece.text)
-    if piece.text == BEGIN.text:
+def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> list[int]:
+    if not segment.special:
+        encode = tokenizer.encode_continuation if continues else tokenizer.encode
+        return encode(segment.text)
+    if segment.text == BEGIN.text:
         return tokenizer.document_start
-    return [tokenizer.eos if piece.text == END.text else tokenizer.token_id(piece.text)]
+    return [tokenizer.eos if segment.text == END.text else tokenizer.token_id(segment.text)]
 
 
-def prompt(template: Template, talk: Talk, tokenizer: Tokenizer) -> list[int]:
-    """The ids after which a model answers: the same with which the template begins such an answer in training."""
-    template.check(tokenizer)
-    (pieces,) = template.write([talk], opened=True)
-    return encoded(pieces, tokenizer)[0]
+def encode_prompt(template: Template, turns: Conversation, tokenizer: Tokenizer) -> list[int]:
+    """The ids after which a model answers: the same as before this answer in training."""
+    template.check_tokenizer(tokenizer)
+    (segments,) = template.render([turns], add_generation_prompt=True)
+    return encode_segments(segments, tokenizer)[0]
 
 
-def carried(template: Template, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the template and its stop token in the files beside it, as other tools look for them.
+def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with the template and its stop token in its extra files, where other tools look for them.
 
-    Raises ValueError if it cannot write what the template asks for.
+    Raises ValueError if it lacks what the template needs.
     """
-    template.check(tokenizer)
-    other = tokenizer.with_stop(template.stop(tokenizer))
+    template.check_tokenizer(tokenizer)
+    other = tokenizer.with_stop(template.stop_id(tokenizer))
     other.extra_files[chat_template.JINJA] = template.jinja(tokenizer).encode()
     name = other.config_path.name
-    if name in other.extra_files:  # which may have a template of its own, or the one that was there before
-        words = json_file.parse(other.extra_files[name], other.config_path)
-        if words.pop("chat_template", None) is not None:
-            other.extra_files[name] = (json.dumps(words, indent=2) + "\n").encode()
+    if name in other.extra_files:  # which may hold an older template
+        config = json_file.parse(other.extra_files[name], other.config_path)
+        if config.pop("chat_template", None) is not None:
+            other.extra_files[name] = (json.dumps(config, indent=2) + "\n").encode()
     return other
 
 
-def of(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
-    """The template that a model speaks: the one that its card names, else its own, if it came with one.
+def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
+    """The template of a model: the one that its card names, else its own, if it came with one.
 
-    Raises ValueError if the tokenizer cannot write it, or it ends no answer.
+    Raises ValueError if the tokenizer lacks what it needs, or it ends no answer.
     """
     name = card.get("template")
     if isinstance(name, str) and name in TEMPLATES:
-        TEMPLATES[name].check(tokenizer)
+        TEMPLATES[name].check_tokenizer(tokenizer)
         return TEMPLATES[name]
     source = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
-    return None if source is None else Own(source, tokenizer)
+    return None if source is None else ModelTemplate(source, tokenizer)
 
 
 # The named templates
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """The text as a string of jinja, which reads the same escapes as Python."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
@@ -398,8 +399,8 @@ def _alpaca(name: str, tail: str) -> str:
     return (
         _pair(name) + "{% if m['role'] == 'assistant' %}{{ m['content'] + END }}"
         "{% elif m['input'] is defined and m['input'] %}"
-        f"{{{{ {_quoted(first[0])} + m['content'] + {_quoted(middle)} + m['input'] + {_quoted(last + tail)} }}}}"
-        f"{{% else %}}{{{{ {_quoted(second[0])} + m['content'] + {_quoted(second[1] + tail)} }}}}"
+        f"{{{{ {_quote(first[0])} + m['content'] + {_quote(middle)} + m['input'] + {_quote(last + tail)} }}}}"
+        f"{{% else %}}{{{{ {_quote(second[0])} + m['content'] + {_quote(second[1] + tail)} }}}}"
         "{% endif %}{% endfor %}"
     )
 
@@ -455,19 +456,19 @@ _LLAMA2 = (
 
 _WORDS = ("[INST]", "[/INST]")
 _ALL = (
-    Named("plain", _PLAIN),
-    Named("alpaca", _alpaca("alpaca", ""), inputs=True),
-    Named("alpaca-newline", _alpaca("alpaca-newline", "\n"), inputs=True),
-    Named("mistral", _MISTRAL, never=_WORDS),
-    Named("llama2", _LLAMA2, never=_WORDS),
-    Named("llama3", _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
-    Named("chatml", _CHATML, ("<|im_start|>", "<|im_end|>")),
+    NamedTemplate("plain", _PLAIN),
+    NamedTemplate("alpaca", _alpaca("alpaca", ""), inputs=True),
+    NamedTemplate("alpaca-newline", _alpaca("alpaca-newline", "\n"), inputs=True),
+    NamedTemplate("mistral", _MISTRAL, words=_WORDS),
+    NamedTemplate("llama2", _LLAMA2, words=_WORDS),
+    NamedTemplate("llama3", _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    NamedTemplate("chatml", _CHATML, ("<|im_start|>", "<|im_end|>")),
 )
 TEMPLATES = {each.name: each for each in _ALL}
 """The named templates."""
 
 
-def named(name: str) -> Named:
+def get_template(name: str) -> NamedTemplate:
     """A template by its name. Raises ValueError if there is none."""
     if name not in TEMPLATES:
         raise ValueError(f"no template is called {name!r}; there are {', '.join(TEMPLATES)}")
