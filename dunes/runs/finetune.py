@@ -9,8 +9,8 @@ import torch
 from dunes import checkpoint, measure
 from dunes.augment import base_model
 from dunes.checkpoint.adapter import architecture, joined_factors
-from dunes.data import Ids
-from dunes.data.examples import coloured
+from dunes.data import TokenIds
+from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.config import RunOptions
@@ -42,7 +42,7 @@ def finetune(plan: FinetuneConfig, folder: Path, show: Display, *, examples: int
         with spent("reading the examples"):
             lesson = FinetuneData.read(plan, show)
         for example in lesson.train[:examples]:
-            show.coloured(f"--- {example.place}", coloured(example, lesson.tokenizer))
+            show.coloured(f"--- {example.place}", trained_spans(example, lesson.tokenizer))
         with spent("choosing"):
             ready, known = lesson.chosen(show), domain(lesson, show)
         return None if going.dry_run else lambda: prepare(ready, known, folder, show)
@@ -50,7 +50,7 @@ def finetune(plan: FinetuneConfig, folder: Path, show: Display, *, examples: int
     return go(plan, folder, show, going, prepared)
 
 
-def prepare(lesson: FinetuneData, known: Ids | None, folder: Path, show: Display) -> Run:
+def prepare(lesson: FinetuneData, known: TokenIds | None, folder: Path, show: Display) -> Run:
     """A run at its first step; `known` is text of the base's own domain."""
     plan, device = lesson.plan, measure.device()
     assert plan.dtype, "chosen before"
@@ -108,7 +108,7 @@ def _earlier(path: Path, show: Display) -> Baseline | None:
         return None
 
 
-def domain(lesson: FinetuneData, show: Display) -> Ids | None:
+def domain(lesson: FinetuneData, show: Display) -> TokenIds | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
     tokenizer = lesson.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"

@@ -70,7 +70,7 @@ def idle_options(plan: FinetuneConfig, asked: Collection[str]) -> list[str]:
 def leading(files: Sequence[Records]) -> Records:
     """The records by which a template is chosen: conversations, which one for single answers could not write, then
     single answers, then those that are written as they should be read."""
-    order = sorted(files, key=lambda r: (r.kind in BY_THEMSELVES, r.kind == "alpaca"))
+    order = sorted(files, key=lambda r: (r.format in BY_THEMSELVES, r.format == "alpaca"))
     return order[0]
 
 
@@ -80,11 +80,11 @@ def speaks(
     """The template: the one asked for, the model's own, or the usual one for such records."""
     if plan.template:
         return templates.get_template(plan.template)
-    own = None if records.kind in BY_THEMSELVES else templates.find_template(tokenizer, card)
+    own = None if records.format in BY_THEMSELVES else templates.find_template(tokenizer, card)
     if own is not None:
         return own
     known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
-    return templates.get_template(SPEECH.get(records.kind, "chatml" if known else "mistral"))
+    return templates.get_template(SPEECH.get(records.format, "chatml" if known else "mistral"))
 
 
 def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
