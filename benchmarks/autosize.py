@@ -34,14 +34,14 @@ OVERHEAD = 20.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
 
 
-def tokens_of(plan: TrainConfig) -> Tokens:
+def tokens_of(config: TrainConfig) -> Tokens:
     with Display() as show:
-        return tokenize(plan, gather(plan), None, show)
+        return tokenize(config, gather(config), None, show)
 
 
-def seconds_a_step(plan: TrainConfig, tokens: Tokens, steps: int = 8) -> tuple[float, int]:
+def seconds_a_step(config: TrainConfig, tokens: Tokens, steps: int = 8) -> tuple[float, int]:
     """The median time of a training step, and the number of parameters."""
-    run = prepare(plan, Path("."), tokens)
+    run = prepare(config, Path("."), tokens)
     return median(s.seconds for s in islice(stepped(run), 2, steps)), tree.count(run.model)
 
 
@@ -49,12 +49,12 @@ def stepped(run: Run) -> Any:
     return run.trainer.run(run.task.batches(0))
 
 
-def learned(plan: TrainConfig) -> dict[str, Any]:
+def learned(config: TrainConfig) -> dict[str, Any]:
     """What a run of plan.steps knows of the held-out text."""
     measure.keep_memory()
-    run = prepare(plan, Path("."), tokens_of(plan))
-    assert plan.steps is not None, "the caller has counted them"
-    for _ in islice(stepped(run), plan.steps):
+    run = prepare(config, Path("."), tokens_of(config))
+    assert config.steps is not None, "the caller has counted them"
+    for _ in islice(stepped(run), config.steps):
         pass
     score = run.score()
     return {"bits_per_byte": score.bits_per_byte, "loss": score.loss}
@@ -94,16 +94,16 @@ def main(
     jobs = []
     for shape in shapes:
         size, batch, context, vocab = shape.split(",")
-        plan = replace(base, size=size, batch=int(batch), context_length=int(context), vocab_size=int(vocab))
-        if plan.vocab_size not in held:
-            held[plan.vocab_size] = tokens_of(plan)
-        seconds, parameters = seconds_a_step(plan, held[plan.vocab_size])
-        rate = plan.batch * plan.context_length / seconds
+        config = replace(base, size=size, batch=int(batch), context_length=int(context), vocab_size=int(vocab))
+        if config.vocab_size not in held:
+            held[config.vocab_size] = tokens_of(config)
+        seconds, parameters = seconds_a_step(config, held[config.vocab_size])
+        rate = config.batch * config.context_length / seconds
         print(
             f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True
         )
         for m in minutes:
-            plan_m = replace(plan, minutes=m, steps=round((m * 60 - OVERHEAD) / seconds), threads=1)
+            plan_m = replace(config, minutes=m, steps=round((m * 60 - OVERHEAD) / seconds), threads=1)
             row = {
                 "minutes": m,
                 "shape": shape,
@@ -118,7 +118,7 @@ def main(
         for line in pool.map(one, jobs):
             r = json.loads(line)
             append_record(out, r)
-            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['plan']['steps'], 'step')}"
+            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['config']['steps'], 'step')}"
             print(f"{what}, {r['bits_per_byte']:.4f} bits a byte", flush=True)
 
 

@@ -19,10 +19,10 @@ import tyro
 
 from dunes import checkpoint, measure
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, altered, answered, kept, optimizer
+from dunes.runs.finetune_data import FinetuneData, answered, kept, optimizer, prepare_model
 from dunes.runs.finetune_task import FinetuneTask
 from dunes.runs.progress import Display
-from dunes.runs.run import scheduled
+from dunes.runs.run import build_schedule
 from dunes.train import Diverged, Trainer
 
 Row = dict[str, Any]
@@ -60,19 +60,19 @@ def planned(base: str, data: str, setting: Setting) -> FinetuneConfig:
     return FinetuneConfig(model=base, data=data, max_truncated=1.0, threads=1, steps=1, **given)
 
 
-def losses(lesson: FinetuneData, method: str, steps: int, rate: float | None, beta2: float) -> Row:
+def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta2: float) -> Row:
     """One finetune: its rate, the loss before it, and after each eighth of its steps."""
-    plan = replace(lesson.plan, method=method, steps=steps, lr=rate, dtype=None)
-    lesson = replace(lesson, plan=plan, base=checkpoint.load(lesson.folder)).chosen(QUIET)
-    plan, dtype = lesson.plan, getattr(torch, lesson.plan.dtype or "float32")
-    task = FinetuneTask(lesson, None, dtype)
-    before = task.score(lesson.base.model, dtype, CHECK_TOKENS).loss
-    model, _ = altered(lesson.base.model, plan)
-    kept(model, plan)
-    schedule, adam = scheduled(plan), optimizer(plan, model)
+    config = replace(data.config, method=method, steps=steps, lr=rate, dtype=None)
+    data = replace(data, config=config, base=checkpoint.load(data.folder)).chosen(QUIET)
+    config, dtype = data.config, getattr(torch, data.config.dtype or "float32")
+    task = FinetuneTask(data, None, dtype)
+    before = task.score(data.base.model, dtype, CHECK_TOKENS).loss
+    model, _ = prepare_model(data.base.model, config)
+    kept(model, config)
+    schedule, adam = build_schedule(config), optimizer(config, model)
     for group in adam.param_groups:
         group["betas"] = (group["betas"][0], beta2 or group["betas"][1])
-    trainer = Trainer(model, adam, answered, lr_scale=schedule.lr_scale, dtype=dtype, seed=plan.seed)
+    trainer = Trainer(model, adam, answered, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
     checks, start = list[float](), time.perf_counter()
     try:
         for step in trainer.run(task.batches(0)):
@@ -83,7 +83,7 @@ def losses(lesson: FinetuneData, method: str, steps: int, rate: float | None, be
     except Diverged:
         checks.append(float("inf"))
     seconds = time.perf_counter() - start
-    return {"lr": plan.lr, "before": before, "checks": checks, "seconds": seconds, "dtype": plan.dtype}
+    return {"lr": config.lr, "before": before, "checks": checks, "seconds": seconds, "dtype": config.dtype}
 
 
 QUIET = Display()
@@ -127,11 +127,11 @@ def main(
     measure.keep_memory()
     measure.quick_small_numbers()
     shared = asdict(setting) | {"base": Path(base).name, "data": Path(data).name}
-    lesson = FinetuneData.read(planned(base, data, setting), QUIET)
+    data = FinetuneData.read(planned(base, data, setting), QUIET)
     for method, length, rate in [(m, n, r) for n in steps for m in methods for r in rates or (None,)]:
         key = shared | {"method": method, "steps": length, "asked": rate}
         if not any(all(row[k] == v for k, v in key.items()) for row in read(out)):
-            row = key | losses(lesson, method, length, rate, setting.beta2)
+            row = key | losses(data, method, length, rate, setting.beta2)
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             shown = " ".join(f"{loss:.3f}" for loss in row["checks"])

@@ -59,8 +59,8 @@ def main(gigabytes: float = 2.0, folder: Path = Path("large"), steps: int = 50) 
     maker.start()
     maker.join()
     start = time.time()
-    plan = TrainConfig(sources=(str(folder / "text"),), steps=steps, size="2m")
-    status = train(plan, folder / f"run-{time.time_ns()}", Display())
+    config = TrainConfig(sources=(str(folder / "text"),), steps=steps, size="2m")
+    status = train(config, folder / f"run-{time.time_ns()}", Display())
     peak = measure.peak_memory(measure.device()) / 1e9
     print(json.dumps({"status": status, "seconds": time.time() - start, "peak_gigabytes": peak}))
 

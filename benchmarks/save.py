@@ -34,16 +34,16 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
     from dunes.runs.train_config import TrainConfig
 
     measure.keep_memory()
-    plan = TrainConfig(sources=("stdlib",), size=size, steps=10**6)
-    corpus = gather(plan)
-    plan, _ = chosen(plan, sum(d.size for d in corpus.train))
+    config = TrainConfig(sources=("stdlib",), size=size, steps=10**6)
+    corpus = gather(config)
+    config, _ = chosen(config, sum(d.size for d in corpus.train))
     folder = Path(tempfile.mkdtemp())
     try:
         with Display() as show:
-            run = prepare(plan, folder, tokenize(plan, corpus, None, show))
+            run = prepare(config, folder, tokenize(config, corpus, None, show))
         stream = run.trainer.run(run.task.batches(0))
         list(islice(stream, 5))
-        spent: dict[bool, list[float]] = {True: [], False: []}
+        timings: dict[bool, list[float]] = {True: [], False: []}
         blocked = []
         with Saver(print, strict=True) as saver:
             for _ in range(rounds):
@@ -53,15 +53,15 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
                         saver.start(run)
                         blocked.append(time.perf_counter() - start)
                     list(islice(stream, steps))
-                    spent[saving].append(time.perf_counter() - start)
+                    timings[saving].append(time.perf_counter() - start)
                     saver.wait()
         held = sum(f.stat().st_size for f in (folder / "state").rglob("*") if f.is_file()) / 1e6
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    stall = median(spent[True]) - median(spent[False])
+    stall = median(timings[True]) - median(timings[False])
     print(
         f"{size}: {held:.0f} MB in two; blocked {median(blocked) * 1e3:.0f} ms; stall {stall * 1e3:.0f} ms of "
-        f"{median(spent[False]) / steps * 1e3:.0f} ms a step; {stall / 60:.2%} of a minute"
+        f"{median(timings[False]) / steps * 1e3:.0f} ms a step; {stall / 60:.2%} of a minute"
     )
     print(json.dumps({"benchmark": "save", "stall_seconds": stall, "blocked_seconds": median(blocked)}))
 

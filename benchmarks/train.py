@@ -83,19 +83,19 @@ def our_side(size: str, batch: int) -> dict[str, float]:
     dim, depth, heads = SHAPES[size]
     config = arcee.Config.from_size(VOCAB, dim, depth, CONTEXT)
     model = initialise(arcee.build(replace(config, heads=heads, kv_heads=heads, head_dim=dim // heads)))
-    optimizer, spent = muon(model), []
+    optimizer, timings = muon(model), []
     plain_step = optimizer.step
 
     def watched(closure=None) -> None:
         start = time.perf_counter()
         plain_step(closure)
-        spent.append(time.perf_counter() - start)
+        timings.append(time.perf_counter() - start)
 
     optimizer.step = watched
     loss = lambda m, b: m.loss(b[:, :-1], b[:, 1:])
     row = timed(Trainer(model, optimizer, loss, dtype=dtype).run(batches(batch)))
     rate = measure.matmul_rate(dtype, measure.device())
-    return row | {"optimizer": median(spent[3:]), "matmul": rate, "flops": flops(model, CONTEXT)}
+    return row | {"optimizer": median(timings[3:]), "matmul": rate, "flops": flops(model, CONTEXT)}
 
 
 SIDES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
-from dunes.runs.chat import speaker
+from dunes.runs.chat import load_chat_engine
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.merge import merge
@@ -22,11 +22,11 @@ QUESTIONS = ("List three things that a cat likes.", "Say in one sentence what a 
 
 
 def main(base: str, data: str, epochs: float = 3.0, out: str = "runs/alpaca-lora", **changes: object) -> int:
-    plan = FinetuneConfig(model=base, data=data, epochs=epochs, method="lora", rank=16, template="alpaca")
-    plan = FinetuneConfig.of({**vars(plan), **changes})
-    if status := finetune(plan, Path(out), Display(), examples=2):
+    config = FinetuneConfig(model=base, data=data, epochs=epochs, method="lora", rank=16, template="alpaca")
+    config = FinetuneConfig.of({**vars(config), **changes})
+    if status := finetune(config, Path(out), Display(), examples=2):
         return status
-    helper = speaker(out)
+    helper = load_chat_engine(out)
     for question in QUESTIONS:
         print(f"\n{question}\n  {''.join(helper.answer((Turn('user', question),), sampler(0.0), 60))}")
     print(merge(Path(out), Path(f"{out}-merged")))

@@ -16,15 +16,15 @@ from dunes.ops import attention
 from dunes.runs import autosize
 from dunes.runs.autosize import (
     Machine,
+    choose_size,
     chosen,
     expected_bits,
-    fitted,
     flops,
-    larger_than_asked,
     memory,
+    muon_flops,
     needs,
-    orthogonalising,
     outline,
+    size_warning,
 )
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.tree import count
@@ -34,8 +34,8 @@ STDLIB = 11_800_000
 
 
 def size_for(machine=MACHINE, text=STDLIB, **changes):
-    plan = TrainConfig(**{"sources": (), "batch": 16, "context_length": 256, "dtype": machine.dtype} | changes)
-    return parse_size(fitted(plan, text, machine)[0].size)
+    config = TrainConfig(**{"sources": (), "batch": 16, "context_length": 256, "dtype": machine.dtype} | changes)
+    return parse_size(choose_size(config, text, machine)[0].size)
 
 
 def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
@@ -51,34 +51,32 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
     assert size_for(size="12345678") == 12_345_678
     few, many = size_for(steps=100), size_for(steps=3_000)
     assert few < many
-    assert many == pytest.approx(3_000 * 16 * 256 / autosize.TOKENS_A_PARAMETER, rel=0.2)
+    assert many == pytest.approx(3_000 * 16 * 256 / autosize.TOKENS_PER_PARAMETER, rel=0.2)
 
 
 def test_a_vocabulary_too_large_for_the_size_is_named():
     small = TrainConfig(size="60k", context_length=32)
-    assert "--size is 60k, but with a vocabulary of 4096 the smallest arcee model has 15" in larger_than_asked(
-        small
-    )
-    assert not larger_than_asked(replace(small, vocab_size=512))
-    assert not larger_than_asked(replace(small, size="2x64"))
-    assert not larger_than_asked(replace(small, size="300k"))
+    assert "--size is 60k, but the smallest arcee model with a vocabulary of 4096 has 15" in size_warning(small)
+    assert not size_warning(replace(small, vocab_size=512))
+    assert not size_warning(replace(small, size="2x64"))
+    assert not size_warning(replace(small, size="300k"))
 
 
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
-    monkeypatch.setattr(autosize, "measured", lambda plan: pytest.fail("measured"))
+    monkeypatch.setattr(autosize, "measured", lambda config: pytest.fail("measured"))
     assert chosen(whole, STDLIB) == (whole, [])
 
 
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
-    monkeypatch.setattr(autosize, "measured", lambda plan: MACHINE)
-    plan, lines = chosen(TrainConfig(sources=(), context_length=64), STDLIB)
-    assert all((plan.size, plan.batch, plan.context_length == 64))
-    assert (plan.dtype, plan.threads, plan.matmul) == ("bfloat16", 2, 1.2e12)
+    monkeypatch.setattr(autosize, "measured", lambda config: MACHINE)
+    config, lines = chosen(TrainConfig(sources=(), context_length=64), STDLIB)
+    assert all((config.size, config.batch, config.context_length == 64))
+    assert (config.dtype, config.threads, config.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
     assert "a larger model would see too few" in lines[2]
-    assert chosen(plan, STDLIB) == (plan, []), "and stays so"
+    assert chosen(config, STDLIB) == (config, []), "and stays so"
     given = chosen(TrainConfig(sources=(), size="1m"), STDLIB)[1]
     assert "a larger model" not in given[2], "nobody chose"
 
@@ -111,18 +109,18 @@ def test_orthogonalising_is_what_muon_computes():
             if isinstance(m, torch.nn.Linear):
                 short, long = sorted(m.weight.shape)
                 orthogonalise(torch.randn(1, short, long))
-    assert counter.get_total_flops() == orthogonalising(model)
+    assert counter.get_total_flops() == muon_flops(model)
 
 
 def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
-    plan = TrainConfig(size="2x256", batch=16, context_length=256, dtype="bfloat16")
-    sum_of = lambda **changes: sum(memory(replace(plan, **changes)).values())
-    parts = memory(plan)
-    assert parts["parameters"] == pytest.approx(4 * count(outline(plan)), rel=1e-6)
+    config = TrainConfig(size="2x256", batch=16, context_length=256, dtype="bfloat16")
+    sum_of = lambda **changes: sum(memory(replace(config, **changes)).values())
+    parts = memory(config)
+    assert parts["parameters"] == pytest.approx(4 * count(outline(config)), rel=1e-6)
     for changes in ({"context_length": 512}, {"dtype": "float32"}):
         assert sum_of(**changes) > sum(parts.values()), changes
     assert sum_of(size="2x1024") > 1.5 * sum(parts.values())
-    assert re.match(r"this run needs about \d\d\.\d GB", needs(replace(plan, batch=1000)))
+    assert re.match(r"this run needs about \d\d\.\d GB", needs(replace(config, batch=1000)))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.generate import Token, sampler
 from dunes.runs import chat as chats
-from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, run, speaker
+from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, get_template
 from test_adapter import pair
@@ -30,7 +30,7 @@ class Script:
     def __init__(self, tokenizer, *answers):
         self.tokenizer, self.answers, self.asked = tokenizer, list(answers), []
 
-    def __call__(self, model, ids, *, limit, context, sample, stop):
+    def __call__(self, model, ids, *, limit, context_length, sample, stop):
         self.asked.append(list(ids))
         self.limit, self.stop = limit, stop
         text = self.answers.pop(0) if self.answers else "b"
@@ -44,10 +44,10 @@ def scripted(monkeypatch, tmp_path):
         script = Script(tokenizer, *answers)
         monkeypatch.setattr(chats, "generate", script)
         told = attach_template(get_template(template), tokenizer)
-        voice = ChatModel(tmp_path, None, told, context, {"template": template})
+        chat_model = ChatModel(tmp_path, None, told, context, {"template": template})
         notes = []
         model = pair("llama")[1]
-        engine = ChatEngine(model, {"none": voice})
+        engine = ChatEngine(model, {"none": chat_model})
         return Chat(engine, sampler(0.0), 20, note=notes.append, **options), script, notes
 
     return make
@@ -176,13 +176,13 @@ def three(tmp_path):
         tokens = attach_template(get_template("alpaca" if name == "two" else "chatml"), TOKENS)
         facts = {"template": "alpaca" if name == "two" else "chatml"}
         checkpoint.save_adapter(
-            model, tmp_path / name, base=tmp_path / "base", tokenizer=tokens, context=300, facts=facts
+            model, tmp_path / name, base=tmp_path / "base", tokenizer=tokens, context_length=300, facts=facts
         )
     return tmp_path
 
 
 def alone(folder, text="ab", tokens=12):
-    one = speaker(str(folder))
+    one = load_chat_engine(str(folder))
     return "".join(one.answer((Turn("user", text),), sampler(0.0), tokens))
 
 
@@ -190,8 +190,8 @@ def test_adapters_take_turns_on_one_base(three):
     want = {name: alone(three / name) for name in ("one", "two", "base")}
     assert len(set(want.values())) == 3
     assert all(len(text) == 12 for text in want.values())
-    both = speaker(str(three / "base"), [three / "one", three / "two"])
-    assert list(both.voices) == ["one", "two", "none"]
+    both = load_chat_engine(str(three / "base"), [three / "one", three / "two"])
+    assert list(both.models) == ["one", "two", "none"]
     base = sum(p.numel() for p in pair("llama")[1].parameters())
     place = both.model.blocks[0].attn.q
     assert sum(p.numel() for n, p in both.model.named_parameters() if ".adapters." not in n) == base
@@ -209,17 +209,17 @@ def test_adapters_take_turns_on_one_base(three):
             else:
                 got[name] += piece
     assert {names[name]: text for name, text in got.items()} == want
-    assert both.voice("two").once
-    assert not both.voice("one").once
-    own = speaker(str(three / "one"), [three / "two"])
-    assert list(own.voices) == ["two", "one", "none"]
+    assert both.chat_model("two").once
+    assert not both.chat_model("one").once
+    own = load_chat_engine(str(three / "one"), [three / "two"])
+    assert list(own.models) == ["two", "one", "none"]
     for name, folder in names.items():
         assert "".join(own.answer(talk, sampler(0.0), 12, name)) == want[folder]
 
 
 def test_an_adapter_is_called_by_its_folder_too(three):
     noted = []
-    chat = Chat(speaker(str(three / "one"), [three / "two"]), sampler(0.0), 5, note=noted.append)
+    chat = Chat(load_chat_engine(str(three / "one"), [three / "two"]), sampler(0.0), 5, note=noted.append)
     for folder, name in (("one", "one"), ("two", "two"), ("base", "none")):
         assert chat.command(f"/adapter {three / folder}")
         assert chat.name == name
@@ -235,31 +235,33 @@ def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypa
     attach(ours, rank=2)
     checkpoint.save_adapter(trained(ours), three / "small", base=three / "base", facts={"changes": [note]})
     assert alone(three / "small")
-    answers = speaker(str(three / "base"), [three / "small"]).answer((Turn("user", "ab"),), sampler(0.0), 12)
+    answers = load_chat_engine(str(three / "base"), [three / "small"]).answer(
+        (Turn("user", "ab"),), sampler(0.0), 12
+    )
     assert "".join(answers) == alone(three / "small")
     monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded before it was refused"))
     with pytest.raises(ValueError, match="not an adapter's folder"):
-        speaker(str(three / "base"), [three / "base"])
+        load_chat_engine(str(three / "base"), [three / "base"])
     (three / "y").mkdir()
     os.symlink(three / "two", three / "y" / "one")
     with pytest.raises(ValueError, match="two adapters would be called 'one'"):
-        speaker(str(three / "base"), [three / "one", three / "y" / "one"])
+        load_chat_engine(str(three / "base"), [three / "one", three / "y" / "one"])
     with pytest.raises(ValueError, match="kept in different ways"):
-        speaker(str(three / "base"), [three / "one", three / "small"])
+        load_chat_engine(str(three / "base"), [three / "one", three / "small"])
 
 
 def test_a_model_without_a_template_says_what_to_do(tmp_path):
     base_in(tmp_path / "base")
     with pytest.raises(ValueError, match=r"no chat template.*dunes generate") as error:
-        Chat(speaker(str(tmp_path / "base")), sampler(0.0), 9)
+        Chat(load_chat_engine(str(tmp_path / "base")), sampler(0.0), 9)
     assert "\n" not in str(error.value)
 
 
 def test_a_base_without_a_template_is_named_and_the_adapter_stays(bpe, scripted):  # noqa: F811
     chat, script, notes = scripted(bpe, "chatml")
-    engine = chat.speaker
-    bare = replace(engine.voice(), tokenizer=Tokenizer.train("bytes", []), card={})
-    chat.speaker = replace(engine, voices={**engine.voices, "bare": bare})
+    engine = chat.engine
+    bare = replace(engine.chat_model(), tokenizer=Tokenizer.train("bytes", []), card={})
+    chat.engine = replace(engine, models={**engine.models, "bare": bare})
     run(chat, ["/adapter bare", "a"], lambda piece: None)
     assert len(notes) == 1
     assert "no chat template" in notes[0]
@@ -303,7 +305,9 @@ def test_a_terminal_has_a_conversation(three):
 
 
 def test_answers_stop_at_the_context(three):
-    one = speaker(str(three / "base"))
-    room = one.voice().context - len(encode_prompt(get_template("chatml"), (Turn("user", "ab" * 60),), TOKENS))
+    one = load_chat_engine(str(three / "base"))
+    room = one.chat_model().context - len(
+        encode_prompt(get_template("chatml"), (Turn("user", "ab" * 60),), TOKENS)
+    )
     assert 0 < room < 80
     assert len("".join(one.answer((Turn("user", "ab" * 60),), sampler(0.0), 10_000))) == room

@@ -24,9 +24,9 @@ from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, answered, memory, optimizer
-from dunes.runs.finetune_method import METHODS, learning_rate, rows_a_step, steps_of
+from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.memory import Learning, Shape, training
+from dunes.runs.memory import Shape, TrainSetup, training
 from dunes.runs.run import Run, records, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
@@ -72,17 +72,17 @@ def asked(base, examples, **changes):
     return FinetuneConfig(model=str(base), data=str(examples), **fixed | changes)
 
 
-def finetuned(plan, folder, **how):
+def finetuned(config, folder, **how):
     show, out = display()
-    assert finetune(plan, folder, show, **how) == 0
+    assert finetune(config, folder, show, **how) == 0
     return out.getvalue()
 
 
-def score_of(folder, plan, train_on="answers"):
+def score_of(folder, config, train_on="answers"):
     """The score of the folder that was left, computed anew from its files."""
     loaded = checkpoint.load(folder)
-    lesson = FinetuneData.read(replace(plan, model=plan.model), display()[0])
-    task = FinetuneTask(lesson, None, torch.float32)
+    data = FinetuneData.read(replace(config, model=config.model), display()[0])
+    task = FinetuneTask(data, None, torch.float32)
     return task.score(loaded.model, torch.float32)
 
 
@@ -93,15 +93,15 @@ ALL = [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for 
 @pytest.mark.parametrize("method", ALL)
 def test_each_method_learns_and_leaves_what_was_measured(method, base, examples, tmp_path):
     rate, folder = 0.003 if method == "full" else 0.02, tmp_path / "run"
-    plan = asked(base, examples, method=method, steps=30, lr=rate)
-    out = finetuned(plan, folder)
+    config = asked(base, examples, method=method, steps=30, lr=rate)
+    out = finetuned(config, folder)
     lines = [r for r in records(folder / "metrics.jsonl") if "loss" in r]
     assert lines[-1]["loss"] < lines[0]["loss"]
     card = checkpoint.load(folder).card
     assert card["measured"]["loss"] < card["measured"]["before"] - 0.01
     assert card["template"] == "alpaca"
-    plan = replace(plan, context_length=card["finetuned"]["context_length"])
-    again = score_of(folder, plan)
+    config = replace(config, context_length=card["finetuned"]["context_length"])
+    again = score_of(folder, config)
     print(f"{method}: measured {card['measured']['loss']}, read back {again.loss}")
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
     assert (folder / "adapter_config.json").is_file() == (method != "full")
@@ -137,12 +137,14 @@ def test_products_in_bfloat16(method, base, examples, tmp_path):
 
 @pytest.mark.parametrize("method", ["lora", "qlora", pytest.param("pissa", marks=pytest.mark.slow), "full"])
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
-    plan = asked(base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, micro_batch=2)
+    config = asked(
+        base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, micro_batch=2
+    )
     straight, halves = tmp_path / "straight", tmp_path / "halves"
-    finetuned(plan, straight)
+    finetuned(config, straight)
     with monkeypatch.context() as patch:
         stopping_at(9, patch)
-        assert finetune(plan, halves, display()[0]) == 130
+        assert finetune(config, halves, display()[0]) == 130
     # The base is asked before it is changed, and once: what it said stands in the run.
     monkeypatch.setattr(FinetuneTask, "able", once(FinetuneTask.able))
     assert finetune(FinetuneConfig(), halves, display()[0], resume=True) == 0
@@ -171,16 +173,16 @@ def once(real):
 def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, examples, tmp_path):
     mine, rows = base_in(tmp_path / "base", tokenizer), tmp_path / "rows.json"
     rows.write_text(json.dumps(ROWS))
-    plan = asked(mine, rows)
-    finetuned(plan, tmp_path / "run")
+    config = asked(mine, rows)
+    finetuned(config, tmp_path / "run")
     rows.write_text(json.dumps(ROWS[:-1]))
     with pytest.raises(ValueError, match="cannot go on: examples changed"):
-        finetune(plan, tmp_path / "run", display()[0], resume=True)
+        finetune(config, tmp_path / "run", display()[0], resume=True)
     rows.write_text(json.dumps(ROWS))
     other = initialise(checkpoint.load(mine).model, seed=4)
     checkpoint.save(other, mine, tokenizer, 128)
     with pytest.raises(ValueError, match="cannot go on: base changed"):
-        finetune(plan, tmp_path / "run", display()[0], resume=True)
+        finetune(config, tmp_path / "run", display()[0], resume=True)
     with pytest.raises(ValueError, match="holds a run of another kind"):
         train(toy(tmp_path), tmp_path / "run", display()[0], resume=True)
 
@@ -188,17 +190,17 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, examples, tmp_path, monkeypatch):
     base = base_in(tmp_path / "base", tokenizer)
-    plan = asked(base, examples, steps=1, method=method)
-    finetuned(plan, tmp_path / "run")
-    prints = FinetuneTask.prints.func
+    config = asked(base, examples, steps=1, method=method)
+    finetuned(config, tmp_path / "run")
+    fingerprints = FinetuneTask.fingerprints.func
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
-        later.setattr(FinetuneTask, "prints", property(lambda task: prints(task) | {"of tomorrow": "1"}))
-        assert finetune(plan, tmp_path / "run", display()[0], resume=True) == 0
+        later.setattr(FinetuneTask, "prints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"}))
+        assert finetune(config, tmp_path / "run", display()[0], resume=True) == 0
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
     (base / "dunes.json").unlink()
     with pytest.raises(ValueError, match="cannot go on: settings of the base changed"):
-        finetune(plan, tmp_path / "run", display()[0], resume=True)
+        finetune(config, tmp_path / "run", display()[0], resume=True)
 
 
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
@@ -207,7 +209,7 @@ def test_a_finetune_knows_its_base_rounded_and_refuses_another(method, tokenizer
     finetuned(asked(base, examples, steps=1, method=method, dtype="bfloat16"), tmp_path / "run")
     model = checkpoint.load(base).model
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
-    assert card["base"]["digests"] == checkpoint.identity(model)["digests"]
+    assert card["base"]["digests"] == checkpoint.base_identity(model)["digests"]
     assert card["base"]["kind"] == {"lora": "torch.float32", "qlora": "NF4, torch.float32"}[method]
     said = checkpoint.load(tmp_path / "run").model(torch.arange(60)[None])
     checkpoint.save(model.bfloat16(), base, tokenizer, 128)
@@ -225,8 +227,8 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     (tmp_path / "here" / "base").symlink_to(base)
     (tmp_path / "here" / "rows.json").write_text(examples.read_text())
     monkeypatch.chdir(tmp_path / "here")
-    plan = asked("base", "rows.json", steps=2)
-    finetuned(plan, tmp_path / "run")
+    config = asked("base", "rows.json", steps=2)
+    finetuned(config, tmp_path / "run")
     monkeypatch.chdir(tmp_path / "there")
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     (tmp_path / "here" / "rows.json").rename("moved.json")
@@ -260,8 +262,8 @@ def test_an_adapter_that_cannot_be_written_is_not_trained(tokenizer, examples, t
 def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp_path, monkeypatch):
     """A learning rate at which the loss falls during the warm-up and then jumps."""
     monkeypatch.setattr(loop_module, "_check_due", lambda step: step % 3 == 0)
-    plan, folder = asked(base, examples, method="full", steps=24, lr=3.0), tmp_path / "run"
-    out = finetuned(plan, folder)
+    config, folder = asked(base, examples, method="full", steps=24, lr=3.0), tmp_path / "run"
+    out = finetuned(config, folder)
     checks = {r["step"]: r["bits_per_byte"] for r in records(folder / "metrics.jsonl") if "bits_per_byte" in r}
     best = min(checks, key=checks.get)
     (warning,) = (line for line in out.splitlines() if line.startswith("warning: validation loss"))
@@ -270,8 +272,8 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     card = checkpoint.load(folder).card
     assert card["finetuned"]["best_step"] == best
     assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
-    plan = replace(plan, context_length=card["finetuned"]["context_length"])
-    assert score_of(folder, plan).bits_per_byte == pytest.approx(checks[best], rel=1e-5)
+    config = replace(config, context_length=card["finetuned"]["context_length"])
+    assert score_of(folder, config).bits_per_byte == pytest.approx(checks[best], rel=1e-5)
     assert checks[24] > 2 * checks[best]
     assert f"the weights of step {best} were saved" in out
 
@@ -288,11 +290,11 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
         kept[run.trainer.number] = {k: v.clone() for k, v in run.model.state_dict().items() if ".adapters." in k}
         return score
 
-    plan, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
+    config, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
     monkeypatch.setattr(FinetuneTask, "able", lambda self, *a: Baseline(Score(30.0, 10, 10), None, [], ""))
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
-    out = finetuned(plan, folder)
+    out = finetuned(config, folder)
     assert "warning: that is no better than the base" in out
     saved = checkpoint.load(folder).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())
@@ -343,9 +345,9 @@ def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples,
 
 
 def test_an_adapter_s_option_is_refused_where_there_is_none(base, examples, tmp_path):
-    plan = asked(base, examples, method="full")
+    config = asked(base, examples, method="full")
     with pytest.raises(ValueError, match="--rank is of adapters, and --method full has none; leave it out"):
-        finetune(plan, tmp_path / "run", display()[0], asked={"method": "full", "rank": 4})
+        finetune(config, tmp_path / "run", display()[0], asked={"method": "full", "rank": 4})
 
 
 def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
@@ -388,7 +390,7 @@ def test_only_what_was_named_learns(base, examples, tmp_path):
 def test_full_finetuning_of_bfloat16_is_done_in_float32_and_kept_in_bfloat16(tokenizer, examples, tmp_path):
     half = base_in(tmp_path / "half", tokenizer, dtype=torch.bfloat16)
     finetuned(asked(half, examples, method="full", lr=1e-5), tmp_path / "run")
-    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert {t.dtype for t in state["weights"].values()} == {torch.float32}
     before = checkpoint.load(half).model.state_dict()
     moved = [not torch.equal(state["weights"][k], v.float()) for k, v in before.items()]
@@ -451,14 +453,14 @@ def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp
 
 
 def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
-    plan = asked(base, examples, forgetting_data=(str(code),), steps=12)
+    config = asked(base, examples, forgetting_data=(str(code),), steps=12)
     with monkeypatch.context() as patch:
         stopping_at(9, patch)
-        assert finetune(plan, tmp_path / "run", display()[0]) == 130
+        assert finetune(config, tmp_path / "run", display()[0]) == 130
     for path in code.glob("*.py"):
         path.write_text(path.read_text() * 2)
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
-    finetuned(plan, tmp_path / "straight")
+    finetuned(config, tmp_path / "straight")
     cards = [json.loads((tmp_path / f / "dunes.json").read_text())["measured"] for f in ("run", "straight")]
     assert cards[0]["domain"] == cards[1]["domain"]
     assert cards[0]["before"] == cards[1]["before"]
@@ -505,20 +507,20 @@ def book(tmp_path_factory):
 
 
 def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, tokenizer, tmp_path):
-    lesson = ready(base, book, steps=None)
-    plan = lesson.plan
+    data = ready(base, book, steps=None)
+    config = data.config
     ids = [*tokenizer.document_start, *tokenizer.encode(book.read_text()), tokenizer.eos]
-    assert len(ids) > 3 * plan.context_length
-    assert plan.context_length == lesson.base.context_length == 128
-    rows = Batches(lesson.train, plan.context_length, 1, packed=plan.packing)
-    asked_for = [t for e in lesson.train for t in e.ids[1:].tolist()]
-    held = [t for e in lesson.valid for t in e.ids[1:].tolist()]
+    assert len(ids) > 3 * config.context_length
+    assert config.context_length == data.base.context_length == 128
+    rows = Batches(data.train, config.context_length, 1, packed=config.packing)
+    asked_for = [t for e in data.train for t in e.ids[1:].tolist()]
+    held = [t for e in data.valid for t in e.ids[1:].tolist()]
     assert asked_for + held == ids[1:]
     assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
     epoch = [
         t
-        for _, targets, _ in (rows.batch(i) for i in range(rows.rows_per_epoch))
+        for _, targets, _ in map(rows.positions, range(rows.rows_per_epoch))
         for t in targets[targets >= 0].tolist()
     ]
     assert sorted(epoch) == sorted(asked_for)
@@ -541,15 +543,15 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
     (folder / "rows.json").write_text(examples.read_text())
     rows = [{"q": r["instruction"], "a": r["output"]} for r in ROWS]
     (folder / "more.jsonl").write_text("".join(json.dumps({"text": r["q"]}) + "\n" for r in rows))
-    plan = asked(base, folder, steps=12)
-    out = finetuned(plan, tmp_path / "straight")
+    config = asked(base, folder, steps=12)
+    out = finetuned(config, tmp_path / "straight")
     assert "90 records of Alpaca" in out
     assert "90 records of plain text" in out
     assert "1 file of plain text" in out
     assert "template: alpaca" in out
     with monkeypatch.context() as patch:
         stopping_at(5, patch)
-        assert finetune(plan, tmp_path / "halves", display()[0]) == 130
+        assert finetune(config, tmp_path / "halves", display()[0]) == 130
     assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
     one, two = weights(tmp_path / "straight"), weights(tmp_path / "halves")
     assert all(torch.equal(one[k], two[k]) for k in one)
@@ -609,20 +611,20 @@ def ready(base, examples, **changes):
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     """To the byte, but for activations: without numbers padding cannot be left out."""
-    lesson = ready(base, examples, method=method)
-    plan = lesson.plan
-    rows = lesson_module._rows(plan)
-    learning = Learning(
-        lambda model: optimizer(plan, model),
+    data = ready(base, examples, method=method)
+    config = data.config
+    rows = lesson_module._rows(config)
+    learning = TrainSetup(
+        lambda model: optimizer(config, model),
         answered,
         lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows),
     )
-    shape = Shape(plan.micro_batch, plan.context_length, torch.float32)
+    shape = Shape(config.micro_batch, config.context_length, torch.float32)
 
     def real():
-        return lesson_module.altered(checkpoint.load(base).model, plan)[0]
+        return lesson_module.prepare_model(checkpoint.load(base).model, config)[0]
 
-    foreseen = training(lambda: lesson_module._shaped(lesson), shape, True, learning)
+    foreseen = training(lambda: lesson_module._shaped(data), shape, True, learning)
     held = training(real, shape, False, learning)
     said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (foreseen, held))
     print({kind: (said.get(kind), size) for kind, size in seen.items()})
@@ -635,20 +637,20 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
 
 def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     whole = ready(base, examples, batch=8)
-    assert whole.plan.micro_batch == 8
+    assert whole.config.micro_batch == 8
     needed = sum(memory(whole).values())
-    least = sum(memory(replace(whole, plan=replace(whole.plan, micro_batch=2))).values())
+    least = sum(memory(replace(whole, config=replace(whole.config, micro_batch=2))).values())
     monkeypatch.setattr(measure, "free_memory", lambda device: int((needed + least) / 2))
-    assert ready(base, examples, batch=8).plan.micro_batch in (2, 4)
+    assert ready(base, examples, batch=8).config.micro_batch in (2, 4)
     monkeypatch.setattr(measure, "free_memory", lambda device: 1)
     show, out = display()
-    assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).plan.micro_batch == 1
+    assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).config.micro_batch == 1
     assert "look: that may not fit" in out.getvalue()
 
 
 def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     finetuned(asked(base, examples, method="pissa"), tmp_path / "run")
-    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
     model = checkpoint.load(base).model
@@ -656,24 +658,26 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
 
 
 def test_what_is_chosen(base, examples):
-    plan = FinetuneConfig(model="m", data="d")
-    full = replace(plan, method="full")
+    config = FinetuneConfig(model="m", data="d")
+    full = replace(config, method="full")
     assert learning_rate(full, 4096) == 2e-5
     assert learning_rate(full, 192) == pytest.approx(1e-3, rel=0.02)
-    assert learning_rate(plan, 2000) == 3.5e-4
-    assert learning_rate(plan, 192) == pytest.approx(2.2e-3, rel=0.02)
-    assert learning_rate(plan, 32) == 0.005
-    assert learning_rate(replace(plan, lr=0.5, method="rslora", alpha=8.0), 512) == 0.5
-    assert learning_rate(replace(plan, rank=64), 192) == learning_rate(plan, 192), "alpha / rank evens that out"
-    assert learning_rate(replace(plan, alpha=64.0), 192) == learning_rate(plan, 192) / 2
-    assert learning_rate(replace(plan, method="rslora"), 192) == learning_rate(plan, 192) / 4
-    assert rows_a_step(plan, 512, 10_000) == 8
-    assert rows_a_step(plan, 512, 64) == 2
-    assert rows_a_step(plan, 8192, 10_000) == 1
-    assert steps_of(plan, 100, 8) == 38
-    assert steps_of(replace(plan, epochs=1.0), 100, 8) == 12
-    assert steps_of(replace(plan, minutes=1.0), 100, 8) is None
-    assert ready(base, examples, steps=None, batch=0).plan.steps > 0
+    assert learning_rate(config, 2000) == 3.5e-4
+    assert learning_rate(config, 192) == pytest.approx(2.2e-3, rel=0.02)
+    assert learning_rate(config, 32) == 0.005
+    assert learning_rate(replace(config, lr=0.5, method="rslora", alpha=8.0), 512) == 0.5
+    assert learning_rate(replace(config, rank=64), 192) == learning_rate(config, 192), (
+        "alpha / rank evens that out"
+    )
+    assert learning_rate(replace(config, alpha=64.0), 192) == learning_rate(config, 192) / 2
+    assert learning_rate(replace(config, method="rslora"), 192) == learning_rate(config, 192) / 4
+    assert choose_batch(config, 512, 10_000) == 8
+    assert choose_batch(config, 512, 64) == 2
+    assert choose_batch(config, 8192, 10_000) == 1
+    assert choose_steps(config, 100, 8) == 38
+    assert choose_steps(replace(config, epochs=1.0), 100, 8) == 12
+    assert choose_steps(replace(config, minutes=1.0), 100, 8) is None
+    assert ready(base, examples, steps=None, batch=0).config.steps > 0
 
 
 def test_the_verb(base, examples, tmp_path):

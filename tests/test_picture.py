@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from conftest import display, toy
 from dunes.runs.evaluate import Score
-from dunes.runs.picture import centred, loss_picture
+from dunes.runs.picture import centered_mean, loss_picture
 from dunes.runs.run import Run, records
 from dunes.runs.tensorboard import written
 from dunes.runs.train import train
@@ -73,11 +73,11 @@ def test_odd_metrics_make_a_picture(metrics, score, tmp_path):
 
 
 def test_means_are_of_what_lies_on_both_sides():
-    assert centred([]) == []
-    assert centred([3.0]) == [3.0]
-    assert centred([1.0, 2.0, 9.0], 10) == [1.0, 4.0, 9.0]
-    assert centred([float(i) for i in range(50)]) == pytest.approx(list(range(50))), "no lag on a slope"
-    assert centred([0.0] * 10 + [21.0] + [0.0] * 10)[10] == 1.0
+    assert centered_mean([]) == []
+    assert centered_mean([3.0]) == [3.0]
+    assert centered_mean([1.0, 2.0, 9.0], 10) == [1.0, 4.0, 9.0]
+    assert centered_mean([float(i) for i in range(50)]) == pytest.approx(list(range(50))), "no lag on a slope"
+    assert centered_mean([0.0] * 10 + [21.0] + [0.0] * 10)[10] == 1.0
 
 
 def worse_and_worse(monkeypatch):

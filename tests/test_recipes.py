@@ -16,7 +16,7 @@ from dunes.data import collect_corpus, read_records
 from dunes.data.self_instruct import ASKED, prompts, seed_tasks
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.write import text_before
+from dunes.runs.write import text_before_cursor
 from dunes.text import Tokenizer
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
@@ -98,7 +98,7 @@ def test_the_demo_counts_lines_as_editors_do(tmp_path):
     ((place, before, truth),) = demo.unseen_lines(1, seed=0)
     number = int(place.rpartition(":")[2])
     assert before.count("\n") == number - 1
-    assert text_before(f"{tmp_path / place}:{len(before.split(chr(10))[-1]) + 1}") == before
+    assert text_before_cursor(f"{tmp_path / place}:{len(before.split(chr(10))[-1]) + 1}") == before
     assert before.endswith("    value = function(argument, other)".removesuffix(truth))
 
 

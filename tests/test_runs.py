@@ -29,7 +29,7 @@ from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.loop import overfitting, rising
+from dunes.runs.loop import overfitting_note, rising_loss_warning
 from dunes.runs.progress import Display
 from dunes.runs.run import records
 from dunes.runs.score import score_folder
@@ -41,7 +41,7 @@ from dunes.tree import count
 
 
 def weights(folder):
-    state = checkpoint.restore(checkpoint.latest(folder))
+    state = checkpoint.load_state(checkpoint.latest_state(folder))
     return {**state["weights"], **flat(state["trainer"]["optimizer"])}
 
 
@@ -96,13 +96,13 @@ def stopping_at(step, monkeypatch):
 
 
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
-    plan = toy(code, steps=90, batch=16)
+    config = toy(code, steps=90, batch=16)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
-    train(plan, straight, display()[0])
+    train(config, straight, display()[0])
     with monkeypatch.context() as patch:
         stopping_at(37, patch)
         show, out = display()
-        assert train(plan, halves, show) == 130
+        assert train(config, halves, show) == 130
         assert "stopped after 37 steps" in out.getvalue()
         assert "--resume" in out.getvalue().splitlines()[-1]
         assert checkpoint.load(halves).card["trained"]["steps"] == 37
@@ -143,10 +143,10 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatc
     """Two sessions of one run by the clock, which counts looks."""
     looks = itertools.count()
     monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
-    plan, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
+    config, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
     with monkeypatch.context() as patch:
         stopping_at(20, patch)
-        assert train(plan, folder, display()[0]) == 130
+        assert train(config, folder, display()[0]) == 130
     first = json.loads((folder / "dunes.json").read_text())["trained"]["seconds"]
     assert 0.5 < first < 2.0
     before = next(looks) * 0.02
@@ -155,10 +155,10 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatc
     assert json.loads((folder / "dunes.json").read_text())["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
 
 
-def refused(plan, folder, resume=False):
+def refused(config, folder, resume=False):
     show, _ = display()
     with pytest.raises(ValueError, match=r".") as error:
-        train(plan, folder, show, resume=resume)
+        train(config, folder, show, resume=resume)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -232,8 +232,8 @@ def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
 
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     show, out = display()
-    plan = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
-    assert train(plan, tmp_path / "run", show, dry_run=True) == 0
+    config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
+    assert train(config, tmp_path / "run", show, dry_run=True) == 0
     assert not (tmp_path / "run").exists()
     words = out.getvalue()
     assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
@@ -249,9 +249,9 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(
 
     def begun(**changes):
         show, _ = display()
-        plan = toy(code, **changes)
+        config = toy(code, **changes)
         with show:
-            return tokenize(plan, gather(plan), None, show).tokenizer.json()
+            return tokenize(config, gather(config), None, show).tokenizer.json()
 
     first = begun()
     assert begun() == first
@@ -266,15 +266,15 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(
 
 
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
-    plan = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
-    train(plan, tmp_path / "run", display()[0])
+    config = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
+    train(config, tmp_path / "run", display()[0])
     kept = run_module.begun(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context_length, kept.matmul))
-    monkeypatch.setattr(autosize, "measured", lambda plan: pytest.fail("measured again"))
+    monkeypatch.setattr(autosize, "measured", lambda config: pytest.fail("measured again"))
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
     assert run_module.begun(tmp_path / "run", TrainConfig) == kept
     another = autosize.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
-    monkeypatch.setattr(autosize, "measured", lambda plan: another)
+    monkeypatch.setattr(autosize, "measured", lambda config: another)
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, override=["dtype"]) == 0
     assert run_module.begun(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
 
@@ -295,7 +295,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     assert train(toy(code, steps=60), tmp_path / "run", show) == 4
     assert "not finite for 10 steps in a row, up to step 17" in out.getvalue()
     assert out.getvalue().count("this step was skipped") == 10
-    kept = checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]
+    kept = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["weights"]
     assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
 
 
@@ -312,7 +312,7 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
     line = [sys.executable, "-c", holds, tmp_path / "run"]
     with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
         other.stdout.readline()
-        patch.setattr(train_module, "gather", lambda plan: pytest.fail("the text was read before"))
+        patch.setattr(train_module, "gather", lambda config: pytest.fail("the text was read before"))
         assert "another process is training here" in refused(toy(code), tmp_path / "run")
         other.kill()
     assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
@@ -346,11 +346,11 @@ def test_a_corpus_that_cannot_be_learned_says_what_is_needed(corpus, tmp_path):
 @pytest.mark.parametrize("split", [None, "tails"])
 def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n" * 200)
-    plan, run = toy(tmp_path / "book.txt", tokenizer="chars", split=split, steps=6), tmp_path / "run"
+    config, run = toy(tmp_path / "book.txt", tokenizer="chars", split=split, steps=6), tmp_path / "run"
     show, out = display()
     with monkeypatch.context() as patch:
         stopping_at(3, patch)
-        assert train(plan, run, show) == 130
+        assert train(config, run, show) == 130
     assert ("its last 10% are held out" in out.getvalue()) == (split is None)
     assert train(TrainConfig(), run, display()[0], resume=True, asked={}) == 0
     card = checkpoint.load(run).card
@@ -363,9 +363,9 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
 def test_records_are_learned_by_their_texts(split, tmp_path):
     rows = [{"id": i, "body": f"Task {i} is a task of {i * 7} parts.\n" * 3} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    plan = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), split=split, steps=3)
+    config = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), split=split, steps=3)
     show, out = display()
-    assert train(plan, tmp_path / "run", show) == 0
+    assert train(config, tmp_path / "run", show) == 0
     assert "learned from records: the field body (60 records)" in out.getvalue()
     loaded = checkpoint.load(tmp_path / "run")
     assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes()}
@@ -412,9 +412,9 @@ def test_overfitting_is_said_in_words():
         best, best_step = Score(100.0, 10, 10), 50
         last = Score(102.0, 10, 10)
 
-    assert "best after 50 steps" in overfitting(Fake)
+    assert "best after 50 steps" in overfitting_note(Fake)
     Fake.last = Score(100.1, 10, 10)
-    assert overfitting(Fake) == ""
+    assert overfitting_note(Fake) == ""
 
 
 @pytest.mark.parametrize(
@@ -443,13 +443,13 @@ def test_several_checks_above_the_best_are_a_warning():
         best, best_step, checks_since_best = Score(100.0, 10, 10), 50, 3
         last, trainer = Score(102.0, 10, 10), SimpleNamespace(base_lrs=[0.01])
 
-    assert "after step 50) for 3 checks" in rising(Fake)
+    assert "after step 50) for 3 checks" in rising_loss_warning(Fake)
     Fake.checks_since_best = 2
-    assert rising(Fake) == ""
+    assert rising_loss_warning(Fake) == ""
     Fake.last, Fake.checks_since_best = Score(100.5, 10, 10), 9
-    assert rising(Fake) == "", "that is noise between checks"
+    assert rising_loss_warning(Fake) == "", "that is noise between checks"
     Fake.last = Score(float("nan"), 10, 10)
-    assert rising(Fake)
+    assert rising_loss_warning(Fake)
 
 
 def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
@@ -519,12 +519,12 @@ def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, term
 
 
 def test_depth_and_width_can_be_asked_for(code, tmp_path):
-    plan = toy(code, size="3x96", steps=1)
-    train(plan, tmp_path / "run", display()[0])
+    config = toy(code, size="3x96", steps=1)
+    train(config, tmp_path / "run", display()[0])
     loaded = checkpoint.load(tmp_path / "run")
     assert len(loaded.model.blocks) == 3
     assert loaded.model.embed.token.embedding_dim == 96
-    assert train(replace(plan, steps=2), tmp_path / "run", display()[0], resume=True, override=["steps"]) == 0
+    assert train(replace(config, steps=2), tmp_path / "run", display()[0], resume=True, override=["steps"]) == 0
 
 
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
@@ -551,8 +551,8 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     (tmp_path / "code").mkdir()
     for i in range(30):
         (tmp_path / "code" / f"m{i}.py").write_text(f"import itertools\n\nvalue_{i} = itertools.count()\n" * 8)
-    plan = toy(tmp_path / "code", steps=150, vocab_size=320, size="100k")
-    train(plan, tmp_path / "run", display()[0])
+    config = toy(tmp_path / "code", steps=150, vocab_size=320, size="100k")
+    train(config, tmp_path / "run", display()[0])
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
@@ -592,19 +592,19 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
     assert run_module.begun(folder, TrainConfig).steps == 100_000
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
-    assert run_module.checkpoint.latest(folder, told.append) is None or not told
+    assert run_module.checkpoint.latest_state(folder, told.append) is None or not told
 
 
 def test_sigusr1_saves_and_goes_on(code, tmp_path):
     folder: Path = tmp_path / "run"
     process = started(code, folder)
-    assert checkpoint.latest(folder) is None
+    assert checkpoint.latest_state(folder) is None
     process.send_signal(signal.SIGUSR1)
     limit = time.monotonic() + 60
-    while checkpoint.latest(folder) is None:
+    while checkpoint.latest_state(folder) is None:
         assert time.monotonic() < limit
         time.sleep(0.05)
-    at = int(checkpoint.latest(folder).name[5:])
+    at = int(checkpoint.latest_state(folder).name[5:])
     while records(folder / "metrics.jsonl")[-1]["step"] < at + 3:
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -620,6 +620,6 @@ def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
     assert process.returncode == 143
     assert f"dunes train --out {folder} --resume" in output
     done = int(re.search(r"stopped after (\d+) steps", output)[1])
-    assert checkpoint.latest(folder).name == f"step-{done:06}"
+    assert checkpoint.latest_state(folder).name == f"step-{done:06}"
     assert checkpoint.load(folder).card["trained"]["steps"] == done
     assert (folder / "loss.png").is_file()

@@ -120,7 +120,7 @@ def test_a_plan_from_python_is_checked_alike():
 
 def resealed(run, change):
     """Change the newest state, and write digests that agree with it."""
-    folder = checkpoint.latest(run)
+    folder = checkpoint.latest_state(run)
     tensors = load_file(folder / "tensors.safetensors")
     content = json.loads((folder / "state.json").read_text())
     state = dict(content["state"]["dict"])
@@ -132,7 +132,7 @@ def resealed(run, change):
     (folder / "state.json").write_text(json.dumps(content).replace('"1e400"', "1e400"))
     (folder / "manifest.json").unlink()
     atomic._seal_folder(folder, {"tensors.safetensors": tensors})
-    assert checkpoint.latest(run) == folder, "its digests are right"
+    assert checkpoint.latest_state(run) == folder, "its digests are right"
     return folder
 
 
@@ -248,7 +248,7 @@ NO_STATES = [
 
 @pytest.mark.parametrize("text", NO_STATES)
 def test_a_state_that_is_none_is_refused_by_name(text, run):
-    folder = checkpoint.latest(run)
+    folder = checkpoint.latest_state(run)
     (folder / "state.json").write_text(text)
     (folder / "manifest.json").unlink()
     atomic._seal_folder(folder, {})
@@ -291,9 +291,9 @@ def test_a_link_to_nothing_is_no_place_for_a_run(code, tmp_path, monkeypatch):
     rows = tmp_path / "rows.json"
     rows.write_text("[]")
     for name, place in out_folders(tmp_path).items():
-        for verb, plan in ((train, toy(code)), (finetune, FinetuneConfig(model=str(tmp_path), data=str(rows)))):
+        for verb, config in ((train, toy(code)), (finetune, FinetuneConfig(model=str(tmp_path), data=str(rows)))):
             for how in ({}, {"dry_run": True}, {"strict": True}):
-                words = refused(verb, plan, tmp_path / name, display()[0], **how)
+                words = refused(verb, config, tmp_path / name, display()[0], **how)
                 assert words.startswith(f"{tmp_path / place}: is "), words
                 assert words.endswith("choose another --out")
     assert not (tmp_path / "gone").exists()
@@ -358,19 +358,19 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
     assert refused(Baseline.read, path).startswith(f"{path}: ")
 
 
-def dry(plan, folder, **how):
+def dry(config, folder, **how):
     show, out = display()
-    assert train(plan, folder, show, dry_run=True, **how) == 0
+    assert train(config, folder, show, dry_run=True, **how) == 0
     return out.getvalue()
 
 
 def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, run_folder, monkeypatch):
     machine = autosize.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
-    monkeypatch.setattr(autosize, "measured", lambda plan: machine)
+    monkeypatch.setattr(autosize, "measured", lambda config: machine)
     code = run_folder.parent / "code"
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
-    plan = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
-    said = dry(plan, run)
+    config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
+    said = dry(config, run)
     assert f"warning: {run}: holds a run already; go on with --resume, or choose another --out" in said
     assert "newest state is of step 12" in said
     assert "chosen for 1 minute" in said
@@ -380,7 +380,7 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
     assert "newest state is of step 12" in again
     assert "goes on from there to its end after 12 steps" in again
     with alone(run):
-        assert "another process is training here" in dry(plan, run)
+        assert "another process is training here" in dry(config, run)
         assert "another process is training here" in dry(TrainConfig(), run, resume=True)
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"} == {
         p: t for p, t in before.items() if p.name != "lock"
@@ -392,6 +392,6 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
 
 
 def test_a_dry_run_into_a_run_that_never_saved_says_so(run):
-    shutil.rmtree(checkpoint.latest(run))
-    shutil.rmtree(checkpoint.latest(run), ignore_errors=True)
+    shutil.rmtree(checkpoint.latest_state(run))
+    shutil.rmtree(checkpoint.latest_state(run), ignore_errors=True)
     assert "nothing was saved yet" in dry(TrainConfig(), run, resume=True)

@@ -95,11 +95,11 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     monkeypatch.setattr(loop_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
     monkeypatch.setattr(run_module, "cut", lambda path, step, told: back.append(step) or cut(path, step, told))
 
-    def killed(step, plan, **how):
+    def killed(step, config, **how):
         with monkeypatch.context() as patch:
             stopping_at(step, patch, KeyError("killed"))
             with pytest.raises(KeyError):
-                train(plan, folder, display()[0], **how)
+                train(config, folder, display()[0], **how)
         assert len(noted(folder)[0]["loss"]) == step
 
     killed(53, toy(code, steps=60), tensorboard=True)
@@ -120,11 +120,13 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
 def test_it_is_switched_on_later_and_is_no_part_of_the_plan(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
     assert not (tmp_path / "run" / "tensorboard").exists()
-    plan = (tmp_path / "run" / "state" / "plan.json").read_bytes()
+    config = (tmp_path / "run" / "state" / "plan.json").read_bytes()
     longer = {"resume": True, "override": ["steps"], "tensorboard": True}
     assert train(toy(code, steps=15), tmp_path / "run", display()[0], **longer) == 0
     assert shown(tmp_path / "run") == noted(tmp_path / "run")
-    assert plan.replace(b'"steps": 12', b'"steps": 15') == (tmp_path / "run" / "state" / "plan.json").read_bytes()
+    assert (
+        config.replace(b'"steps": 12', b'"steps": 15') == (tmp_path / "run" / "state" / "plan.json").read_bytes()
+    )
 
 
 def test_a_full_disk_ends_the_mirroring_and_not_the_run(code, tmp_path, monkeypatch):

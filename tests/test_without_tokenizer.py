@@ -17,7 +17,7 @@ from dunes.checkpoint import inspect
 from dunes.checkpoint.source import open_source
 from dunes.cli.main import main
 from dunes.generate import generate
-from dunes.runs.chat import speaker
+from dunes.runs.chat import load_chat_engine
 from dunes.runs.merge import merge
 from dunes.runs.write import write
 from dunes.text import Tokenizer
@@ -144,7 +144,7 @@ def test_adapters_go_on_and_into_a_base_without_a_tokenizer(bare, tmp_path):
     with pytest.raises(ValueError, match=f"{bare}: {NONE}"):
         checkpoint.load_with_tokenizer(tmp_path / "adapter")
     with pytest.raises(ValueError, match=f"{bare}: {NONE}"):
-        speaker(str(bare), [tmp_path / "adapter"])
+        load_chat_engine(str(bare), [tmp_path / "adapter"])
     Tokenizer.train("bytes", []).save(tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"the embedding has 40 rows, the tokenizer 265 ids"):
         checkpoint.load(tmp_path / "adapter")

@@ -18,7 +18,7 @@ from dunes.generate import Token
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs import write as runs_write
-from dunes.runs.write import complete_line, text_before
+from dunes.runs.write import complete_line, text_before_cursor
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.special_tokens import SpecialTokens
@@ -27,10 +27,10 @@ from dunes.text.special_tokens import SpecialTokens
 def test_places_in_files(tmp_path):
     file = tmp_path / "a:b.py"
     file.write_text("one\ntwo\n")
-    assert text_before(f"{file}:2:3") == "one\ntw"
-    assert text_before(f"{file}:1:1") == ""
-    assert text_before(f"{file}:2:4") == "one\ntwo"
-    assert text_before(f"{file}:3:1") == "one\ntwo\n", "the empty line behind the last line end"
+    assert text_before_cursor(f"{file}:2:3") == "one\ntw"
+    assert text_before_cursor(f"{file}:1:1") == ""
+    assert text_before_cursor(f"{file}:2:4") == "one\ntwo"
+    assert text_before_cursor(f"{file}:3:1") == "one\ntwo\n", "the empty line behind the last line end"
     refused = {
         "2:5": r"line 2 has columns 1 to 4",
         "4:1": r"has 3 lines",
@@ -41,11 +41,11 @@ def test_places_in_files(tmp_path):
     }
     for place, message in refused.items():
         with pytest.raises(ValueError, match=message) as caught:
-            text_before(f"{file}:{place}")
+            text_before_cursor(f"{file}:{place}")
         assert str(caught.value).startswith(f"{file}:{place}: ")
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="expected FILE:LINE:COLUMN"):
-        text_before(str(file))
+        text_before_cursor(str(file))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_places_in_files(tmp_path):
 )
 def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
-    assert text_before(f"{tmp_path / 'file'}:{place}") == before
+    assert text_before_cursor(f"{tmp_path / 'file'}:{place}") == before
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
 def test_a_place_outside_a_file_is_refused_with_what_there_is(content, place, message, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
     with pytest.raises(ValueError, match=message):
-        text_before(f"{tmp_path / 'file'}:{place}")
+        text_before_cursor(f"{tmp_path / 'file'}:{place}")
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"caf\xe9\n")
     with pytest.raises(ValueError, match=r"file: not UTF-8 at byte 3"):
-        text_before(f"{tmp_path / 'file'}:1:1")
+        text_before_cursor(f"{tmp_path / 'file'}:1:1")
 
 
 def writes(monkeypatch, tokenizer, text):
@@ -152,7 +152,7 @@ def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
 
 def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):
     loaded = SimpleNamespace(model=None, tokenizer=Tokenizer.train("bytes", []), context=64)
-    monkeypatch.setattr(checkpoint, "local", lambda model: SimpleNamespace(folder=model))
+    monkeypatch.setattr(checkpoint, "locate_model", lambda model: SimpleNamespace(folder=model))
     monkeypatch.setattr(checkpoint, "load_with_tokenizer", lambda *arguments: (loaded, loaded.tokenizer))
     asked = writes(monkeypatch, loaded.tokenizer, "ree\r\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\r\ntwo\rth")))

@@ -13,7 +13,7 @@ from dunes.measure import fingerprint
 from dunes.plural import plural
 from dunes.runs.config import RunConfig
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.picture import drawable
+from dunes.runs.picture import is_drawable
 from dunes.runs.run import METRICS, begun, records
 from dunes.runs.tensorboard import SAMPLES, written
 from dunes.runs.train_config import TrainConfig
@@ -48,11 +48,11 @@ $sections
 
 def page(run: Path) -> str:
     """The page of the run in this folder. Raises ValueError if there is none, or nothing was trained yet."""
-    plan, lines = _plan(run), records(run / METRICS)
-    if plan is None:
+    config, lines = _plan(run), records(run / METRICS)
+    if config is None:
         raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
     points = plot.points(lines)
-    if not any(drawable(point["loss"]) for point in points):
+    if not any(is_drawable(point["loss"]) for point in points):
         raise ValueError(f"{run}: the run has not taken a step yet that has a finite loss")
     card = read_card(run)
     sections = [
@@ -61,12 +61,12 @@ def page(run: Path) -> str:
     ]
     sections += [
         ("What it wrote", _samples(run)),
-        ("The plan", _table(_facts(plan))),
+        ("The plan", _table(_facts(config))),
         ("The machine that drew this page", _table(fingerprint())),
     ]
     return PAGE.substitute(
         name=escape(run.resolve().name),
-        about=escape(plan.about),
+        about=escape(config.about),
         cards="".join(
             f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in _cards(points, card)
         ),
@@ -135,8 +135,8 @@ def _samples(run: Path) -> str:
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
 
-def _facts(plan: RunConfig) -> dict[str, Any]:
-    known = {k: v for k, v in vars(plan).items() if v not in (None, "", ()) and k != "matmul"}
+def _facts(config: RunConfig) -> dict[str, Any]:
+    known = {k: v for k, v in vars(config).items() if v not in (None, "", ()) and k != "matmul"}
     return {k: ", ".join(v) if isinstance(v, tuple) else v for k, v in known.items()}
 
 

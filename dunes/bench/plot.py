@@ -14,7 +14,7 @@ from dunes.bench.rows import SETTING, Row, groups, summary
 from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
 from dunes.runs.extra import extra
-from dunes.runs.picture import drawable, smoothed
+from dunes.runs.picture import is_drawable, smooth
 from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
@@ -156,7 +156,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     records = []
     for name, lines in runs.items():
         for point in points(lines):
-            if point["bits_per_byte"] is not None and drawable(point["bits_per_byte"]):
+            if point["bits_per_byte"] is not None and is_drawable(point["bits_per_byte"]):
                 records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
     if not records:
         raise ValueError(f"{', '.join(runs)}: no run measured bits a byte yet; let it train for 10 steps at least")
@@ -187,7 +187,7 @@ def over_rates(found: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
 def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
     """Training loss of a run's points over the tokens seen, and the validation loss in the same unit, dashed."""
     p = _plotnine()
-    checks = [q for q in points if q["validation_loss"] is not None and drawable(q["validation_loss"])]
+    checks = [q for q in points if q["validation_loss"] is not None and is_drawable(q["validation_loss"])]
     data = _frame([{"x": q["tokens"], "y": q["validation_loss"]} for q in checks])
     picture = over_tokens(points, "loss", title)
     return picture + p.geom_line(p.aes("x", "y"), data, color=COLOURS[3], linetype="dashed") if checks else picture
@@ -196,9 +196,9 @@ def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
 def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, keep: float = 0.9) -> Any:
     """A column of a run's points over the tokens seen, each step and their running mean."""
     p = _plotnine()
-    kept = [q for q in points if drawable(q[column])]
-    smooth = smoothed([q[column] for q in kept], keep)
-    records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(kept, smooth, strict=True)]
+    kept = [q for q in points if is_drawable(q[column])]
+    smoothed = smooth([q[column] for q in kept], keep)
+    records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(kept, smoothed, strict=True)]
     return (
         _base(_frame(records), high=2.8, x="x", y="y")
         + p.geom_point(size=0.5, color="#bbbbbb")

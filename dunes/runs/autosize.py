@@ -25,22 +25,22 @@ from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count
 
-BYTES_A_TOKEN = 3.9
+BYTES_PER_TOKEN = 3.9
 """Of a bpe vocabulary of some thousands on code; `bytes` and `chars` have one."""
 
-PREPARING = 15.0
+OVERHEAD_SECONDS = 15.0
 """Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
 
-TOKENS_A_PARAMETER = 3.0
+TOKENS_PER_PARAMETER = 3.0
 """What the best shapes of the sweep have seen."""
 
-LEARNABLE = 2.0
+MAX_PARAMETERS_PER_TOKEN = 2.0
 """Parameters for each token of the text, above which a model learns it by heart."""
 
 FLOOR, NARROW, SHORT = 0.086, (16.3, 0.25), (62.8, 0.30)
 """Bits a byte that nothing takes away, that few parameters cost and that few tokens cost: factor and exponent."""
 
-AGAIN = 5.0
+EPOCH_DECAY = 5.0
 """How many times text can be met again before another time teaches nothing (15 in the paper)."""
 
 ARITHMETIC, PASSES = 0.79, 24.1
@@ -71,33 +71,33 @@ def with_hardware(config: T) -> T:
     return replace(config, threads=threads, dtype=cast(Dtype, dtype))
 
 
-def measured(plan: TrainConfig) -> Machine:
+def measured(config: TrainConfig) -> Machine:
     """This machine, in a few seconds, with the plan's threads and dtype if it has them."""
-    plan, device = with_hardware(plan), measure.device()
-    assert plan.threads, "just chosen"
-    assert plan.dtype, "just chosen"
-    matmul = measure.matmul_rate(getattr(torch, plan.dtype), device)
-    return Machine(plan.threads, plan.dtype, matmul, measure.read_rate(device))
+    config, device = with_hardware(config), measure.device()
+    assert config.threads, "just chosen"
+    assert config.dtype, "just chosen"
+    matmul = measure.matmul_rate(getattr(torch, config.dtype), device)
+    return Machine(config.threads, config.dtype, matmul, measure.read_rate(device))
 
 
-def chosen(plan: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
+def chosen(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
     """The plan with nothing left open, for `size` bytes of text to learn from; and why, in a few lines.
 
     A plan that has everything is returned as it is, and nothing is measured.
     """
-    if plan.dtype and plan.threads and plan.size and plan.batch and plan.context_length:
-        return plan, []
-    machine = measured(plan)
-    plan = replace(
-        plan,
+    if config.dtype and config.threads and config.size and config.batch and config.context_length:
+        return config, []
+    machine = measured(config)
+    config = replace(
+        config,
         dtype=machine.dtype,
         threads=machine.threads,
         matmul=machine.matmul,
-        batch=plan.batch or BATCH,
-        context_length=plan.context_length or CONTEXT,
+        batch=config.batch or BATCH,
+        context_length=config.context_length or CONTEXT,
     )
-    full, guess = fitted(plan, size, machine)
-    return full, explained(full, machine, guess, why="" if plan.size or plan.steps else WHY)
+    full, guess = choose_size(config, size, machine)
+    return full, describe_choice(full, machine, guess, why="" if config.size or config.steps else WHY)
 
 
 @dataclass(frozen=True)
@@ -111,77 +111,79 @@ class Estimate:
     bits: float
 
 
-def fitted(plan: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
+def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
     """The plan with the size that is expected to know most, or with its own.
 
     A run that ends by steps has no time that a smaller model could use better: it gets a size that
     suits its tokens.
     """
-    unique = unique_tokens(plan, size)
-    sizes = [s for s in SIZES if s <= max(SIZES[0], LEARNABLE * unique)]
-    if plan.steps:
-        suiting = plan.steps * plan.batch * plan.context_length / TOKENS_A_PARAMETER
+    unique = unique_tokens(config, size)
+    sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
+    if config.steps:
+        suiting = config.steps * config.batch * config.context_length / TOKENS_PER_PARAMETER
         sizes = [min(sizes, key=lambda s: abs(s - suiting))]
-    plans = [plan] if plan.size else [replace(plan, size=str(s)) for s in sizes]
-    guesses = [(guessed(each, size, machine), each) for each in plans]
+    plans = [config] if config.size else [replace(config, size=str(s)) for s in sizes]
+    guesses = [(estimate(each, size, machine), each) for each in plans]
     best, fitting = min(guesses, key=lambda pair: pair[0].bits)
     return fitting, best
 
 
-def guessed(plan: TrainConfig, size: int, machine: Machine) -> Estimate:
-    model = outline(plan)
-    rate = 1 / second_a_token(model, plan, machine)
-    steps = plan.steps or max(1.0, plan.seconds - PREPARING) * rate / (plan.batch * plan.context_length)
-    tokens = steps * plan.batch * plan.context_length
-    unique = unique_tokens(plan, size)
+def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
+    model = outline(config)
+    rate = 1 / seconds_per_token(model, config, machine)
+    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS) * rate / (
+        config.batch * config.context_length
+    )
+    tokens = steps * config.batch * config.context_length
+    unique = unique_tokens(config, size)
     parameters = tree.count(model)
     return Estimate(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
 
 
-def larger_than_asked(plan: TrainConfig) -> str:
+def size_warning(config: TrainConfig) -> str:
     """A warning where no model with this vocabulary is as small as the size that was asked for; else empty."""
-    count = tree.count(outline(plan))
-    if plan.shape or count < 1.25 * parse_size(plan.size):
+    count = tree.count(outline(config))
+    if config.shape or count < 1.25 * parse_size(config.size):
         return ""
     return (
-        f"warning: --size is {plan.size}, but with a vocabulary of {vocabulary(plan)} the smallest {plan.family} "
-        f"model has {format_count(count)} parameters; set a smaller --vocab-size, or --tokenizer bytes"
+        f"warning: --size is {config.size}, but the smallest {config.family} model with a vocabulary "
+        f"of {vocabulary(config)} has {format_count(count)} parameters; set a smaller --vocab-size"
     )
 
 
-def unique_tokens(plan: TrainConfig, size: int) -> float:
+def unique_tokens(config: TrainConfig, size: int) -> float:
     """About how many tokens a text of so many bytes has."""
-    return max(1.0, size / (BYTES_A_TOKEN if plan.tokenizer == "bpe" else 1.0))
+    return max(1.0, size / (BYTES_PER_TOKEN if config.tokenizer == "bpe" else 1.0))
 
 
-def outline(plan: TrainConfig) -> Decoder:
+def outline(config: TrainConfig) -> Decoder:
     """The model of a plan without its weights."""
     with torch.device("meta"):
-        return build(plan)
+        return build(config)
 
 
-def build(plan: TrainConfig) -> Decoder:
+def build(config: TrainConfig) -> Decoder:
     """The model of a plan, before anything is known of the text."""
-    model: Decoder = FAMILIES[plan.family].build(config_for(plan, vocabulary(plan)))
+    model: Decoder = FAMILIES[config.family].build(config_for(config, vocabulary(config)))
     return model
 
 
-def vocabulary(plan: TrainConfig) -> int:
+def vocabulary(config: TrainConfig) -> int:
     """The vocabulary size, before anything is known of the text."""
-    return {"bpe": plan.vocab_size, "bytes": 256 + len(SPECIAL), "chars": 110}[plan.tokenizer]
+    return {"bpe": config.vocab_size, "bytes": 256 + len(SPECIAL), "chars": 110}[config.tokenizer]
 
 
-def config_for(plan: TrainConfig, vocab: int) -> Any:
+def config_for(config: TrainConfig, vocab: int) -> Any:
     """The family's config of the plan's shape, or whose parameters, embeddings included, come nearest to its size.
 
     Widths are 32 or multiples of 64, and of those that come near, the one whose depth is
     nearest to a layer for each 64 of width.
     """
-    from_size = FAMILIES[plan.family].Config.from_size
-    if plan.shape:
-        layers, width = plan.shape
-        return from_size(vocab, width, layers, plan.context_length)
-    size = parse_size(plan.size)
+    from_size = FAMILIES[config.family].Config.from_size
+    if config.shape:
+        layers, width = config.shape
+        return from_size(vocab, width, layers, config.context_length)
+    size = parse_size(config.size)
 
     def depth(dim: int) -> int:
         return max(2, round((size - vocab * dim) / (12 * dim * dim)))
@@ -191,23 +193,26 @@ def config_for(plan: TrainConfig, vocab: int) -> Any:
         return 5 * abs(math.log(count / size)) + abs(math.log(dim / depth(dim) / 64))
 
     dim = min([32, *range(64, 8193, 64)], key=cost)
-    return from_size(vocab, dim, depth(dim), plan.context_length)
+    return from_size(vocab, dim, depth(dim), config.context_length)
 
 
 def expected_bits(parameters: int, tokens: float, unique: float) -> float:
     """Bits a byte on held-out code, by the sweep's fit."""
     again = max(0.0, tokens / unique - 1)
-    worth = min(tokens, unique) * (1 + AGAIN * (1 - math.exp(-again / AGAIN)))
+    worth = min(tokens, unique) * (1 + EPOCH_DECAY * (1 - math.exp(-again / EPOCH_DECAY)))
     bits: float = FLOOR + NARROW[0] * parameters ** -NARROW[1] + SHORT[0] * worth ** -SHORT[1]
     return bits
 
 
-def second_a_token(model: Decoder, plan: TrainConfig, machine: Machine) -> float:
+def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
     """Seconds of training on a token, optimizer included, by the sweep's fit."""
-    tokens = plan.batch * plan.context_length
-    work = flops(model, plan.context_length) + orthogonalising(model) / tokens
+    tokens = config.batch * config.context_length
+    work = flops(model, config.context_length) + muon_flops(model) / tokens
     wide = 1.0 if machine.dtype == "bfloat16" else 2.0
-    return ARITHMETIC * work / machine.matmul + PASSES * wide * traffic(model, plan.context_length) / machine.read
+    return (
+        ARITHMETIC * work / machine.matmul
+        + PASSES * wide * activation_bytes(model, config.context_length) / machine.read
+    )
 
 
 def flops(model: nn.Module, context: int) -> float:
@@ -232,13 +237,13 @@ def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, float]]:
             yield m, shares.get(m, 1.0)
 
 
-def orthogonalising(model: nn.Module) -> float:
+def muon_flops(model: nn.Module) -> float:
     """Floating-point operations of Muon's five iterations over all matrices, once a step."""
     sides = (sorted(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
     return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sides)
 
 
-def traffic(model: nn.Module, context: int) -> float:
+def activation_bytes(model: nn.Module, context: int) -> float:
     """Bytes of activations that one token has in a forward pass, at two bytes each."""
     linear = sum(share * (m.in_features + m.out_features) for m, share in linears(model))
     scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
@@ -246,27 +251,28 @@ def traffic(model: nn.Module, context: int) -> float:
     return 2.0 * (linear + scores + vocab)
 
 
-def needs(plan: TrainConfig) -> str:
+def needs(config: TrainConfig) -> str:
     """The memory that a run takes, its largest parts, and what makes it less, in words."""
-    return f"{largest(memory(plan))}; a smaller --batch, --context-length or --size needs less"
+    return f"{largest(memory(config))}; a smaller --batch, --context-length or --size needs less"
 
 
-def memory(plan: TrainConfig) -> dict[str, float]:
+def memory(config: TrainConfig) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
-    assert plan.dtype, "chosen before"
-    log = training(partial(build, plan), Shape(plan.batch, plan.context_length, getattr(torch, plan.dtype)))
+    assert config.dtype, "chosen before"
+    log = training(
+        partial(build, config), Shape(config.batch, config.context_length, getattr(torch, config.dtype))
+    )
     return process(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
-def explained(plan: TrainConfig, machine: Machine, guess: Estimate, why: str) -> list[str]:
+def describe_choice(config: TrainConfig, machine: Machine, guess: Estimate, why: str) -> list[str]:
     """What was chosen and, where there was a choice of size, why."""
-    ends = plural(plan.steps, "step") if plan.steps else plural(plan.seconds / 60, "minute")
     return [
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
-        f"chosen for {ends}: {format_count(guess.parameters)} parameters, batch size {plan.batch}, context length "
-        f"{plan.context_length}",
+        f"chosen for {config.length}: {format_count(guess.parameters)} parameters, batch size {config.batch}, "
+        f"context length {config.context_length}",
         f"at about {format_count(guess.rate)} tokens/s, trains on {format_count(guess.tokens)} tokens "
         f"({guess.epochs:.1f} epochs){why}; estimated: {guess.bits:.2f} bits/byte",
-        needs(plan),
+        needs(config),
     ]

@@ -18,7 +18,7 @@ from dunes import checkpoint
 from dunes.augment import adapter_active
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import LoadedModel
-from dunes.checkpoint.opening import adapts, base_of, put_on
+from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
 from dunes.plural import plural
@@ -60,7 +60,7 @@ class ChatModel:
         asked = Turn("user", "a")
         return not self._writes(asked, Turn("assistant", "b"), asked) and self._writes(asked)
 
-    def heard(self, system: str) -> None:
+    def check_system(self, system: str) -> None:
         """Raises ValueError if there is no way to say this as the system."""
         if system:
             next(
@@ -82,19 +82,19 @@ class ChatEngine:
     """A model with its voices by name, the first of which is the one to begin with."""
 
     model: Decoder
-    voices: Mapping[str, ChatModel]
+    models: Mapping[str, ChatModel]
 
-    def voice(self, name: str | None = None) -> ChatModel:
+    def chat_model(self, name: str | None = None) -> ChatModel:
         """Raises ValueError for an unknown name."""
-        if name is not None and name not in self.voices:
-            raise ValueError(f"no adapter is called {name!r}; there are {', '.join(self.voices)}")
-        return self.voices[name or next(iter(self.voices))]
+        if name is not None and name not in self.models:
+            raise ValueError(f"no adapter is called {name!r}; there are {', '.join(self.models)}")
+        return self.models[name or next(iter(self.models))]
 
     def named(self, name: str | None) -> str | None:
         """The name of a voice that is called by its name or by its folder; another name as it is."""
-        if name is None or name in self.voices:
+        if name is None or name in self.models:
             return name
-        places = {os.path.abspath(voice.place): key for key, voice in self.voices.items()}
+        places = {os.path.abspath(chat_model.place): key for key, chat_model in self.models.items()}
         return places.get(os.path.abspath(name), name)
 
     def answer(self, talk: Conversation, sample: Sampler, tokens: int, name: str | None = None) -> Iterator[str]:
@@ -103,23 +103,26 @@ class ChatEngine:
         Answers of several adapters may be taken piece by piece in turns. Raises ValueError for a conversation
         that the template has no form for, or that leaves no room.
         """
-        voice = self.voice(name)
-        ids, stream = encode_prompt(voice.template, talk, voice.tokenizer), DecodeStream(voice.tokenizer)
-        if len(ids) >= voice.context:
+        chat_model = self.chat_model(name)
+        ids, stream = (
+            encode_prompt(chat_model.template, talk, chat_model.tokenizer),
+            DecodeStream(chat_model.tokenizer),
+        )
+        if len(ids) >= chat_model.context:
             raise ValueError(
                 f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
-                f"{voice.context}; shorten it"
+                f"{chat_model.context}; shorten it"
             )
         found = generate(
             self.model,
             ids,
-            limit=min(tokens, voice.context - len(ids)),
-            context_length=voice.context,
-            sample=limit_vocab(sample, voice.tokenizer.vocab),
-            stop={*voice.tokenizer.stops, voice.template.stop_id(voice.tokenizer)},
+            limit=min(tokens, chat_model.context - len(ids)),
+            context_length=chat_model.context,
+            sample=limit_vocab(sample, chat_model.tokenizer.vocab),
+            stop={*chat_model.tokenizer.stops, chat_model.template.stop_id(chat_model.tokenizer)},
         )
         while True:
-            with adapter_active(self.model, voice.adapter):  # for this step only: others may be at it, too
+            with adapter_active(self.model, chat_model.adapter):  # for this step only: others may be at it, too
                 token = next(found, None)
             if token is None:
                 return
@@ -128,9 +131,9 @@ class ChatEngine:
 
     def cut(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
         """The conversation without its oldest exchanges, as many as it takes to leave room; the system stays."""
-        voice = self.voice(name)
-        most = voice.context - min(tokens, voice.context // ROOM)
-        while len(encode_prompt(voice.template, talk, voice.tokenizer)) > most:
+        chat_model = self.chat_model(name)
+        most = chat_model.context - min(tokens, chat_model.context // ROOM)
+        while len(encode_prompt(chat_model.template, talk, chat_model.tokenizer)) > most:
             asked = [i for i, turn in enumerate(talk) if turn.role == "user"]
             if len(asked) < 2:
                 break
@@ -138,7 +141,7 @@ class ChatEngine:
         return talk
 
 
-def speaker(
+def load_chat_engine(
     model: str, adapters: Sequence[Path] = (), device: torch.device | str = "cpu", any_base: bool = False
 ) -> ChatEngine:
     """The model, from a folder or the Hub, and these adapters beside its weights, which are there once.
@@ -147,20 +150,20 @@ def speaker(
     for adapters of one name, and for those that were trained on bases kept in different ways; and for those that
     were made for another base, unless `any_base` says that this one will do.
     """
-    folder = checkpoint.local(model).folder
-    labels = [_label(path) for path in (*adapters, *([folder] if adapts(folder) else []))]
+    folder = checkpoint.locate_model(model).folder
+    labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
     if twice := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
         raise ValueError(f"two adapters would be called {twice[0]!r}; rename the folder of one")
-    if wrong := [path for path in adapters if not adapts(path)]:
+    if wrong := [path for path in adapters if not is_adapter(path)]:
         raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
-    _alike([*adapters, *([folder] if adapts(folder) else [])])
+    _alike([*adapters, *([folder] if is_adapter(folder) else [])])
     loaded, _ = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
-    voices = _first(folder, loaded)
+    models = _first(folder, loaded)
     new = {}
     for i, path in enumerate(adapters):
-        new[labels[i]] = _voice(path, f"a{i}", put_on(loaded, path, f"a{i}", any_base))
+        new[labels[i]] = _voice(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
     loaded.model.to(device)
-    return ChatEngine(loaded.model, new | voices)
+    return ChatEngine(loaded.model, new | models)
 
 
 def _label(folder: Path) -> str:
@@ -180,10 +183,10 @@ def _alike(folders: Sequence[Path]) -> None:
 
 def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The voices of a folder: of a model its own, of an adapter that and the base's."""
-    if not adapts(folder):
+    if not is_adapter(folder):
         return {NONE: _voice(folder, None, loaded)}
-    base = base_of(folder)
-    _, config, card = checkpoint.described(base)
+    base = base_folder(folder)
+    _, config, card = checkpoint.describe(base)
     alone = replace(loaded, card=card, context_length=config.context_length)
     if Tokenizer.find_file(base):
         alone = replace(alone, tokenizer=Tokenizer.load(base))
@@ -207,7 +210,7 @@ COMMANDS = {
 class Chat:
     """One conversation. `note` is told what is not said by the model."""
 
-    speaker: ChatEngine
+    engine: ChatEngine
     sample: Sampler
     tokens: int
     system: str = ""
@@ -217,27 +220,27 @@ class Chat:
     cut: bool = False
 
     def __post_init__(self) -> None:
-        self.speak_to(self.name)
+        self.switch_to(self.name)
 
-    def speak_to(self, name: str | None) -> None:
+    def switch_to(self, name: str | None) -> None:
         """By name or folder. Raises ValueError for what is not there, or cannot be spoken to like this."""
-        name = self.speaker.named(name)
-        self.speaker.voice(name).heard(self.system)
-        _ = self.speaker.voice(name).template
+        name = self.engine.named(name)
+        self.engine.chat_model(name).check_system(self.system)
+        _ = self.engine.chat_model(name).template
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
         """The answer, piece by piece; what came of it is remembered even if nobody waits for its end."""
-        before = [] if self.speaker.voice(self.name).once else self.talk
+        before = [] if self.engine.chat_model(self.name).once else self.talk
         system = [Turn("system", self.system)] if self.system else []
         talk = (*system, *before, Turn("user", text))
-        kept = self.speaker.cut(talk, self.tokens, self.name)
+        kept = self.engine.cut(talk, self.tokens, self.name)
         if len(kept) < len(talk) and not self.cut:
             self.cut = True
             self.note("the conversation is longer than the model can look at; its oldest exchanges are left out")
         said: list[str] = []
         try:
-            for piece in self.speaker.answer(kept, self.sample, self.tokens, self.name):
+            for piece in self.engine.answer(kept, self.sample, self.tokens, self.name):
                 said.append(piece)
                 yield piece
         finally:
@@ -253,12 +256,12 @@ class Chat:
             self.talk = []
         elif word == "/adapter" and rest.strip():
             try:
-                self.speak_to(rest.strip())
+                self.switch_to(rest.strip())
             except NoTemplate as error:
                 self.note(str(error))
         elif word in ("/help", "/adapter"):
-            here = self.name or next(iter(self.speaker.voices))
-            names = ", ".join(f"{name} (now)" if name == here else name for name in self.speaker.voices)
+            here = self.name or next(iter(self.engine.models))
+            names = ", ".join(f"{name} (now)" if name == here else name for name in self.engine.models)
             shown = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
             self.note("\n".join([*shown, f"adapters: {names}"]))
         else:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import tyro
 
+from dunes.plural import plural
+
 MEASURED = ("dtype", "threads", "device")
 STDLIB = "stdlib"
 
@@ -81,13 +83,13 @@ class RunOptions:  # `asked` are the fields of the config that somebody chose: r
 class RunConfig(Optimization, Hardware):
     """What any run is asked, stored in the run. It ends after `steps`, else after `minutes`."""
 
-    LEAST: ClassVar[dict[str, float]] = {
+    MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
         "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,
     }  # fmt: skip
-    CHOSEN: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch")
+    AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch")
     """Fields in which 0 leaves it open."""
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
+    OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
     """What a run may change when it goes on. All else is built into its weights or its order of data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields that name files and folders."""
@@ -98,10 +100,15 @@ class RunConfig(Optimization, Hardware):
         for f in fields(self):
             value = getattr(self, f.name)
             _check_type(f.name, value, _alternatives(f.type))
-            least = self.LEAST.get(f.name)
-            left_open = value is None or (value == 0 and f.name in self.CHOSEN)
+            least = self.MINIMUM.get(f.name)
+            left_open = value is None or (value == 0 and f.name in self.AUTO)
             if least is not None and not left_open and not value >= least:
                 raise ValueError(f"--{option(f.name)} is {value}; it must be at least {least}")
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words."""
+        return plural(self.steps, "step") if self.steps else plural(self.minutes, "minute")
 
     @property
     def seconds(self) -> float:
@@ -114,11 +121,11 @@ class RunConfig(Optimization, Hardware):
         return ""
 
     @property
-    def lacks(self) -> str:
+    def missing(self) -> str:
         """What a new run cannot do without, in words; empty if it is all there."""
         return ""
 
-    def placed(self: T) -> T:
+    def with_absolute_paths(self: T) -> T:
         """The same with whole paths, so that the run can go on from another working directory."""
         found = {name: getattr(self, name) for name in self.PATHS}
         told: dict[str, Any] = {

@@ -30,35 +30,35 @@ class Tokens:
     tokenizer: Tokenizer
     train: TokenIds
     valid: TokenIds
-    prints: dict[str, str]
+    fingerprints: dict[str, str]
 
 
-def gather(plan: TrainConfig) -> Corpus:
+def gather(config: TrainConfig) -> Corpus:
     """The plan's documents. Raises ValueError if there is nothing to learn from, or nothing to validate on."""
-    corpus = collect_corpus(plan.sources, follow_links=plan.follow_links, text_field=plan.text_field)
-    if plan.split == "files" and not corpus.valid:
+    corpus = collect_corpus(config.sources, follow_links=config.follow_links, text_field=config.text_field)
+    if config.split == "files" and not corpus.valid:
         raise ValueError(
             "no file is left for validation: the corpus is a single file; "
             "give more files, or hold out the last tenth of each with --split tails"
         )
-    if plan.split == "files" or (plan.split is None and corpus.valid):
+    if config.split == "files" or (config.split is None and corpus.valid):
         return corpus
-    if plan.split is None:
+    if config.split is None:
         corpus.notes.append(f"a single text: its last {TAIL:.0%} are held out for validation")
     return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
 
 
-def tokenize(plan: TrainConfig, corpus: Corpus, kept: Path | None, show: Display) -> Tokens:
+def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, show: Display) -> Tokens:
     """Train the tokenizer, or take the one kept in that folder, and turn the documents into tokens.
 
     Raises ValueError if there is not one window to learn from, or nothing to predict in what is held out.
     """
-    tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(plan, corpus.train, show)
+    tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(config, corpus.train, show)
     shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
     train: TokenIds
     valid: TokenIds
     train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.token_file for s in shards)
-    for side, tokens, least in (("learn from", train, plan.context_length + 1), ("validate on", valid, 2)):
+    for side, tokens, least in (("learn from", train, config.context_length + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
                 f"{plural(len(tokens), 'token')} to {side}, and {least} are needed at least; "
@@ -67,16 +67,16 @@ def tokenize(plan: TrainConfig, corpus: Corpus, kept: Path | None, show: Display
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
 
 
-def _tokenizer(plan: TrainConfig, documents: Sequence[Document], show: Display) -> Tokenizer:
+def _tokenizer(config: TrainConfig, documents: Sequence[Document], show: Display) -> Tokenizer:
     """Trained on the documents; or the one that was before, from the cache beside the tokens."""
-    asked = f"{plan.tokenizer} {plan.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
+    asked = f"{config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
     key = _digest(asked.encode())
     folder = default_cache().parent / "tokenizers"
     for path in folder.glob(f"{key}-*.json"):
         if path.stem.endswith(_digest(text := path.read_bytes())):
             return Tokenizer(tokenizers.Tokenizer.from_str(text.decode()))
-    show.detail(f"training a {plan.tokenizer} tokenizer")
-    trained = Tokenizer.train(plan.tokenizer, _sample(documents, plan), plan.vocab_size)
+    show.detail(f"training a {config.tokenizer} tokenizer")
+    trained = Tokenizer.train(config.tokenizer, _sample(documents, config), config.vocab_size)
     data = trained.json().encode()
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / f"{key}-{_digest(data)}.json", data)
@@ -94,16 +94,16 @@ def _prints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     return {name: _digest(text.encode()) for name, text in texts.items()}
 
 
-def _sample(documents: Sequence[Document], plan: TrainConfig) -> Iterator[str]:
+def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
     """About SAMPLE bytes of text, from documents all over the corpus; all of it for characters."""
     total = sum(d.size for d in documents)
-    every = 1 if plan.tokenizer == "chars" else max(1, total // SAMPLE)
+    every = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
     for document in documents[::every]:
         left = SAMPLE
         for block in document.text():
             yield block
             left -= len(block)
-            if left <= 0 and plan.tokenizer != "chars":
+            if left <= 0 and config.tokenizer != "chars":
                 break
 
 

@@ -66,7 +66,7 @@ def evaluate(
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
-    return scored(
+    return score_batches(
         model,
         (_rectangle(tokens, starts[i : i + BATCH], context) for i in range(0, len(starts), BATCH)),
         width,
@@ -74,7 +74,7 @@ def evaluate(
     )
 
 
-def scored(
+def score_batches(
     model: Decoder,
     batches: Iterable[tuple[torch.Tensor, ...]],
     width: NDArray[np.int64],

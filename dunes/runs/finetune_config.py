@@ -85,10 +85,10 @@ class FinetuneOptimization(Optimization):
 class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
     """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`."""
 
-    CHOSEN = (*RunConfig.CHOSEN, "minutes")
+    AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
-    MAY_CHANGE = (
-        *RunConfig.MAY_CHANGE,
+    OVERRIDABLE = (
+        *RunConfig.OVERRIDABLE,
         *PATHS,
     )  # where they lie: what is in the base and the examples is compared
     VERB = "finetune"
@@ -98,12 +98,12 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
         return f"{self.method} of {self.model} on {self.data}"
 
     @property
-    def lacks(self) -> str:
+    def missing(self) -> str:
         missing = [name for name in ("model", "data") if not getattr(self, name)]
         return f"the {missing[0]} is missing; dunes finetune MODEL --data FILE --out RUN" if missing else ""
 
     @property
-    def by_time(self) -> bool:
+    def stops_by_time(self) -> bool:
         return self.steps is None and self.minutes > 0
 
     @property

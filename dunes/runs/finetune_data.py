@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
-from dunes.checkpoint.opening import adapts
+from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import Example, Record, split_records, tokenize_records
 from dunes.data.packing import Batch, Batches, collate
@@ -25,17 +25,17 @@ from dunes.plural import plural
 from dunes.runs.autosize import with_hardware
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import (
-    BY_THEMSELVES,
     METHODS,
+    PLAIN_KINDS,
     changed,
-    leading,
+    choose_batch,
+    choose_context_length,
+    choose_steps,
+    choose_template,
     learning_rate,
-    rows_a_step,
-    speaks,
-    steps_of,
-    wide_enough,
+    main_records,
 )
-from dunes.runs.memory import Learning, Shape, built_in, largest, process, training
+from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, largest, process, training
 from dunes.runs.progress import Display
 from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
@@ -50,7 +50,7 @@ class FinetuneData:
     `tokenizer` and `template` are what the finetuned model will speak with; `rows` are in an epoch.
     """
 
-    plan: FinetuneConfig
+    config: FinetuneConfig
     base: checkpoint.LoadedModel
     folder: Path
     tokenizer: Tokenizer
@@ -60,45 +60,45 @@ class FinetuneData:
     held: Sequence[Record]
 
     @classmethod
-    def read(cls, plan: FinetuneConfig, show: Display) -> "FinetuneData":
+    def read(cls, config: FinetuneConfig, show: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
-        if adapts(folder := checkpoint.local(plan.model).folder):
+        if is_adapter(folder := checkpoint.locate_model(config.model).folder):
             raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
-        files, lines = read_dataset(plan.data, plan.text_field, plan.follow_links)
+        files, lines = read_dataset(config.data, config.text_field, config.follow_links)
         others, more = (
-            read_dataset(plan.val_data, plan.text_field, plan.follow_links) if plan.val_data else ([], [])
+            read_dataset(config.val_data, config.text_field, config.follow_links) if config.val_data else ([], [])
         )
         for line in (*lines, *more):
             show.detail(line)
         base, tokenizer = checkpoint.load_with_tokenizer(folder)
-        records = leading([*files, *others])
-        template = speaks(plan, records, tokenizer, base.card)
+        records = main_records([*files, *others])
+        template = choose_template(config, records, tokenizer, base.card)
         show.detail(f"template: {template.name}")
         own = taught(base)
-        if own is None or plan.template or records.format not in BY_THEMSELVES:
+        if own is None or config.template or records.format not in PLAIN_KINDS:
             tokenizer = templates.attach_template(template, tokenizer)
             if own not in (None, template.name):
                 show.line(f"look: it takes the place of the template that the base was taught with: {own}")
-        write = partial(_written, plan, template, records.format not in BY_THEMSELVES, tokenizer)
+        write = partial(_written, config, template, records.format not in PLAIN_KINDS, tokenizer)
         rows, held = ([row for r in side for row in r.rows] for side in (files, others))
         if held:
             learn, valid = write(rows), write(held)
         else:
-            learn, valid, held = _divided(rows, plan.val_fraction, write)
+            learn, valid, held = _divided(rows, config.val_fraction, write)
         if not held:
             raise ValueError(
-                f"{plan.data}: no example is left for validation; give more, or others with --val-data"
+                f"{config.data}: no example is left for validation; give more, or others with --val-data"
             )
-        context = _context(plan, [*learn, *valid], base)
+        context = _context(config, [*learn, *valid], base)
         learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
-        return cls(replace(plan, context_length=context), base, folder, tokenizer, template, learn, valid, held)
+        return cls(replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, held)
 
     def chosen(self, show: Display) -> "FinetuneData":
         """The same with nothing left open in the plan, after the report on the examples.
 
         Raises ValueError for examples from which a model would not learn what they show.
         """
-        context = self.plan.context_length
+        context = self.config.context_length
         if context > self.base.context_length:
             show.line(
                 f"look: the base knows {self.base.context_length} tokens; what lies beyond is learned here alone"
@@ -106,17 +106,17 @@ class FinetuneData:
         found = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
         for line in found.lines():
             show.detail(line)
-        check_report(found, self.plan.max_truncated)
+        check_report(found, self.config.max_truncated)
         for line in found.warnings():
             show.line(f"look: {line}")
-        rows = Batches(self.train, context, 1, packed=self.plan.packing).rows_per_epoch
-        batch = rows_a_step(self.plan, context, rows)
-        steps, lr = steps_of(self.plan, rows, batch), learning_rate(self.plan, self._width)
-        plan = with_hardware(replace(self.plan, batch=batch, steps=steps, lr=lr))
-        return replace(self, plan=_fitting(replace(self, plan=plan), show))
+        rows = Batches(self.train, context, 1, packed=self.config.packing).rows_per_epoch
+        batch = choose_batch(self.config, context, rows)
+        steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, self._width)
+        config = with_hardware(replace(self.config, batch=batch, steps=steps, lr=lr))
+        return replace(self, config=_fitting(replace(self, config=config), show))
 
     @property
-    def speech(self) -> str | None:
+    def template_name(self) -> str | None:
         """The name of the template that the model speaks afterwards, if it has one; rows that are written as they
         should be read leave it the base's."""
         if self.tokenizer is self.base.tokenizer:
@@ -126,7 +126,7 @@ class FinetuneData:
     @property
     def context(self) -> int:
         """What the finetuned model looks at."""
-        return max(self.plan.context_length, self.base.context_length)
+        return max(self.config.context_length, self.base.context_length)
 
     @property
     def _vocab(self) -> int:
@@ -138,13 +138,13 @@ class FinetuneData:
 
 
 def _written(
-    plan: FinetuneConfig, template: Template, spoken: bool, tokenizer: Tokenizer, rows: Sequence[Record]
+    config: FinetuneConfig, template: Template, spoken: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> list[Example]:
     """The rows as ids; beside conversations, which are `spoken`, other rows keep a template of their own."""
     examples: list[Example] = []
-    for plain, group in groupby(rows, key=lambda row: spoken and row.format in BY_THEMSELVES):
+    for plain, group in groupby(rows, key=lambda row: spoken and row.format in PLAIN_KINDS):
         form = templates.get_template("plain") if plain else template
-        examples += tokenize_records([*group], form, tokenizer, plan.train_on)
+        examples += tokenize_records([*group], form, tokenizer, config.train_on)
     return examples
 
 
@@ -162,13 +162,13 @@ def _divided(
     return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
 
 
-def _context(plan: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
+def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
     """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
     sizes = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(sizes, default=0)
-    context = wide_enough(plan, longest, base.model, base.context_length)
+    context = choose_context_length(config, longest, base.model, base.context_length)
     spoken = any(e.window_index is None for e in examples)
-    return context if plan.context_length or spoken else min(context, base.context_length)
+    return context if config.context_length or spoken else min(context, base.context_length)
 
 
 def _in_windows(example: Example, context: int) -> Iterable[Example]:
@@ -183,77 +183,79 @@ def taught(base: checkpoint.LoadedModel) -> str | None:
     return name or (None if own is None else templates.ModelTemplate.name)
 
 
-def _fitting(lesson: FinetuneData, show: Display) -> FinetuneConfig:
+def _fitting(data: FinetuneData, show: Display) -> FinetuneConfig:
     """The plan with as many rows at once as free memory holds; says what is needed and what there is."""
-    plan, free = lesson.plan, measure.free_memory(measure.device())
-    at_once = plan.micro_batch or plan.batch
-    if plan.batch % at_once:
+    config, free = data.config, measure.free_memory(measure.device())
+    at_once = config.micro_batch or config.batch
+    if config.batch % at_once:
         raise ValueError(
-            f"--micro-batch is {at_once}, which does not divide the {plural(plan.batch, 'row')} of a step"
+            f"--micro-batch is {at_once}, which does not divide the {plural(config.batch, 'row')} of a step"
         )
-    parts = memory(replace(lesson, plan=replace(plan, micro_batch=at_once)))
-    while not plan.micro_batch and sum(parts.values()) > free and at_once > 1:
-        at_once = max(n for n in range(1, at_once) if plan.batch % n == 0)
-        parts = memory(replace(lesson, plan=replace(plan, micro_batch=at_once)))
+    parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
+    while not config.micro_batch and sum(parts.values()) > free and at_once > 1:
+        at_once = max(n for n in range(1, at_once) if config.batch % n == 0)
+        parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
     show.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
         show.line("look: that may not fit; --method qlora, a smaller --context-length or --micro-batch needs less")
-    return replace(plan, micro_batch=at_once)
+    return replace(config, micro_batch=at_once)
 
 
-def memory(lesson: FinetuneData) -> dict[str, float]:
+def memory(data: FinetuneData) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
-    plan = lesson.plan
-    assert plan.dtype, "chosen before"
-    build, real = partial(_shaped, lesson), _rows(plan)
+    config = data.config
+    assert config.dtype, "chosen before"
+    build, real = partial(_shaped, data), _rows(config)
 
     def batch(shape: Shape) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in real)
 
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
-    shape = Shape(plan.micro_batch, plan.context_length, getattr(torch, plan.dtype))
-    return process(training(build, shape, True, Learning(partial(optimizer, plan), answered, batch)), size)
+    shape = Shape(config.micro_batch, config.context_length, getattr(torch, config.dtype))
+    return process(training(build, shape, True, TrainSetup(partial(optimizer, config), answered, batch)), size)
 
 
-def _rows(plan: FinetuneConfig) -> Batch:
+def _rows(config: FinetuneConfig) -> Batch:
     """A batch as full as can be: two examples in each row, all trained on."""
-    half = np.zeros(plan.context_length // 2 + 1, np.int32)
+    half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
-    return collate([[example] * (2 if plan.packing else 1)] * plan.micro_batch, plan.context_length, full=True)
+    return collate(
+        [[example] * (2 if config.packing else 1)] * config.micro_batch, config.context_length, full=True
+    )
 
 
-def _shaped(lesson: FinetuneData) -> Decoder:
+def _shaped(data: FinetuneData) -> Decoder:
     """The model that trains, without its numbers."""
-    words = checkpoint.said(lesson.base.model, lesson.base.context_length)
+    words = checkpoint.hf_config_of(data.base.model, data.base.context_length)
     assert not isinstance(words, str), "it came from a folder that says so"
-    stored = next(lesson.base.model.parameters()).dtype
-    dtype = torch.float32 if METHODS[lesson.plan.method].adapter is None else stored
-    model = built_in(dtype, partial(FAMILIES[words.family].build, words.config))
-    changed(model, lesson.plan, fill=False)
-    kept(model, lesson.plan)
+    stored = next(data.base.model.parameters()).dtype
+    dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
+    model = build_with_dtype(dtype, partial(FAMILIES[words.family].build, words.config))
+    changed(model, data.config, fill=False)
+    kept(model, data.config)
     return model
 
 
-def altered(model: Decoder, plan: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]]]:
+def prepare_model(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]]]:
     """The model as it trains, and the notes of what was changed.
 
     Who trains all of it does so in float32: steps are smaller than what bfloat16 can tell apart.
     """
-    model = model.float() if METHODS[plan.method].adapter is None else model
-    return model, changed(model, plan)
+    model = model.float() if METHODS[config.method].adapter is None else model
+    return model, changed(model, config)
 
 
-def kept(model: Decoder, plan: FinetuneConfig) -> None:
+def kept(model: Decoder, config: FinetuneConfig) -> None:
     """Round frozen weights to the dtype of products, where they are found again in the base."""
-    assert plan.dtype, "chosen before"
-    if METHODS[plan.method].adapter is not None:
-        cast_frozen(model, getattr(torch, plan.dtype))
+    assert config.dtype, "chosen before"
+    if METHODS[config.method].adapter is not None:
+        cast_frozen(model, getattr(torch, config.dtype))
 
 
-def optimizer(plan: FinetuneConfig, model: nn.Module) -> Optimizer:
-    assert plan.lr is not None, "chosen before"
-    return adamw(model, plan.lr, (0.9, 0.999), decay=0.0)
+def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
+    assert config.lr is not None, "chosen before"
+    return adamw(model, config.lr, (0.9, 0.999), decay=0.0)
 
 
 def answered(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -24,16 +24,16 @@ TOKENS, STEPS = 4096, 32
 """Tokens in a step, and steps in an epoch at least: LoRA learns less well from large batches
 (https://thinkingmachines.ai/blog/lora/)."""
 
-WIDEST, NARROWEST = 2048, 128
+MAX_CONTEXT, MIN_CONTEXT = 2048, 128
 """Of a context that is chosen."""
 
-STEEPEST = 0.005
+MAX_ADAPTER_LR = 0.005
 """The largest learning rate of adapters that is chosen."""
 
-SPEECH = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
+DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
 """The template of each kind of records; of conversations it is one that the tokenizer has the tokens for."""
 
-BY_THEMSELVES = ("completion", "text")
+PLAIN_KINDS = ("completion", "text")
 """Kinds whose rows are written as they should be read: a model's own template has nothing to add."""
 
 
@@ -58,49 +58,49 @@ METHODS = {
 }
 
 
-def idle_options(plan: FinetuneConfig, asked: Collection[str]) -> list[str]:
+def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
     """What was asked of an adapter where the method has none."""
     return (
         [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
-        if METHODS[plan.method].adapter is None
+        if METHODS[config.method].adapter is None
         else []
     )
 
 
-def leading(files: Sequence[Records]) -> Records:
+def main_records(files: Sequence[Records]) -> Records:
     """The records by which a template is chosen: conversations, which one for single answers could not write, then
     single answers, then those that are written as they should be read."""
-    order = sorted(files, key=lambda r: (r.format in BY_THEMSELVES, r.format == "alpaca"))
+    order = sorted(files, key=lambda r: (r.format in PLAIN_KINDS, r.format == "alpaca"))
     return order[0]
 
 
-def speaks(
-    plan: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
+def choose_template(
+    config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
     """The template: the one asked for, the model's own, or the usual one for such records."""
-    if plan.template:
-        return templates.get_template(plan.template)
-    own = None if records.format in BY_THEMSELVES else templates.find_template(tokenizer, card)
+    if config.template:
+        return templates.get_template(config.template)
+    own = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
     if own is not None:
         return own
     known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
-    return templates.get_template(SPEECH.get(records.format, "chatml" if known else "mistral"))
+    return templates.get_template(DEFAULT_TEMPLATES.get(records.format, "chatml" if known else "mistral"))
 
 
-def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
+def changed(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
     """Change the model as the method says, freeze what is not to learn, and return the notes.
 
     Without `fill` no number is read or drawn, for a model that has none.
     """
-    method, notes = METHODS[plan.method], []
+    method, notes = METHODS[config.method], []
     if method.quantize is not None:
         note = decide_quantized(model, **method.quantize)
         shape_quantized(model, fill=fill, **note)
         notes.append(note)
     if method.adapter is None:
-        only(model, plan.target_modules or ("**",))
+        only(model, config.target_modules or ("**",))
         return notes
-    note = lora.decide(model, **_request(plan), **method.adapter)
+    note = lora.decide(model, **_request(config), **method.adapter)
     lora.shape(model, **note)
     if fill:
         lora.fill(model, **note)
@@ -109,10 +109,10 @@ def changed(model: nn.Module, plan: FinetuneConfig, fill: bool = True) -> list[d
     return [*notes, note]
 
 
-def _request(plan: FinetuneConfig) -> dict[str, Any]:
-    asked: dict[str, Any] = {"where": plan.target_modules} if plan.target_modules else {}
-    asked |= {"rank": plan.rank, "alpha": plan.alpha, "ranks": plan.pairs, "dropout": plan.dropout}
-    return asked | {"adapter": ADAPTER, "seed": plan.seed}
+def _request(config: FinetuneConfig) -> dict[str, Any]:
+    asked: dict[str, Any] = {"where": config.target_modules} if config.target_modules else {}
+    asked |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
+    return asked | {"adapter": ADAPTER, "seed": config.seed}
 
 
 def only(model: nn.Module, where: Sequence[str]) -> None:
@@ -133,7 +133,7 @@ def only(model: nn.Module, where: Sequence[str]) -> None:
         )
 
 
-def learning_rate(plan: FinetuneConfig, width: int) -> float:
+def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The rate that was asked for, or the usual one for a model of this width.
 
     Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
@@ -142,39 +142,41 @@ def learning_rate(plan: FinetuneConfig, width: int) -> float:
     since above that validation begins to rise on the way; at most STEEPEST, divided by `_gain`. LOG.md, "Learning
     rates of finetuning", has what these do from 100 to 5,000 steps, and where they do not hold.
     """
-    if plan.lr is not None:
-        return plan.lr
-    if METHODS[plan.method].adapter is None:
+    if config.lr is not None:
+        return config.lr
+    if METHODS[config.method].adapter is None:
         full: float = 2e-5 * (4096 / width) ** 1.28
         return full
-    lora: float = min(3.5e-4 * (2000 / width) ** 0.78, STEEPEST)
-    return max(lora / _gain(plan), plan.LEAST["lr"])
+    lora: float = min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
+    return max(lora / _gain(config), config.MINIMUM["lr"])
 
 
-def _gain(plan: FinetuneConfig) -> float:
+def _gain(config: FinetuneConfig) -> float:
     """The adapter's scale over that of LoRA with an alpha of 32: a change of B is multiplied by as much."""
-    adapter = METHODS[plan.method].adapter or {}
-    return plan.alpha / 32 * (plan.rank**0.5 if adapter.get("rslora") else 1.0)
+    adapter = METHODS[config.method].adapter or {}
+    return config.alpha / 32 * (config.rank**0.5 if adapter.get("rslora") else 1.0)
 
 
-def wide_enough(plan: FinetuneConfig, longest: int, model: Decoder, known: int) -> int:
+def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, known: int) -> int:
     """The context asked for, or one that the longest example fits into.
 
     Where the model learned a vector for each position it can look no further than it `known`; angles go on.
     """
-    most = known if model.embed.place is not None else max(known, WIDEST)
-    if plan.context_length > most:
-        raise ValueError(f"--context-length is {plan.context_length}; this model looks at {most} tokens")
-    return plan.context_length or min(most, WIDEST, max(NARROWEST, 1 << (max(1, longest - 2)).bit_length()))
+    most = known if model.embed.place is not None else max(known, MAX_CONTEXT)
+    if config.context_length > most:
+        raise ValueError(f"--context-length is {config.context_length}; this model looks at {most} tokens")
+    return config.context_length or min(
+        most, MAX_CONTEXT, max(MIN_CONTEXT, 1 << (max(1, longest - 2)).bit_length())
+    )
 
 
-def rows_a_step(plan: FinetuneConfig, context: int, epoch: int) -> int:
+def choose_batch(config: FinetuneConfig, context: int, epoch: int) -> int:
     """The rows asked for, or so many that a step has TOKENS and an epoch STEPS."""
-    return plan.batch or max(1, min(TOKENS // context, epoch // STEPS))
+    return config.batch or max(1, min(TOKENS // context, epoch // STEPS))
 
 
-def steps_of(plan: FinetuneConfig, epoch: int, batch: int) -> int | None:
+def choose_steps(config: FinetuneConfig, epoch: int, batch: int) -> int | None:
     """How many steps, if not the clock ends the run."""
-    if plan.by_time:
+    if config.stops_by_time:
         return None
-    return plan.steps or max(1, round(plan.epochs * epoch / batch))
+    return config.steps or max(1, round(config.epochs * epoch / batch))

@@ -20,7 +20,7 @@ from dunes.data.packing import Batch, Batches
 from dunes.generate import generate, limit_vocab, sampler
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.evaluate import Score, evaluate, scored, widths
+from dunes.runs.evaluate import Score, evaluate, score_batches, widths
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
 from dunes.runs.finetune_method import ADAPTER, METHODS
@@ -85,7 +85,7 @@ class FinetuneTask:
     `base` is the identity of the base's weights, `settings` the digest of all else of it.
     """
 
-    lesson: FinetuneData
+    data: FinetuneData
     domain: TokenIds | None
     stored: torch.dtype
     before: Baseline | None = None
@@ -94,21 +94,21 @@ class FinetuneTask:
     settings: str = ""
 
     @property
-    def plan(self) -> FinetuneConfig:
-        return self.lesson.plan
+    def config(self) -> FinetuneConfig:
+        return self.data.config
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.lesson.tokenizer
+        return self.data.tokenizer
 
     @property
     def subject(self) -> str:
         return "answers"
 
     @cached_property
-    def prints(self) -> Mapping[str, str]:
+    def fingerprints(self) -> Mapping[str, str]:
         every = sha256()
-        for side in (self.lesson.train, self.lesson.valid):
+        for side in (self.data.train, self.data.valid):
             every.update(str(len(side)).encode())
             for e in side:
                 every.update(e.ids.tobytes() + e.loss_mask.tobytes())
@@ -117,24 +117,24 @@ class FinetuneTask:
 
     @property
     def tokens(self) -> int:
-        return sum(_asked(e, self.plan.context_length) for e in self.lesson.valid)
+        return sum(_asked(e, self.config.context_length) for e in self.data.valid)
 
     def batches(self, start: int) -> Iterator[Batch]:
-        plan = self.plan
-        rows = Batches(self.lesson.train, plan.context_length, plan.micro_batch, plan.seed, plan.packing)
+        config = self.config
+        rows = Batches(self.data.train, config.context_length, config.micro_batch, config.seed, config.packing)
         return rows.batches(start)
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        kept = self.lesson.valid if limit is None else _first(self.lesson.valid, self.plan.context_length, limit)
-        batches = Batches(kept, self.plan.context_length, SCORED)
-        return scored(model, batches.one_epoch(), widths(self.tokenizer.token_bytes()), dtype)
+        kept = self.data.valid if limit is None else _first(self.data.valid, self.config.context_length, limit)
+        batches = Batches(kept, self.config.context_length, SCORED)
+        return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
-        return "\n".join(f"{_question(r.turns)}\n>>> {self._said(model, r.turns)}" for r in self.lesson.held[:1])
+        return "\n".join(f"{_question(r.turns)}\n>>> {self._said(model, r.turns)}" for r in self.data.held[:1])
 
     def able(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """What the model can do by now; of its score on the answers, if that is not known yet."""
-        said = [self._said(model, record.turns) for record in self.lesson.held[:SHOWN]]
+        said = [self._said(model, record.turns) for record in self.data.held[:SHOWN]]
         return Baseline(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
 
     @property
@@ -147,7 +147,7 @@ class FinetuneTask:
         if self.domain is None:
             return None
         width = widths(self.tokenizer.token_bytes())
-        return evaluate(model, self.domain, width, self.lesson.base.context_length, dtype, DOMAIN)
+        return evaluate(model, self.domain, width, self.data.base.context_length, dtype, DOMAIN)
 
     def _said(self, model: Decoder, talk: Conversation) -> str:
         """What the model answers: the likeliest tokens, up to one that ends an answer."""
@@ -155,36 +155,35 @@ class FinetuneTask:
             ids = self.tokenizer.prompt("")
         else:
             asked = talk[:-1] if talk[-1].role == "assistant" else talk
-            ids = templates.encode_prompt(self.lesson.template, asked, self.tokenizer)
-        context = self.lesson.context
+            ids = templates.encode_prompt(self.data.template, asked, self.tokenizer)
+        context = self.data.context
         likeliest, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
         room = ids[-max(1, context - ANSWER) :]
-        device, dtype = next(model.parameters()).device.type, getattr(torch, self.plan.dtype or "float32")
+        device, dtype = next(model.parameters()).device.type, getattr(torch, self.config.dtype or "float32")
         with torch.autocast(device, dtype, dtype != torch.float32):
             tokens = generate(model, room, limit=ANSWER, context_length=context, sample=likeliest, stop=stop)
             return self.tokenizer.decode([token.id for token in tokens])
 
     def needs(self) -> str:
         remedy = "reduce --context-length or --micro-batch, or use --method qlora"
-        return f"{largest(memory(self.lesson))}; {remedy}"
+        return f"{largest(memory(self.data))}; {remedy}"
 
     def opening(self, run: Run) -> str:
-        plan, trained = self.plan, tree.count(run.model, trainable=True)
-        ends = plural(plan.minutes, "minute") if plan.by_time else plural(plan.steps or 0, "step")
-        assert plan.threads, "chosen before"
-        assert plan.batch, "chosen before"
-        whole = tree.count(self.lesson.base.model)
+        config, trained = self.config, tree.count(run.model, trainable=True)
+        assert config.threads, "chosen before"
+        assert config.batch, "chosen before"
+        whole = tree.count(self.data.base.model)
         return (
-            f"{plan.method} at {plan.lr:.2g}: {format_count(trained)} of {format_count(whole)} parameters; "
-            f"{plural(plan.batch, 'row')} of {plan.context_length} a step, {plan.micro_batch} at once; "
-            f"{plan.dtype} on {run.trainer.device.type}, {plural(plan.threads, 'thread')}; for {ends}"
+            f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(whole)} parameters; "
+            f"{plural(config.batch, 'row')} of {config.context_length} a step, {config.micro_batch} at once; "
+            f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
         )
 
-    def close(self, run: Run, score: Score, hurried: bool) -> list[str]:
-        if METHODS[self.plan.method].adapter is None and self.stored != torch.float32:
+    def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
+        if METHODS[self.config.method].adapter is None and self.stored != torch.float32:
             run.model.to(self.stored)  # what is scored is what is kept
             score = self.score(run.model, run.dtype, FINAL_TOKENS)
-        after = None if hurried else self.able(run.model, run.dtype, score)
+        after = None if interrupted else self.able(run.model, run.dtype, score)
         self._save(run, self._facts(run, score, after))
         if after is None:
             return self._next(run.folder)
@@ -199,8 +198,8 @@ class FinetuneTask:
         return [*self._lines(after), *self._next(run.folder)]
 
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
-        context = self.lesson.context
-        if METHODS[self.plan.method].adapter is None:
+        context = self.data.context
+        if METHODS[self.config.method].adapter is None:
             checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
             return
         beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
@@ -209,7 +208,7 @@ class FinetuneTask:
     @property
     def _base(self) -> Path | str:
         """Where the base is to be found again: a folder, or a name on the Hub."""
-        return self.lesson.folder if Path(self.plan.model).is_dir() else self.plan.model
+        return self.data.folder if Path(self.config.model).is_dir() else self.config.model
 
     def _facts(self, run: Run, score: Score, after: Baseline | None) -> dict[str, Any]:
         assert self.before is not None, "asked at the beginning"
@@ -218,8 +217,8 @@ class FinetuneTask:
             about["measured"] |= {"before": self.before.score.loss}
         if after is not None and self.before.domain and after.domain:
             about["measured"] |= {"domain": {"before": self.before.domain.loss, "after": after.domain.loss}}
-        if (speech := self.lesson.speech) is not None:
-            about["template"] = speech
+        if (template_name := self.data.template_name) is not None:
+            about["template"] = template_name
         return about | {"changes": [*self.notes]}
 
     def _lines(self, after: Baseline) -> list[str]:
@@ -233,13 +232,13 @@ class FinetuneTask:
         if self.before.domain and after.domain:
             was, now = self.before.domain.loss, after.domain.loss
             lines.append(f"the base's own domain: {was:.3f} before, {now:.3f} after ({now - was:+.3f})")
-        for record, *said in zip(self.lesson.held, self.before.said, after.said, strict=False):
+        for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
             lines += ["", *(f"{who:>8}  {_short(words)}" for who, words in _beside(record.turns, *said))]
         return [*lines, ""]
 
     def _next(self, folder: Path) -> list[str]:
         run = shlex.quote(str(folder))
-        if METHODS[self.plan.method].adapter is None:
+        if METHODS[self.config.method].adapter is None:
             return [f"model {run}", f"try: dunes chat {run}"]
         return [f"adapter {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
 
@@ -252,7 +251,7 @@ class FinetuneTask:
             "| asked | expected | before | after |",
             "|---|---|---|---|",
         ]
-        for record, *said in zip(self.lesson.held, self.before.said, after.said, strict=False):
+        for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
             cells = [words for _, words in _beside(record.turns, *said)]
             rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
         return "\n".join([*rows, "", ""])

@@ -124,21 +124,21 @@ class Harness(TemplateLM):
                     answers[i] = self._answer(states[: len(ids)], requests[i][2])
         return answers
 
-    def _read(self, source: Any, before: list[int], scored: list[int]) -> tuple[int, ...]:
+    def _read(self, source: Any, before: list[int], score_batches: list[int]) -> tuple[int, ...]:
         """What the model reads: all ids but the last, without those at the beginning that do not fit."""
-        if not scored:
+        if not score_batches:
             raise ValueError(
                 f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; let "
                 "answers begin on a new line (target_delimiter in the task's YAML)"
             )
-        if len(scored) > self.max_length:
+        if len(score_batches) > self.max_length:
             raise ValueError(
-                f"{source[1][:20]!r}...: an answer of {plural(len(scored), 'token')} does not fit into the "
+                f"{source[1][:20]!r}...: an answer of {plural(len(score_batches), 'token')} does not fit into the "
                 f"model's context length of {self.max_length}; shorten the answers, or train with a larger "
                 "--context-length"
             )
-        self.cut += len(before) + len(scored) > self.max_length + 1
-        return tuple((before + scored)[-(self.max_length + 1) : -1])
+        self.cut += len(before) + len(score_batches) > self.max_length + 1
+        return tuple((before + score_batches)[-(self.max_length + 1) : -1])
 
     @torch.no_grad()
     def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
@@ -148,9 +148,9 @@ class Harness(TemplateLM):
         return self.model.hidden(ids)
 
     @torch.no_grad()
-    def _answer(self, states: Tensor, scored: list[int]) -> tuple[float, bool]:
-        targets = torch.tensor(scored, device=states.device)
-        likely = self.model.logits(states[-len(scored) :]).float().log_softmax(-1)  # NV
+    def _answer(self, states: Tensor, score_batches: list[int]) -> tuple[float, bool]:
+        targets = torch.tensor(score_batches, device=states.device)
+        likely = self.model.logits(states[-len(score_batches) :]).float().log_softmax(-1)  # NV
         nats = likely.gather(1, targets[:, None]).sum()
         return float(nats), bool((likely.argmax(-1) == targets).all())
 
@@ -172,7 +172,7 @@ class Harness(TemplateLM):
                     answers[i] = text
         return answers
 
-    def _wanted(self, settings: Mapping[str, Any], place: str) -> "Wanted":
+    def _wanted(self, settings: Mapping[str, Any], place: str) -> "GenerationSettings":
         wanted = _wanted(settings, place)
         if wanted.limit >= self.max_length:
             raise ValueError(
@@ -181,7 +181,11 @@ class Harness(TemplateLM):
                 "--context-length"
             )
         end = self._spelled([self._end])
-        return wanted if end in wanted.until else Wanted((*wanted.until, end), wanted.limit, wanted.sample)
+        return (
+            wanted
+            if end in wanted.until
+            else GenerationSettings((*wanted.until, end), wanted.limit, wanted.sample)
+        )
 
     def _prompt(self, context: str, limit: int) -> list[int]:
         """The last ids of the context, as many as leave room for the answer."""
@@ -190,7 +194,7 @@ class Harness(TemplateLM):
         self.cut += len(ids) > room
         return ids[-room:]
 
-    def _write(self, prompts: Sequence[list[int]], wanted: "Wanted") -> list[str]:
+    def _write(self, prompts: Sequence[list[int]], wanted: "GenerationSettings") -> list[str]:
         written: list[list[int]] = [[] for _ in prompts]
         # A stop string may come in other tokens than its own: a few more are looked at.
         spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in wanted.until}
@@ -211,7 +215,7 @@ class Harness(TemplateLM):
                     going.remove(i)
             if not going:
                 break
-        return [shortened(str(self.inner.decode(ids)), wanted.until) for ids in written]
+        return [cut_at_stop(str(self.inner.decode(ids)), wanted.until) for ids in written]
 
     def _batches(self, doing: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
         for start in range(0, len(rows), BATCH):
@@ -220,7 +224,7 @@ class Harness(TemplateLM):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GenerationSettings:
     """How an answer is to be written: what ends it, how many tokens it has at most, how each is chosen."""
 
     until: tuple[str, ...]
@@ -228,7 +232,7 @@ class Wanted:
     sample: Sampler
 
 
-def _wanted(settings: Mapping[str, Any], place: str) -> Wanted:
+def _wanted(settings: Mapping[str, Any], place: str) -> GenerationSettings:
     """From a task's `generation_kwargs`. Raises ValueError for those that are not known here."""
     wrong = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
     if wrong:
@@ -245,10 +249,10 @@ def _wanted(settings: Mapping[str, Any], place: str) -> Wanted:
         penalty=settings.get("repetition_penalty", 1.0),
     )
     limit = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
-    return Wanted(tuple(_several(settings.get("until"))), limit, sample)
+    return GenerationSettings(tuple(_several(settings.get("until"))), limit, sample)
 
 
-def shortened(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text without what begins at a stop string; one stop after the other, as the harness does."""
     for stop in filter(None, stops):
         text = text.split(stop)[0]

@@ -17,20 +17,20 @@ from dunes.runs.autosize import flops
 from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import append_text
-from dunes.runs.picture import loss_picture, smoothed
+from dunes.runs.picture import loss_picture, smooth
 from dunes.runs.progress import Display
 from dunes.runs.run import (
     FALL,
     METRICS,
     FolderInUse,
     Run,
-    admitted,
     alone,
     begin,
     begun,
     load_trainable_state,
     note,
     records,
+    resolve_config,
     resume,
 )
 from dunes.runs.saver import Saver
@@ -55,7 +55,9 @@ DIVERGED = 4
 Make = Callable[[], Run]
 
 
-def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[[T, Timings], Make | None]) -> int:
+def go(
+    config: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[[T, Timings], Make | None]
+) -> int:
     """Run the plan into the folder, or go on with the run there.
 
     `prepare` reads what is to be learned, says what it finds and gives back what makes the run, or None if that
@@ -64,43 +66,42 @@ def go(plan: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[
     anything is written, for what cannot be done.
     """
     start = monotonic()
-    mirror = TensorBoard(folder if how.tensorboard else None, NonFatal(show))
-    plan = plan.placed()
+    board = TensorBoard(folder if how.tensorboard else None, NonFatal(show))
+    config = config.with_absolute_paths()
     with _occupied(show, how.dry_run):
-        plan = admitted(plan, folder, how.resume, how.asked, how.override)
+        config = resolve_config(config, folder, how.resume, how.asked, how.override)
     if (folder / "state" / "lock").exists():
         with _occupied(show, how.dry_run), alone(folder):  # refused now, not after the text was read
             pass
-    if how.dry_run and (earlier := begun(folder, type(plan))) is not None:
-        state = checkpoint.latest(folder, show.line)
+    if how.dry_run and (earlier := begun(folder, type(config))) is not None:
+        state = checkpoint.latest_state(folder, show.line)
         newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
-        end = plural(plan.steps, "step") if plan.steps else plural(plan.minutes, "minute")
-        goes_on = f"; with --resume it goes on from there to its end after {end}" if how.resume else ""
+        goes_on = f"; with --resume it goes on from there to its end after {config.length}" if how.resume else ""
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
-        if plan.lacks:
+        if config.missing:
             return 0
-    measure.use_device(plan.device)
+    measure.use_device(config.device)
     measure.keep_memory()
     measure.quick_small_numbers()
-    spent = Timings()
+    timings = Timings()
     with show:
-        make = prepare(plan, spent)
+        make = prepare(config, timings)
         if make is None:
             return 0
         with alone(folder), Saver(show.line, how.strict) as saver:
-            with spent("building the model"):
+            with timings("building the model"):
                 run = make()
                 if how.resume:
                     resume(run, show.line, how.override, how.strict)
                 else:
-                    begin(run.plan, folder, run.task.tokenizer)
-            run.spent.seconds.update(spent.seconds)
+                    begin(run.config, folder, run.task.tokenizer)
+            run.timings.seconds.update(timings.seconds)
             # Time spent on preparing counts: a person waits for that, too.
             run.elapsed += monotonic() - start
             show.detail(run.task.opening(run))
-            with mirror:
-                status = _run(run, saver, show, mirror)
-            for line in ("where the time went:", *lines(run.spent.seconds)) if how.profile else ():
+            with board:
+                status = _run(run, saver, show, board)
+            for line in ("where the time went:", *lines(run.timings.seconds)) if how.profile else ():
                 show.line(line)
             return status
 
@@ -124,10 +125,10 @@ class StopRequest:
     save: bool = False
 
 
-def _run(run: Run, saver: Saver, show: Display, mirror: TensorBoard) -> int:
-    with _signals() as wish:
+def _run(run: Run, saver: Saver, show: Display, board: TensorBoard) -> int:
+    with _signals() as request:
         try:
-            loop(run, wish, saver, show, mirror)
+            loop(run, request, saver, show, board)
         except Diverged as error:
             saver.last(run)
             show.line(f"{error} (the state is in {run.folder}/state)")
@@ -142,7 +143,7 @@ def _run(run: Run, saver: Saver, show: Display, mirror: TensorBoard) -> int:
             if not measure.out_of_memory(error):
                 raise
             raise ValueError(f"out of memory in step {run.trainer.number + 1}; {run.task.needs()}") from None
-        return _finish(run, wish, saver, show, mirror)
+        return _finish(run, request, saver, show, board)
 
 
 @contextmanager
@@ -151,73 +152,73 @@ def _signals() -> Iterator[StopRequest]:
 
     SIGUSR1 asks for a save.
     """
-    wish = StopRequest()
+    request = StopRequest()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if wish.signal:
+        if request.signal:
             os._exit(128 + number)
-        wish.signal = number
+        request.signal = number
 
     def save(number: int, frame: FrameType | None) -> None:
-        wish.save = True
+        request.save = True
 
     handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield wish
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def loop(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: TensorBoard) -> None:
+def loop(run: Run, request: StopRequest, saver: Saver, show: Display, board: TensorBoard) -> None:
     """Step, and between steps measure, check, sample and save, until the schedule or the wish says stop.
 
     Raises Diverged if training does not recover, ValueError if the tokens were changed meanwhile, and
     OSError if a strict saver cannot save.
     """
-    plan = run.plan
-    clock = None if plan.steps else Clock(run.schedule, plan.seconds, FALL)
-    run.began, saved, warned = monotonic() - run.elapsed, monotonic(), 0
-    told, aside = _teller(run, show), mirror.aside
+    config = run.config
+    clock = None if config.steps else Clock(run.schedule, config.seconds, FALL)
+    run.start_time, saved, warned = monotonic() - run.elapsed, monotonic(), 0
+    told, aside = _teller(run, show), board.aside
     over = run.schedule.is_over(run.trainer.number)
-    batches = run.spent.each("data", run.task.batches(run.trainer.consumed))
+    batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in steps:
-        run.elapsed = monotonic() - run.began
+        run.elapsed = monotonic() - run.start_time
         _split(run, step)
         if clock is not None:
             # What the end takes is known better after each check, and never more than a tenth.
-            clock.seconds = plan.seconds - min(plan.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
+            clock.seconds = config.seconds - min(config.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
             clock.update(step.number, run.elapsed)
         over, checked = run.schedule.is_over(step.number), None
-        with run.spent("checks"), aside("measured"):
+        with run.timings("checks"), aside("measured"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-        if checked and warned != run.best_step and (words := rising(run)):
+        if checked and warned != run.best_step and (words := rising_loss_warning(run)):
             warned = run.best_step
             show.line(words)
         with aside("noted"):
             _note(run.folder, step, checked)
-        mirror.step(step, checked.bits_per_byte if checked else None)
-        with run.spent("samples"), aside("sampled"):
+        board.step(step, checked.bits_per_byte if checked else None)
+        with run.timings("samples"), aside("sampled"):
             if step.number in SAMPLES and not over:
-                mirror.sample(step.number, _sample(run, show, step.number))
+                board.sample(step.number, _sample(run, show, step.number))
         told(step)
         if over:
             return
-        if wish.signal:
+        if request.signal:
             show.line("stopping, and keeping what was learned; once more ends at once")
             return
-        with run.spent("saves"):
+        with run.timings("saves"):
             saver.look()
-            if (wish.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
-                saved, wish.save = monotonic(), False
+            if (request.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
+                saved, request.save = monotonic(), False
 
 
 def _split(run: Run, step: Step) -> None:
     """Count the step's time: the first one of a process also loads kernels, or compiles."""
-    data, run.data = run.spent.seconds["data"] - run.data, run.spent.seconds["data"]
-    run.spent.add("steps" if run.warm else "first step", step.seconds - data)
+    data, run.data = run.timings.seconds["data"] - run.data, run.timings.seconds["data"]
+    run.timings.add("steps" if run.warm else "first step", step.seconds - data)
     run.warm = True
 
 
@@ -259,7 +260,7 @@ def _note(folder: Path, step: Step, checked: Score | None) -> None:
 def _teller(run: Run, show: Display) -> Callable[[Step], None]:
     """What the display is told after each step."""
     losses: list[float] = []
-    work = flops(run.model, run.plan.context_length)
+    work = flops(run.model, run.config.context_length)
 
     def told(step: Step) -> None:
         if step.skipped:
@@ -271,11 +272,11 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
         left = run.elapsed * (1 / max(run.done(step.number), 1e-9) - 1)
         parts = [
             f"step {step.number}",
-            f"loss {smoothed(losses)[-1]:.3f}" if losses else "",
+            f"loss {smooth(losses)[-1]:.3f}" if losses else "",
             f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
             f"lr {run.trainer.base_lrs[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} tok/s",
-            f"{work * step.count / step.seconds / run.plan.matmul:.0%} of matmul" if run.plan.matmul else "",
+            f"{work * step.count / step.seconds / run.config.matmul:.0%} of matmul" if run.config.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{format_seconds(round(left))} left",
         ]
@@ -295,56 +296,56 @@ def _sample(run: Run, show: Display, weights_step: int) -> str:
     return text
 
 
-def _finish(run: Run, wish: StopRequest, saver: Saver, show: Display, mirror: TensorBoard) -> int:
+def _finish(run: Run, request: StopRequest, saver: Saver, show: Display, board: TensorBoard) -> int:
     """Save the state and what was learned, draw the picture, and say what there is and what to do next."""
-    step, aside = run.trainer.number, mirror.aside
-    status = 128 + wish.signal if wish.signal else 0
+    step, aside = run.trainer.number, board.aside
+    status = 128 + request.signal if request.signal else 0
     try:
-        with run.spent("saves"):
+        with run.timings("saves"):
             saved = saver.last(run)
         if not saved:
             status = NOT_SAVED
-        with run.spent("last score"):
-            score = _last_score(run, hurried=bool(wish.signal))
+        with run.timings("last score"):
+            score = _last_score(run, interrupted=bool(request.signal))
             kept_step = run.best_step if run.best_weights else step
-        with run.spent("samples"), aside("sampled"):
-            if run.warm and not wish.signal:
-                mirror.sample(step, _sample(run, show, kept_step))
-        run.elapsed = monotonic() - run.began
-        with run.spent("saves"):
-            there = run.task.close(run, score, bool(wish.signal))
+        with run.timings("samples"), aside("sampled"):
+            if run.warm and not request.signal:
+                board.sample(step, _sample(run, show, kept_step))
+        run.elapsed = monotonic() - run.start_time
+        with run.timings("saves"):
+            there = run.task.close(run, score, bool(request.signal))
     except OSError as error:
         show.line(f"not saved: {error}")
         return NOT_SAVED
-    with run.spent("picture"), aside("drawn"):
+    with run.timings("picture"), aside("drawn"):
         loss_picture(records(run.folder / METRICS, show.line), score, kept_step, run.folder / "loss.png")
-    over = "stopped" if wish.signal else "done"
+    over = "stopped" if request.signal else "done"
     show.line(
         f"\n{over} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: on held-out {run.task.subject} "
         f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
     )
-    if words := overfitting(run):
+    if words := overfitting_note(run):
         show.line(words)
     folder = shlex.quote(str(run.folder))
     *lines, following = there
     for line in lines:
         show.line(line)
     show.line(f"picture {folder}/loss.png   samples {folder}/samples.md")
-    going_on = f"go on with: dunes {run.plan.VERB} --out {folder} --resume"
-    show.line(going_on if wish.signal else following)
+    going_on = f"go on with: dunes {run.config.VERB} --out {folder} --resume"
+    show.line(going_on if request.signal else following)
     return status
 
 
-def _last_score(run: Run, hurried: bool) -> Score:
+def _last_score(run: Run, interrupted: bool) -> Score:
     """The score of the best weights, which the model has from here on; somebody who stops a run waits less."""
     if run.best_weights:
         load_trainable_state(run.model, run.best_weights)
-    if hurried and run.best:
+    if interrupted and run.best:
         return run.best
     return run.score(FINAL_TOKENS)
 
 
-def rising(run: Run) -> str:
+def rising_loss_warning(run: Run) -> str:
     """The warning that validation loss has been above its best for several checks; else empty."""
     if not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
@@ -358,7 +359,7 @@ def rising(run: Run) -> str:
     )
 
 
-def overfitting(run: Run) -> str:
+def overfitting_note(run: Run) -> str:
     """Which weights were saved, if validation loss has risen since they were the best; else empty."""
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""

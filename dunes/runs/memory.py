@@ -46,7 +46,7 @@ def windows(shape: Shape) -> Tensor:
     return torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
 
 
-class Learning(NamedTuple):
+class TrainSetup(NamedTuple):
     """What a step is made of beside the model."""
 
     optimizer: Callable[[nn.Module], Optimizer] = muon
@@ -58,7 +58,7 @@ def training(
     build: Build,
     shape: Shape,
     foreseen: bool = True,
-    learning: Learning = Learning(),  # noqa: B008  (frozen)
+    learning: TrainSetup = TrainSetup(),  # noqa: B008  (frozen)
 ) -> Allocations:
     """The allocations of a training step, the second one: the optimizer has its averages then.
 
@@ -79,7 +79,7 @@ def training(
 def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
     """The allocations of a prompt of `context` tokens and one more token after it, with their cache."""
     with _tensors(foreseen):
-        model = built_in(shape.dtype, build).eval()
+        model = build_with_dtype(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
         with measure.allocations(model) as log, torch.no_grad():
             cache = cache_for(model, shape.batch, shape.context, measure.device())
@@ -89,7 +89,7 @@ def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
     return log
 
 
-def built_in(dtype: torch.dtype, build: Build) -> Decoder:
+def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
     """The model with weights of that type; fake ones cannot be converted."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

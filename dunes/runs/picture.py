@@ -22,14 +22,14 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps = [r for r in records if "loss" in r and not r["skipped"] and drawable(r["loss"])]
+    steps = [r for r in records if "loss" in r and not r["skipped"] and is_drawable(r["loss"])]
     x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
     axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
-    axes.plot(x, centred(losses), color=TRAINING, label="training loss")
+    axes.plot(x, centered_mean(losses), color=TRAINING, label="training loss")
     bits = score.bits_per_byte / score.loss if score.loss else 0.0
     if checks := _checks(records, bits):
         axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
-    if drawable(score.loss):
+    if is_drawable(score.loss):
         figures = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
         axes.plot(
             [step], [score.loss], "*", color=VALIDATION, markersize=12, label=f"kept: step {step}, {figures}"
@@ -51,24 +51,24 @@ def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, f
         loss = record.get("validation_loss")
         if loss is None and bits and record.get("bits_per_byte") is not None:
             loss = record["bits_per_byte"] / bits
-        if loss is not None and drawable(loss):
+        if loss is not None and is_drawable(loss):
             found.append((record["step"], loss))
     return found
 
 
-def drawable(loss: float) -> bool:
+def is_drawable(loss: float) -> bool:
     """Whether axes can hold it: not what is not finite, nor what only a damaged file says."""
     return abs(loss) < 1e30
 
 
-def centred(values: Sequence[float], reach: int = 10) -> list[float]:
+def centered_mean(values: Sequence[float], reach: int = 10) -> list[float]:
     """Means of each value and up to `reach` on either side, as many on both, so that no curve lags behind."""
     sums = [0.0, *accumulate(values)]
     near = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [(sums[i + n + 1] - sums[i - n]) / (2 * n + 1) for i, n in enumerate(near)]
 
 
-def smoothed(values: Sequence[float], keep: float = 0.95) -> list[float]:
+def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
     """A running mean without the bias towards zero at its beginning."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:

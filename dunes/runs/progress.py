@@ -57,7 +57,7 @@ class Display:
         if not self.quiet:
             self.line(text)
 
-    def coloured(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
+    def print_highlighted(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
         """Text of which some parts are marked: by their colour, or in brackets where there is none."""
         plain = self.console.color_system is None
         text = Text(f"{title}\n")

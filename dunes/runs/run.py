@@ -52,7 +52,7 @@ class Task(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def prints(self) -> Mapping[str, str]: ...
+    def fingerprints(self) -> Mapping[str, str]: ...
 
     @property
     def tokens(self) -> int: ...
@@ -77,7 +77,7 @@ class Task(Protocol):
         """What the run is, in a line."""
         ...
 
-    def close(self, run: "Run", score: Score, hurried: bool) -> list[str]:
+    def close(self, run: "Run", score: Score, interrupted: bool) -> list[str]:
         """Write what was learned into the run's folder; what there is now and what to do next, in lines.
 
         `hurried`: somebody waits for the run to stop.
@@ -95,20 +95,20 @@ class Run:
     """
 
     folder: Path
-    plan: RunConfig
+    config: RunConfig
     task: Task
     model: Decoder
     trainer: Trainer
     schedule: Schedule
     elapsed: float = 0.0
-    began: float = 0.0
-    second_a_token: float = 0.0
+    start_time: float = 0.0
+    seconds_per_token: float = 0.0
     best: Score | None = None
     best_step: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     last: Score | None = None
     checks_since_best: int = 0
-    spent: Timings = field(default_factory=Timings)
+    timings: Timings = field(default_factory=Timings)
     data: float = 0.0
     warm: bool = False
 
@@ -119,7 +119,7 @@ class Run:
 
     def done(self, step: int) -> float:
         """The share of the run that is over."""
-        return step / self.plan.steps if self.plan.steps else self.elapsed / self.plan.seconds
+        return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
 
     def score(self, limit: int | None = None) -> Score:
         """The model's score on what is held out, or on about `limit` tokens of it."""
@@ -127,13 +127,13 @@ class Run:
 
     def scoring(self, limit: int) -> float:
         """Seconds that a score on so many tokens takes, by the last check."""
-        return self.second_a_token * min(limit, self.task.tokens)
+        return self.seconds_per_token * min(limit, self.task.tokens)
 
     def check(self, limit: int) -> Score:
         """Score the model; the best weights so far are remembered."""
         start = perf_counter()
         self.last = score = self.score(limit)
-        self.second_a_token = (perf_counter() - start) / score.tokens
+        self.seconds_per_token = (perf_counter() - start) / score.tokens
         self.checks_since_best += 1
         # A first score that is not a number would be below none.
         if self.best is None or score.bits_per_byte < self.best.bits_per_byte or isnan(self.best.bits_per_byte):
@@ -166,9 +166,9 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
             tensor.copy_(weights[name])
 
 
-def scheduled(plan: RunConfig) -> Schedule:
+def build_schedule(config: RunConfig) -> Schedule:
     """The schedule of a run: of its steps, or open until a clock ends it."""
-    return Schedule.steps(plan.steps, min(WARMUP, plan.steps // 5), FALL) if plan.steps else Schedule(WARMUP)
+    return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
 class FolderInUse(ValueError):
@@ -190,10 +190,10 @@ def alone(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def begin(plan: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
+def begin(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
     """Write down what the run is to do. The plan comes last: with it there is a run."""
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
-    write_file(folder / "state" / "plan.json", json.dumps(asdict(plan), indent=1).encode())
+    write_file(folder / "state" / "plan.json", json.dumps(asdict(config), indent=1).encode())
 
 
 def begun(folder: Path, kind: type[T]) -> T | None:
@@ -214,8 +214,8 @@ def begun(folder: Path, kind: type[T]) -> T | None:
         raise ValueError(f"{path}: {error}; choose another --out") from None
 
 
-def admitted(
-    plan: T, folder: Path, again: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
+def resolve_config(
+    config: T, folder: Path, again: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
 ) -> T:
     """The plan to follow: this one in a new folder, the run's own when going on.
 
@@ -227,32 +227,32 @@ def admitted(
         if os.path.lexists(path) and not path.is_dir():
             words = "is a link to what is not there" if path.is_symlink() else "is not a folder"
             raise ValueError(f"{path}: {words}; choose another --out")
-    if wrong := sorted(set(override) - set(plan.MAY_CHANGE)):
-        raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(plan.MAY_CHANGE)} can")
+    if wrong := sorted(set(override) - set(config.OVERRIDABLE)):
+        raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(config.OVERRIDABLE)} can")
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes are two ends of one run; leave one of them out")
-    earlier = begun(folder, type(plan))
+    earlier = begun(folder, type(config))
     if earlier is None:
         if again:
             _free(folder)
             raise ValueError(f"{folder}: there is no run to go on with; leave out --resume to begin one")
-        if plan.lacks:
-            raise ValueError(plan.lacks)
+        if config.missing:
+            raise ValueError(config.missing)
         _free(folder)
-        return plan
+        return config
     if not again:
         raise FolderInUse(f"{folder}: holds a run already; go on with --resume, or choose another --out")
-    differences = plan.differences(earlier, plan.changed() if asked is None else asked)
+    differences = config.differences(earlier, config.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")
         raise ValueError(f"{folder}: it ends after {ends}, not by the clock; say --steps N --override steps")
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{folder}: the run cannot be changed: {'; '.join(refused)}; begin anew with another --out, or say "
-            f"--override for what may change: {', '.join(plan.MAY_CHANGE)}"
+            f"--override for what may change: {', '.join(config.OVERRIDABLE)}"
         )
     anew: dict[str, Any] = {name: None for name in override if name in MEASURED}
-    return replace(earlier, **anew | {name: getattr(plan, name) for name in differences})
+    return replace(earlier, **anew | {name: getattr(config, name) for name in differences})
 
 
 def _free(folder: Path) -> None:
@@ -265,16 +265,16 @@ def _free(folder: Path) -> None:
         raise ValueError(f"{there}: is not a folder that can be written to; choose another --out")
 
 
-def state_of(run: Run) -> dict[str, Any]:
+def run_state(run: Run) -> dict[str, Any]:
     """All that a resumed run needs."""
     return {
-        "plan": asdict(run.plan),
-        "corpus": dict(run.task.prints),
+        "plan": asdict(run.config),
+        "corpus": dict(run.task.fingerprints),
         "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
         "records": [[r.begin, r.end] for r in run.schedule.records],
         "elapsed": run.elapsed,
-        "spent": dict(run.spent.seconds),
+        "spent": dict(run.timings.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
         "checks_since_best": run.checks_since_best,
@@ -295,18 +295,20 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
             raise ValueError(line)
         told(line)
 
-    if (folder := checkpoint.latest(run.folder, damaged)) is None:
+    if (folder := checkpoint.latest_state(run.folder, damaged)) is None:
         told("nothing was saved yet; beginning anew")
         cut(run.folder / METRICS, 0, told)
         return
-    state = read_state(folder, type(run.plan))
-    differences = run.plan.differences(state["plan"])
-    if others := [name for name, found in run.task.prints.items() if state["corpus"].get(name, found) != found]:
+    state = read_state(folder, type(run.config))
+    differences = run.config.differences(state["plan"])
+    if others := [
+        name for name, found in run.task.fingerprints.items() if state["corpus"].get(name, found) != found
+    ]:
         differences["corpus"] = f"{' and '.join(others)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{run.folder}: cannot go on: {'; '.join(refused)}; begin anew with another --out, or say --override "
-            f"{' '.join(d for d in differences if d in run.plan.MAY_CHANGE) or 'of what may change'}"
+            f"{' '.join(d for d in differences if d in run.config.OVERRIDABLE) or 'of what may change'}"
         )
     try:
         check_optimizer(run.trainer.optimizer, state["optimizer"])
@@ -321,20 +323,20 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = state["best"], state["last"]
     run.checks_since_best = state["checks_since_best"]
-    run.spent.seconds.update(state["spent"])
-    run.data = run.spent.seconds["data"]
+    run.timings.seconds.update(state["spent"])
+    run.data = run.timings.seconds["data"]
     cut(run.folder / METRICS, run.trainer.number, told)
     told(f"going on after step {run.trainer.number}")
     if differences:
         note(run.folder, {"step": run.trainer.number, "changed": differences})
-        write_file(run.folder / "state" / "plan.json", json.dumps(asdict(run.plan), indent=1).encode())
+        write_file(run.folder / "state" / "plan.json", json.dumps(asdict(run.config), indent=1).encode())
 
 
 def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
     """What the card says of how the model was made, under that verb."""
     return {
         verb: {
-            **asdict(run.plan),
+            **asdict(run.config),
             "steps": run.trainer.number,
             "best_step": run.best_step,
             "seconds": round(run.elapsed, 1),
@@ -346,7 +348,7 @@ def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
             "tokens": score.tokens,
             "peak_bytes": measure.peak_memory(run.trainer.device),
         },
-        "spent": {what: round(seconds, 3) for what, seconds in run.spent.seconds.items()},
+        "spent": {what: round(seconds, 3) for what, seconds in run.timings.seconds.items()},
     }
 
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from dunes import checkpoint
 from dunes.checkpoint.atomic import sync
-from dunes.runs.run import METRICS, Run, state_of
+from dunes.runs.run import METRICS, Run, run_state
 
 
 class Saver:
@@ -42,7 +42,7 @@ class Saver:
             return False
         self.wait()
         self._pending = self._pool.submit(
-            _write, run.folder, run.trainer.number, checkpoint.snapshot(state_of(run))
+            _write, run.folder, run.trainer.number, checkpoint.snapshot(run_state(run))
         )
         return True
 
@@ -74,4 +74,4 @@ class Saver:
 def _write(folder: Path, step: int, taken: checkpoint.Snapshot) -> Path:
     if (folder / METRICS).exists():
         sync(folder / METRICS)  # the losses up to a state belong to it
-    return checkpoint.store(folder, step, taken)
+    return checkpoint.save_state(folder, step, taken)

@@ -21,7 +21,7 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
     state: dict[str, Any] = {"spent": {}, "checks_since_best": 0}  # which older states do not have
-    state |= checkpoint.restore(folder)
+    state |= checkpoint.load_state(folder)
     if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
     for name, (expected, fits) in FIELDS.items():
@@ -30,11 +30,11 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
     if state["number"] != int(folder.name.removeprefix("step-")):
         raise wrong_state(folder, f"it is of step {state['number']}")
     try:
-        plan = kind.of(state["plan"])
+        config = kind.of(state["plan"])
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     scores = {name: state[name] and Score(*state[name]) for name in ("best", "last")}
-    return state | scores | {"plan": plan, "records": [Record(*pair) for pair in state["records"]]}
+    return state | scores | {"plan": config, "records": [Record(*pair) for pair in state["records"]]}
 
 
 def wrong_state(folder: Path, words: str) -> ValueError:

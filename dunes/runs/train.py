@@ -15,14 +15,14 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.autosize import chosen, config_for, larger_than_asked, needs
+from dunes.runs.autosize import chosen, config_for, needs, size_warning
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import Make, go
 from dunes.runs.memory import nats
 from dunes.runs.progress import Display
-from dunes.runs.run import Run, facts, scheduled
+from dunes.runs.run import Run, build_schedule, facts
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import sample_text
@@ -31,53 +31,53 @@ from dunes.train import Trainer, muon
 from dunes.units import format_count
 
 
-def train(plan: TrainConfig, folder: Path, show: Display, **options: Any) -> int:
+def train(config: TrainConfig, folder: Path, show: Display, **options: Any) -> int:
     """Run the plan into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
     Returns and raises what `loop.go` does.
     """
     going = RunOptions(**options)
 
-    def prepared(plan: TrainConfig, spent: Timings) -> Make | None:
-        with spent("reading the text"):
-            corpus = gather(plan)
+    def prepared(config: TrainConfig, timings: Timings) -> Make | None:
+        with timings("reading the text"):
+            corpus = gather(config)
         for line in (corpus.report(), *corpus.notes):
             show.detail(line)
-        plan = replace(plan, split=corpus.split)
-        with spent("choosing"):
-            plan, reasons = chosen(plan, sum(d.size for d in corpus.train))
+        config = replace(config, split=corpus.split)
+        with timings("choosing"):
+            config, reasons = chosen(config, sum(d.size for d in corpus.train))
         for line in reasons:
             show.detail(line)
-        if words := larger_than_asked(plan):
+        if words := size_warning(config):
             show.line(words)
         if going.dry_run:
             return None
-        with spent("tokenizing"):
-            tokens = tokenize(plan, corpus, folder / "state" if going.resume else None, show)
-        return lambda: prepare(plan, folder, tokens)
+        with timings("tokenizing"):
+            tokens = tokenize(config, corpus, folder / "state" if going.resume else None, show)
+        return lambda: prepare(config, folder, tokens)
 
-    return go(plan, folder, show, going, prepared)
+    return go(config, folder, show, going, prepared)
 
 
-def prepare(plan: TrainConfig, folder: Path, tokens: Tokens) -> Run:
+def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
     """A run at its first step, for a plan that leaves nothing open."""
-    assert plan.dtype, "chosen before"
-    assert plan.threads, "chosen before"
-    torch.set_num_threads(plan.threads)
-    device, dtype = measure.device(), getattr(torch, plan.dtype)
-    config = config_for(plan, tokens.tokenizer.vocab)
-    model = initialise(FAMILIES[plan.family].build(config), plan.seed).to(device)
-    schedule = scheduled(plan)
-    optimizer = muon(model) if plan.lr is None else muon(model, plan.lr, plan.lr / 2)
-    trainer = Trainer(model, optimizer, nats, lr_scale=schedule.lr_scale, dtype=dtype, seed=plan.seed)
-    return Run(folder, plan, TrainTask(plan, tokens), model, trainer, schedule)
+    assert config.dtype, "chosen before"
+    assert config.threads, "chosen before"
+    torch.set_num_threads(config.threads)
+    device, dtype = measure.device(), getattr(torch, config.dtype)
+    model_config = config_for(config, tokens.tokenizer.vocab)
+    model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
+    schedule = build_schedule(config)
+    optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
+    trainer = Trainer(model, optimizer, nats, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
+    return Run(folder, config, TrainTask(config, tokens), model, trainer, schedule)
 
 
 @dataclass(frozen=True)
 class TrainTask:
     """To learn to go on with a text."""
 
-    plan: TrainConfig
+    config: TrainConfig
     text: Tokens
 
     @property
@@ -89,40 +89,42 @@ class TrainTask:
         return "text"
 
     @property
-    def prints(self) -> Mapping[str, str]:
-        return self.text.prints
+    def fingerprints(self) -> Mapping[str, str]:
+        return self.text.fingerprints
 
     @property
     def tokens(self) -> int:
         return len(self.text.valid)
 
     def batches(self, start: int) -> Iterator[Tensor]:
-        return Windows(self.text.train, self.plan.context_length, self.plan.batch, self.plan.seed).batches(start)
+        return Windows(self.text.train, self.config.context_length, self.config.batch, self.config.seed).batches(
+            start
+        )
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
         return evaluate(
-            model, self.text.valid, widths(self.tokenizer.token_bytes()), self.plan.context_length, dtype, limit
+            model, self.text.valid, widths(self.tokenizer.token_bytes()), self.config.context_length, dtype, limit
         )
 
     def sample(self, model: Decoder) -> str:
-        return sample_text(model, self.tokenizer, self.plan.context_length, seed=self.plan.seed)
+        return sample_text(model, self.tokenizer, self.config.context_length, seed=self.config.seed)
 
     def needs(self) -> str:
-        return needs(self.plan)
+        return needs(self.config)
 
     def opening(self, run: Run) -> str:
-        assert self.plan.threads, "chosen before"
-        ends = plural(self.plan.steps, "step") if self.plan.steps else plural(self.plan.minutes, "minute")
+        config = self.config
+        assert config.threads, "chosen before"
         return (
-            f"{self.plan.family}, {format_count(tree.count(run.model))} parameters; "
+            f"{config.family}, {format_count(tree.count(run.model))} parameters; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.tokenizer.vocab}; "
-            f"batch size {self.plan.batch}, context length {self.plan.context_length}; "
-            f"{self.plan.dtype} on {run.trainer.device.type}, {plural(self.plan.threads, 'thread')}; for {ends}"
+            f"batch size {config.batch}, context length {config.context_length}; "
+            f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
         )
 
-    def close(self, run: Run, score: Score, hurried: bool) -> list[str]:
+    def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         checkpoint.save(
-            run.model, run.folder, self.tokenizer, self.plan.context_length, facts(run, score, "trained")
+            run.model, run.folder, self.tokenizer, self.config.context_length, facts(run, score, "trained")
         )
         folder = shlex.quote(str(run.folder))
         return [f"model {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]

@@ -60,7 +60,7 @@ class TrainOptimization(Optimization):
 class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
     """What training from scratch is asked (what is left open: `runs/autosize.py`)."""
 
-    MAY_CHANGE = ("sources", "corpus", *RunConfig.MAY_CHANGE)
+    OVERRIDABLE = ("sources", "corpus", *RunConfig.OVERRIDABLE)
     PATHS = ("sources",)
     VERB = "train"
 
@@ -83,7 +83,7 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
         return f"{self.family} on {', '.join(self.sources)}"
 
     @property
-    def lacks(self) -> str:
+    def missing(self) -> str:
         return "" if self.sources else "no sources; name files or folders to learn from, or stdlib"
 
 

@@ -40,7 +40,7 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
     room = max(context // 2, context - limit)
     encoded = tokenizer.encode(prefix[-8 * context :])
     is_whole = len(prefix) <= 8 * context and len(encoded) <= room
-    ids, healed = taken_back(encoded[-room:], pieces)
+    ids, healed = split_last_tokens(encoded[-room:], pieces)
     prompt = [*(tokenizer.document_start if is_whole else tokenizer.bos), *ids] or [tokenizer.eos]
     sample, text = limit_vocab(force_prefix(sampler(0.0), pieces, healed), len(pieces)), b""
     for token in generate(model, prompt, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
@@ -50,7 +50,7 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
     return LINE_END.split(text[len(healed) :])[0].decode(errors="ignore")
 
 
-def taken_back(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
+def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
     """The ids without as many at their end as one longer token could stand for, and the bytes of those.
 
     Text that goes on may have been one token where the text up to here is several.
@@ -62,7 +62,7 @@ def taken_back(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
     return ids, b""
 
 
-def text_before(place: str) -> str:
+def text_before_cursor(place: str) -> str:
     """The text of a file before FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one).
 
     Raises ValueError if the place is not written like that, or not in the file.
