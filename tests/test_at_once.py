@@ -201,7 +201,7 @@ def test_a_damaged_shard_is_made_again_by_many_threads(tmp_path, code):
     os.truncate(folder / "tokens.bin", 10)
     (cache / ".dunes-left.new").mkdir()
     shards = at_once(lambda i: token_shard(documents, TOKENIZER, cache))
-    assert {len(shard.row) for shard in shards} == {shards[0].length}
+    assert {len(shard.token_file) for shard in shards} == {shards[0].length}
     assert [p.name for p in cache.iterdir()] == [folder.name], "and what was left over is gone"
 
 

@@ -287,7 +287,7 @@ def test_alpacas_prompts_to_the_byte(name, given, bpe, tmp_path):
     (pieces,) = get_template(name).render([record.turns])
     want = (ALPACA_PAIRED if given else ALPACA_ALONE) + ALPACA_TAIL[name]
     assert [p.text for p in pieces] == [BEGIN.text, want, "Three.\nReally", "{end}"]
-    assert [p.loss_mask for p in pieces] == [False, False, True, True]
+    assert [p.trained for p in pieces] == [False, False, True, True]
     example = made(record.turns, get_template(name), bpe)
     assert spelled(example.ids, bpe) == f"{END}{want}Three.\nReally{END}"
     text = render(
