@@ -39,9 +39,9 @@ def hidden(folder: Path):
     return sorted(p.name for p in folder.rglob(".*"))
 
 
-@pytest.mark.parametrize("tries", [0, folder_module.TRIES])
+@pytest.mark.parametrize("tries", [0, folder_module.MAX_RETRIES])
 def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(tries, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "TRIES", tries)  # without any, each load holds the lock
+    monkeypatch.setattr(folder_module, "MAX_RETRIES", tries)  # without any, each load holds the lock
     save_model(tmp_path, 99)
     seen, ended = set(), threading.Event()
 
@@ -115,7 +115,7 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
         if i % 2:
             save_model(tmp_path / "out", i)
         else:
-            checkpoint.save_adapter(model, tmp_path / "out", base=base, tokenizer=TOKENIZER, context=16)
+            checkpoint.save_adapter(model, tmp_path / "out", base=base, tokenizer=TOKENIZER, context_length=16)
 
     for last in (0, 1):
         at_once(save)
