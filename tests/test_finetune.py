@@ -15,7 +15,7 @@ from conftest import display, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
 from dunes.data import Batches
-from dunes.data.examples import read, split
+from dunes.data.examples import read_records, split_records
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
@@ -431,7 +431,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     page = (folder / "samples.md").read_text()
     assert finetune(FinetuneConfig(), folder, display()[0], resume=True) == 0
     assert (folder / "samples.md").read_text() == page, "the table is written once"
-    _, held = split(read(examples).rows)
+    _, held = split_records(read_records(examples).rows)
     for record in held[:3]:
         assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
     before = json.loads((folder / "state" / "before.json").read_text())["said"]
@@ -518,7 +518,11 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert asked_for + held == ids[1:]
     assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
-    epoch = [t for _, targets, _ in map(rows.positions, range(rows.epoch)) for t in targets[targets >= 0].tolist()]
+    epoch = [
+        t
+        for _, targets, _ in map(rows.positions, range(rows.rows_per_epoch))
+        for t in targets[targets >= 0].tolist()
+    ]
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
     assert "0 for validation" not in out

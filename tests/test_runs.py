@@ -20,7 +20,7 @@ from rich.console import Console
 
 from conftest import display, toy
 from dunes import checkpoint, measure
-from dunes.data import collect
+from dunes.data import collect_corpus
 from dunes.models import FAMILIES
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
@@ -77,7 +77,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     card = json.loads((folder / "dunes.json").read_text())
     assert card["measured"]["perplexity"] == pytest.approx(np.exp(card["measured"]["loss"]))
     score, files = score_folder(folder)
-    assert files == len(collect([code]).valid)
+    assert files == len(collect_corpus([code]).valid)
     assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
     assert "bits a byte" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
