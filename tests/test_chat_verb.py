@@ -131,7 +131,7 @@ def test_commands(bpe, scripted):  # noqa: F811
     run(chat, lines, lambda piece: None, interactive=True)
     assert "/quit" in notes[0]
     assert notes[1] == "adapters: none (now)"
-    assert notes[2] == "no adapter is called 'other'; there are none"
+    assert notes[2] == "no adapter named 'other'; available: none"
     assert "/huh is not a command" in notes[3]
     assert len(script.asked) == 2
     assert chat.talk == []
@@ -151,7 +151,7 @@ def test_piped_lines_are_commands_too_and_an_empty_line_separates_answers(bpe, s
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("/adapter other", "no adapter is called 'other'"), ("/huh x", "/huh is not a command")]
+    ("line", "message"), [("/adapter other", "no adapter named 'other'"), ("/huh x", "/huh is not a command")]
 )
 def test_a_piped_mistake_ends_the_conversation(line, message, bpe, scripted):  # noqa: F811
     chat, script, _ = scripted(bpe, "chatml")
@@ -223,7 +223,7 @@ def test_an_adapter_is_called_by_its_folder_too(three):
     for folder, name in (("one", "one"), ("two", "two"), ("base", "none")):
         assert chat.command(f"/adapter {three / folder}")
         assert chat.name == name
-    with pytest.raises(ValueError, match="no adapter is called"):
+    with pytest.raises(ValueError, match="no adapter named"):
         chat.command("/adapter elsewhere/one")
 
 
@@ -300,7 +300,7 @@ def test_a_terminal_has_a_conversation(three):
     assert alone(three / "one") in out
     assert alone(three / "base") in out
     assert "/help lists the commands" in err
-    assert "no adapter is called 'nobody'" in err
+    assert "no adapter named 'nobody'" in err
     assert "adapters: one, none (now)" in err
 
 

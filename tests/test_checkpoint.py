@@ -400,7 +400,7 @@ def test_a_state_that_is_not_finite_is_not_stored_in_any_dtype(tmp_path, dtype, 
     weights = torch.linspace(-1e4, 1e4, 100).to(dtype)
     assert checkpoint.store(tmp_path, 1, {"weights": weights}).exists()
     weights[50] = wrong
-    with pytest.raises(ValueError, match="weights holds numbers that are not finite"):
+    with pytest.raises(ValueError, match="weights contains values that are not finite"):
         checkpoint.store(tmp_path, 2, {"weights": weights})
 
 

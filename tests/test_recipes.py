@@ -72,7 +72,7 @@ def test_alpaca_lora(tmp_path, capsys):
         recipe("alpaca_lora").main(str(tmp_path / "base"), str(tmp_path / "rows.json"), 1.0, str(out), **how) == 0
     )
     said = capsys.readouterr().out
-    assert "held-out answers:" in said
+    assert "validation loss of answers:" in said
     assert "List three things that a cat likes." in said
     assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
 

@@ -79,7 +79,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     score, files = score_folder(folder)
     assert files == len(collect([code]).valid)
     assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
-    assert "bits a byte" in out.getvalue()
+    assert "bits/byte" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
 
 
@@ -165,17 +165,17 @@ def refused(config, folder, resume=False):
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     folder = tmp_path / "run"
-    assert "no run to go on with" in refused(toy(code), folder, resume=True)
+    assert "no run to resume" in refused(toy(code), folder, resume=True)
     assert "no sources" in refused(TrainConfig(sources=()), folder)
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
-    assert "holds a run already" in refused(toy(code), folder)
+    assert "already contains a run" in refused(toy(code), folder)
     changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
     assert "size was '60k', now '70k'" in changed
     assert "family was 'arcee', now 'gpt2'" in changed
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     words = refused(TrainConfig(sources=()), folder, resume=True)
-    assert "cannot go on: the text to validate on changed; " in words
+    assert "cannot resume: the validation text changed; " in words
     assert words.endswith("or say --override corpus")
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
@@ -186,7 +186,7 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     train(toy(code, steps=10), folder, display()[0])
     longer = toy(code, steps=25)
     assert "steps was 10, now 25" in refused(longer, folder, resume=True)
-    with pytest.raises(ValueError, match="--override size: cannot be changed in a run; sources"):
+    with pytest.raises(ValueError, match="--override size: cannot be changed when resuming; only sources"):
         train(toy(code), folder, display()[0], resume=True, override=["size"])
     assert train(longer, folder, display()[0], resume=True, override=["steps"]) == 0
     lines = records(folder / "metrics.jsonl")
@@ -313,7 +313,7 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
     with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
         other.stdout.readline()
         patch.setattr(train_module, "gather", lambda config: pytest.fail("the text was read before"))
-        assert "another process is training here" in refused(toy(code), tmp_path / "run")
+        assert "in use by another training process" in refused(toy(code), tmp_path / "run")
         other.kill()
     assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
 
@@ -491,7 +491,7 @@ def test_nonsense_in_a_plan_is_refused_by_name():
     for words in ("0x256", "4x250", "4x0"):
         with pytest.raises(ValueError, match="like 4x256"):
             TrainConfig(sources=("x",), size=words)
-    with pytest.raises(ValueError, match="--vocab-size is 300, and bytes"):
+    with pytest.raises(ValueError, match="--vocab-size is 300, but a bytes tokenizer"):
         TrainConfig(sources=("x",), vocab_size=300, tokenizer="bytes")
     nonsense = {"lr": float("nan"), "device": "tpu", "vocab_size": 0, "steps": 0}
     nonsense |= {"minutes": 0, "context_length": 1, "family": "rnn", "split": "lines"}
@@ -515,7 +515,7 @@ def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, term
     train(toy(code, steps=6), tmp_path / "run", Display(console, quiet=True))
     assert out.getvalue().lstrip().startswith("done after 6 steps")
     assert "dunes generate" in out.getvalue()
-    assert "it writes" not in out.getvalue()
+    assert "--- sample" not in out.getvalue()
 
 
 def test_depth_and_width_can_be_asked_for(code, tmp_path):
