@@ -81,7 +81,7 @@ def test_the_oldest_exchanges_are_left_out_never_the_system(bpe, scripted):  # n
     for i in range(8):
         said(chat, f"question {i}")
     assert len(notes) == 1
-    assert "oldest exchanges are left out" in notes[0]
+    assert "oldest exchanges are dropped" in notes[0]
     assert [turn.text for turn in chat.talk[-2:]] == ["question 7", "h"]
     assert chat.talk[0].role == "user"
     assert len(chat.talk) < 14
@@ -244,7 +244,7 @@ def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypa
         load_chat_engine(str(three / "base"), [three / "base"])
     (three / "y").mkdir()
     os.symlink(three / "two", three / "y" / "one")
-    with pytest.raises(ValueError, match="two adapters would be called 'one'"):
+    with pytest.raises(ValueError, match="two adapters are named 'one'"):
         load_chat_engine(str(three / "base"), [three / "one", three / "y" / "one"])
     with pytest.raises(ValueError, match="kept in different ways"):
         load_chat_engine(str(three / "base"), [three / "one", three / "small"])

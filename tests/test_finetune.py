@@ -194,7 +194,7 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     finetuned(config, tmp_path / "run")
     fingerprints = FinetuneTask.fingerprints.func
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
-        later.setattr(FinetuneTask, "prints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"}))
+        later.setattr(FinetuneTask, "fingerprints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"}))
         assert finetune(config, tmp_path / "run", display()[0], resume=True) == 0
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
@@ -248,7 +248,7 @@ def test_a_model_that_is_no_run_s_is_not_written_over(method, base, tokenizer, e
     assert (other / "model.safetensors").read_bytes() == before
     assert not (other / "state").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file: not a writable folder"):
+    with pytest.raises(ValueError, match="file: is not a writable folder"):
         finetune(asked(base, examples, method=method), tmp_path / "file" / "run", display()[0])
 
 
@@ -268,7 +268,7 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     best = min(checks, key=checks.get)
     (warning,) = (line for line in out.splitlines() if line.startswith("warning: validation loss"))
     assert f"after step {best}" in warning
-    assert "learning rate (it is 3)" in warning
+    assert "learning rate (now 3)" in warning
     card = checkpoint.load(folder).card
     assert card["finetuned"]["best_step"] == best
     assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
@@ -295,7 +295,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
     out = finetuned(config, folder)
-    assert "warning: that is no better than the base" in out
+    assert "warning: no better than the base model" in out
     saved = checkpoint.load(folder).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())
     assert not all(torch.equal(saved[name], tensor) for name, tensor in kept[6].items())
@@ -346,7 +346,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples,
 
 def test_an_adapter_s_option_is_refused_where_there_is_none(base, examples, tmp_path):
     config = asked(base, examples, method="full")
-    with pytest.raises(ValueError, match="--rank is of adapters, and --method full has none; leave it out"):
+    with pytest.raises(ValueError, match="--rank applies to adapters, and --method full trains none; omit it"):
         finetune(config, tmp_path / "run", display()[0], asked={"method": "full", "rank": 4})
 
 
@@ -362,7 +362,7 @@ def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, exampl
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
     with pytest.raises(ValueError, match="an adapter, not a base model; merge it first: dunes augment merge"):
         finetune(asked(tmp_path / "run", examples), tmp_path / "two", display()[0])
-    with pytest.raises(ValueError, match="holds a model that no run here made"):
+    with pytest.raises(ValueError, match="contains a model that was not made by a run"):
         finetune(asked(base, examples), base, display()[0])
 
 
@@ -600,7 +600,7 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
     stopping_at(3, monkeypatch)
     show, out = display()
     assert finetune(asked(base, examples), tmp_path / "run", show) == 130
-    assert "stopping, and keeping what was learned" in out.getvalue()
+    assert "stopping after this step and saving" in out.getvalue()
     assert "validation loss of answers:" not in out.getvalue()
     assert checkpoint.load(tmp_path / "run").card["finetuned"]["steps"] == 3
 

@@ -200,7 +200,7 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
 
 def test_a_run_has_one_end(code, tmp_path):
     folder, show = tmp_path / "run", display()[0]
-    with pytest.raises(ValueError, match="--steps and --minutes are two ends of one run"):
+    with pytest.raises(ValueError, match="--steps and --minutes exclude each other"):
         train(toy(code, steps=2, minutes=1.0), folder, show, asked={"steps": 2, "minutes": 1.0})
     train(toy(code, steps=2), folder, show)
     later = TrainConfig(sources=(), minutes=1.0)
@@ -238,7 +238,7 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     words = out.getvalue()
     assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
     assert re.search(r"chosen for 1 minute: \S+ parameters, batch size \d+, context length \d+", words)
-    assert re.search(r"this run needs about \d\.\d GB, of which", words)
+    assert re.search(r"this run needs about \d\.\d GB, including", words)
 
 
 def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(code, tmp_path, monkeypatch):
@@ -321,10 +321,10 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
 CORPORA = {
     "nothing": ({}, "no text to learn from"),
     "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to learn from .*2 empty"),
-    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to learn from, and 33 are needed"),
+    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to train on, at least 33 needed"),
     "shorter than a window": (
         {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
-        "tokens to learn from, and 33 are needed at least; give more text",
+        "tokens to train on, at least 33 needed; add text",
     ),
     "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to learn from .*1 binary"),
     "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to learn from .*1 not UTF-8"),
@@ -351,7 +351,7 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
     with monkeypatch.context() as patch:
         stopping_at(3, patch)
         assert train(config, run, show) == 130
-    assert ("its last 10% are held out" in out.getvalue()) == (split is None)
+    assert ("its last 10% is used for validation" in out.getvalue()) == (split is None)
     assert train(TrainConfig(), run, display()[0], resume=True, asked={}) == 0
     card = checkpoint.load(run).card
     assert card["trained"]["split"] == "tails"

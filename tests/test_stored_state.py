@@ -178,7 +178,7 @@ def option(old, new):
 
 
 WRONG_STATES = {
-    "another step": (setting("number", 7), "it is of step 7"),
+    "another step": (setting("number", 7), "it belongs to step 7"),
     "text for a step": (setting("number", "12"), "number is '12'"),
     "an endless step": (setting("number", "1e400"), "number is inf"),
     "a step below none": (setting("number", -1), "number is -1"),

@@ -266,7 +266,7 @@ def _free(folder: Path) -> None:
             )
     there = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{there}: not a writable folder; choose another --out")
+        raise ValueError(f"{there}: is not a writable folder; choose another --out")
 
 
 def run_state(run: Run) -> dict[str, Any]:
