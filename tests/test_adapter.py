@@ -215,10 +215,10 @@ def test_parts_of_fused_matrices_are_enough(tmp_path):
 def test_an_adapter_learnt_on_a_quantized_base_opens_on_the_dense_one(tmp_path):
     theirs, ours = pair("llama")
     dense = base_model(ours)
-    before = checkpoint.identity(dense)
+    before = checkpoint.base_identity(dense)
     quantize(ours, kind="nf4")
     attach(ours, rank=2)
-    checkpoint.save_adapter(trained(ours), tmp_path / "a", made_for=before | checkpoint.identity(ours))
+    checkpoint.save_adapter(trained(ours), tmp_path / "a", made_for=before | checkpoint.base_identity(ours))
     checkpoint.load_adapter(dense, tmp_path / "a")
     assert difference(dense(IDS), their_logits(theirs, tmp_path / "a")) <= LIMIT * 10
     detach(dense)
@@ -347,7 +347,7 @@ def test_an_untrained_dora_changes_nothing_either(saved, tmp_path):
 def test_the_card_tells_other_weights_and_damage(saved):
     ours, folder = saved
     checkpoint.load_adapter(ours, folder, "first")
-    with pytest.raises(ValueError, match="there is an adapter 'first' already"):
+    with pytest.raises(ValueError, match="it already has an adapter 'first'"):
         checkpoint.load_adapter(ours, folder, "first")
     checkpoint.load_adapter(ours, folder, "second")  # the digest is the base's, whatever stands beside it
     other = base_model(ours)
@@ -467,7 +467,7 @@ def test_a_base_that_was_quantized_by_hand_is_refused(saved):
         checkpoint.load_adapter(quantized, folder)
     checkpoint.load_adapter(ours, folder)
     quantize(ours)
-    assert checkpoint.identity(ours)["kind"] == "NF4, torch.float32"
+    assert checkpoint.base_identity(ours)["kind"] == "NF4, torch.float32"
 
 
 def test_digests_are_those_of_whole_tensors_rounded_as_torch_rounds():
@@ -485,7 +485,7 @@ def test_digests_are_those_of_whole_tensors_rounded_as_torch_rounds():
 
 def test_saving_again_replaces_and_what_has_no_words_is_refused(saved, tmp_path):
     ours, folder = saved
-    with pytest.raises(ValueError, match="no adapter default in this model; there are: none"):
+    with pytest.raises(ValueError, match="this model has no adapter 'default'; its adapters are: none"):
         checkpoint.save_adapter(ours, folder)
     attach(ours, where="**.down", rank=5)
     checkpoint.save_adapter(trained(ours), folder)

@@ -16,9 +16,10 @@ from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source
-from dunes.checkpoint.opening import about
+from dunes.checkpoint.loading import describe_adapter
 from dunes.cli import augment, verbs
 from dunes.runs.chat import load_chat_engine
+from dunes.runs.sampling import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native
@@ -38,7 +39,7 @@ def base_in(folder, shape="llama"):
 
 
 def adapter_in(folder, ours, base, **options):
-    made_for = checkpoint.identity(ours)
+    made_for = checkpoint.base_identity(ours)
     attach(ours, rank=4, **options)
     trained(ours)
     tokenizer = attach_template(get_template("chatml"), TOKENS)
@@ -97,7 +98,7 @@ def test_the_base_is_found_where_both_were_moved_and_missed_with_a_remedy(made, 
     with pytest.raises(ValueError, match=r"is not there; .*dunes chat BASE --adapter") as error:
         checkpoint.load(folder)
     assert "\n" not in str(error.value)
-    assert about(folder)[1]
+    assert describe_adapter(folder)[1]
     shutil.move(folder, tmp_path / "new" / "a")
     assert difference(checkpoint.load(tmp_path / "new" / "a").model(IDS), said) <= LIMIT
 
@@ -114,7 +115,7 @@ def test_a_name_on_the_hub_goes_to_the_hub(made, monkeypatch):
     del card["base"]["folder"], card["files"]["adapter_config.json"]
     (folder / "dunes.json").write_text(json.dumps(card))
     words(base_model_name_or_path="org/name", revision="main")(folder)
-    monkeypatch.setattr("dunes.checkpoint.opening.local", local)
+    monkeypatch.setattr("dunes.checkpoint.loading.locate_model", local)
     with pytest.raises(ValueError, match="no way to the Hub; or name it"):
         checkpoint.load(folder)
     assert asked == [("org/name", "main")]
@@ -137,7 +138,7 @@ def test_a_folder_of_pefts_opens_with_the_tokenizer_of_the_base(tmp_path):
     assert loaded.context_length == 32
     assert loaded.card == {}
     assert loaded.tokenizer.encode("ab") == TOKENS.encode("ab")
-    lines, reason = about(tmp_path / "a")
+    lines, reason = describe_adapter(tmp_path / "a")
     assert reason is None
     assert "q_proj 2 times" in "\n".join(lines)
 
@@ -146,7 +147,7 @@ def test_a_folder_of_pefts_opens_with_the_tokenizer_of_the_base(tmp_path):
 def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
     _, ours = base_in(tmp_path / "base")
     note = quantize(ours, kind="nf4", double=True)
-    made_for = checkpoint.identity(ours)
+    made_for = checkpoint.base_identity(ours)
     attach(ours, rank=2)
     trained(ours)
     checkpoint.save_adapter(
@@ -158,8 +159,8 @@ def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
     finally:
         torch.set_num_threads(1)
     assert difference(loaded.model(IDS), ours(IDS)) <= 1e-6
-    assert checkpoint.identity(loaded.model) == made_for
-    assert "nf4" in "\n".join(about(tmp_path / "a")[0])
+    assert checkpoint.base_identity(loaded.model) == made_for
+    assert "nf4" in "\n".join(describe_adapter(tmp_path / "a")[0])
     card = json.loads((tmp_path / "a" / "dunes.json").read_text())
     card["changes"][0]["request"]["double"] = False
     (tmp_path / "a" / "dunes.json").write_text(json.dumps(card))
@@ -173,7 +174,7 @@ def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
 
 def test_a_base_that_training_rounds_is_known_by_what_it_was(tmp_path):
     _, ours = base_in(tmp_path / "base")
-    made_for = checkpoint.identity(ours)
+    made_for = checkpoint.base_identity(ours)
     ours.to(torch.bfloat16)
     attach(ours, rank=2)
     checkpoint.save_adapter(trained(ours), tmp_path / "a", base=tmp_path / "base", made_for=made_for)
@@ -284,8 +285,8 @@ def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     folder, _ = made
     with pytest.raises(ValueError, match="merge it first: dunes augment merge"):
         convert(open_verified_source(folder), tmp_path / "out")
-    assert checkpoint.described(folder)[0] == "llama"
-    assert checkpoint.described(folder)[2]["template"] == "chatml"
+    assert checkpoint.describe(folder)[0] == "llama"
+    assert checkpoint.describe(folder)[2]["template"] == "chatml"
     assert not (tmp_path / "out").exists()
 
 
@@ -322,13 +323,14 @@ def rounded_base(folder, dtype=torch.bfloat16):
     checkpoint.save(checkpoint.load(path).model.to(dtype), path, TOKENS, 32)
 
 
+ONE = SamplingOptions(tokens=1)
 ANOTHER = {
     "load": lambda folder, any_base: checkpoint.load(folder, any_base=any_base),
-    "generate": lambda folder, any_base: verbs.generate(str(folder), "ab", tokens=1, any_base=any_base),
+    "generate": lambda folder, any_base: verbs.generate(str(folder), ONE, "ab", any_base=any_base),
     "complete": lambda folder, any_base: verbs.complete(str(folder), f"{__file__}:1:5", any_base=any_base),
-    "chat": lambda folder, any_base: verbs.chat(str(folder), "ab", tokens=1, any_base=any_base),
+    "chat": lambda folder, any_base: verbs.chat(str(folder), "ab", ONE, any_base=any_base),
     "chat with": lambda folder, any_base: verbs.chat(
-        str(folder.parent / "base"), "ab", adapter=(folder,), tokens=1, any_base=any_base
+        str(folder.parent / "base"), "ab", ONE, adapter=(folder,), any_base=any_base
     ),
     "eval": lambda folder, any_base: verbs.evaluate(str(folder), (str(folder / "x.txt"),), any_base=any_base),
     "merge": lambda folder, any_base: augment.merge(str(folder), folder.parent / "m", any_base=any_base),
@@ -351,18 +353,18 @@ def test_verbs_refuse_another_base_in_another_dtype_unless_told_to_take_it(verb,
 
 def test_inspect_compares_the_numbers_where_it_is_asked_to(made):
     folder, _ = made
-    lines, reason = about(folder, values=True)
+    lines, reason = describe_adapter(folder, values=True)
     assert reason is None
     assert "its numbers those of the adapter's card" in lines
     other_base(folder, torch.bfloat16)
-    lines, reason = about(folder)
+    lines, reason = describe_adapter(folder)
     assert reason is None
     assert "its numbers compared when it is opened, or with --values" in lines
-    lines, reason = about(folder, values=True)
+    lines, reason = describe_adapter(folder, values=True)
     assert "made for other weights" in reason
     assert not any("those of" in line for line in lines)
     (folder / "dunes.json").unlink()
-    assert "its numbers cannot be compared: the adapter's card does not know them" in about(folder)[0]
+    assert "its numbers cannot be compared: the adapter's card does not know them" in describe_adapter(folder)[0]
 
 
 ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -405,9 +407,9 @@ def test_a_base_in_another_form_is_known(form, tmp_path):
 
 def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
     _, ours = base_in(tmp_path / "base")
-    made_for = checkpoint.identity(ours)
+    made_for = checkpoint.base_identity(ours)
     note = quantize(ours, kind="nf4", double=True)
-    made_for |= checkpoint.identity(ours)
+    made_for |= checkpoint.base_identity(ours)
     attach(ours, rank=2)
     trained(ours)
     beside = {"base": tmp_path / "base", "facts": {"changes": [note], "template": "chatml"}}
@@ -424,7 +426,7 @@ def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
     (tmp_path / "b" / "dunes.json").write_text(json.dumps(words))
     rounded_base(tmp_path / "a")
     model = checkpoint.load(tmp_path / "a").model
-    assert checkpoint.identity(model)["kind"] == "NF4, torch.bfloat16"
+    assert checkpoint.base_identity(model)["kind"] == "NF4, torch.bfloat16"
     with torch.no_grad():
         assert difference(model(IDS), said) <= 0.1 * said.abs().max()
     for first, others in (("base", ["a", "b"]), ("a", ["b"])):

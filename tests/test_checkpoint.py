@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint import card, inspect, shards, state
+from dunes.checkpoint import card, inspect, safetensors_writer, state
 from dunes.checkpoint.folder import verified_card
 from dunes.checkpoint.lazy_tensor import in_memory
 from dunes.checkpoint.source import open_source
@@ -50,7 +50,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
     assert loaded.tokenizer.json() == TOKENIZER.json()
 
 
-@pytest.mark.parametrize(("context", "vocab", "words"), [(0, TOKENIZER.vocab, "context is 0"), (16, 9, "9 rows")])
+@pytest.mark.parametrize(("context", "vocab", "words"), [(0, TOKENIZER.vocab, "length is 0"), (16, 9, "9 rows")])
 def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
     module = FAMILIES["llama"]
     with pytest.raises(ValueError, match=words):
@@ -76,7 +76,7 @@ def stage(folder, weights, shard):
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
             shutil.copy(file, ready)
-    shards.write_tensors(ready, in_memory(weights), shard=shard)
+    safetensors_writer.write_tensors(ready, in_memory(weights), shard=shard)
     folders.write_card(ready, {"note": str(shard)})
     return ready
 
@@ -127,7 +127,7 @@ def test_reading_moves_nothing_but_what_we_saved(folder):
 def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder, monkeypatch):
     weights = load_file(folder / "model.safetensors")
     name = "model.embed_tokens.weight"
-    stage(folder, weights | {name: weights[name] + 1}, shards.SHARD)
+    stage(folder, weights | {name: weights[name] + 1}, safetensors_writer.SHARD)
 
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -135,7 +135,7 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
     for call in ("replace", "unlink"):
         monkeypatch.setattr(os, call, refuse)
     loaded = checkpoint.load(folder)
-    assert loaded.card["note"] == str(shards.SHARD)
+    assert loaded.card["note"] == str(safetensors_writer.SHARD)
     assert torch.equal(loaded.model.embed.token.weight, weights["model.embed_tokens.weight"] + 1)
 
 
@@ -317,26 +317,26 @@ def test_an_unknown_family_is_refused(folder):
 def test_what_a_model_is_called_follows_from_its_tree():
     for family, module in FAMILIES.items():
         config = module.Config.from_size(50, 64, 2, 16)
-        assert checkpoint.said(module.build(config), 16) == (family, config)
+        assert checkpoint.hf_config_of(module.build(config), 16) == (family, config)
     changed = build()
     changed.blocks[1].mlp = MLP(32, 64)
-    assert "blocks.1.mlp" in checkpoint.said(changed, 16)
+    assert "blocks.1.mlp" in checkpoint.hf_config_of(changed, 16)
     changed = build()
     changed.blocks[1].attn.window = 4
-    assert "'window': '4'" in checkpoint.said(changed, 16)
+    assert "'window': '4'" in checkpoint.hf_config_of(changed, 16)
     changed = build()
     changed.blocks[0].attn.q_norm = RMSNorm(32, 1e-2)
-    reason = checkpoint.said(changed, 16)
+    reason = checkpoint.hf_config_of(changed, 16)
     assert "eps" in reason
     shorter = llama.build(llama.Config.from_size(50, 64, 3, 16))
     shorter.blocks = shorter.blocks[:2]
-    assert checkpoint.said(shorter, 16).config.depth == 2
+    assert checkpoint.hf_config_of(shorter, 16).config.depth == 2
 
 
 def test_a_model_without_a_name_is_refused_before_anything_is_written(tmp_path):
     model = build()
     model.blocks[1].attn.window = 4
-    with pytest.raises(ValueError, match=r"cannot be said in Hugging Face's terms: .*window"):
+    with pytest.raises(ValueError, match=r"no family describes this model: .*window"):
         checkpoint.save(model, tmp_path / "model", TOKENIZER, 16)
     assert not (tmp_path / "model").exists()
 
@@ -361,47 +361,47 @@ def same(a, b):
 
 
 def test_a_state_comes_back_as_it_was(tmp_path):
-    path = checkpoint.store(tmp_path, 12, NESTED)
+    path = checkpoint.save_state(tmp_path, 12, NESTED)
     assert path.name == "step-000012"
-    assert same(checkpoint.restore(path), NESTED)
+    assert same(checkpoint.load_state(path), NESTED)
     with pytest.raises(TypeError, match=r"a\.b: cannot keep a set"):
-        checkpoint.store(tmp_path, 13, {"a": {"b": {1}}})
-    assert checkpoint.latest(tmp_path) == path, "a state that cannot be written leaves the old one"
+        checkpoint.save_state(tmp_path, 13, {"a": {"b": {1}}})
+    assert checkpoint.latest_state(tmp_path) == path, "a state that cannot be written leaves the old one"
 
 
 def test_the_newest_whole_state_counts_and_old_ones_go(tmp_path):
     for step in (5, 10, 15):
-        checkpoint.store(tmp_path, step, {"step": step})
+        checkpoint.save_state(tmp_path, step, {"step": step})
     names = sorted(p.name for p in (tmp_path / "state").iterdir())
     assert names == ["step-000010", "step-000015"]
     flip(tmp_path / "state" / "step-000015" / "state.json")
     told = []
-    newest = checkpoint.latest(tmp_path, told.append)
-    assert checkpoint.restore(newest) == {"step": 10}
+    newest = checkpoint.latest_state(tmp_path, told.append)
+    assert checkpoint.load_state(newest) == {"step": 10}
     assert len(told) == 1
     assert "state.json" in told[0]
     shutil.rmtree(newest)
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest_state(tmp_path) is None
 
 
 def test_a_state_that_is_there_already_is_not_written_again_unless_damaged(tmp_path):
-    path = checkpoint.store(tmp_path, 4, {"a": 1})
+    path = checkpoint.save_state(tmp_path, 4, {"a": 1})
     before = (path / "state.json").stat().st_mtime_ns
-    checkpoint.store(tmp_path, 4, {"a": 1})
+    checkpoint.save_state(tmp_path, 4, {"a": 1})
     assert (path / "state.json").stat().st_mtime_ns == before
     flip(path / "state.json")
-    checkpoint.store(tmp_path, 4, {"a": 1})
-    assert checkpoint.restore(state.latest(tmp_path)) == {"a": 1}
+    checkpoint.save_state(tmp_path, 4, {"a": 1})
+    assert checkpoint.load_state(state.latest_state(tmp_path)) == {"a": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])
 def test_a_state_that_is_not_finite_is_not_stored_in_any_dtype(tmp_path, dtype, wrong):
     weights = torch.linspace(-1e4, 1e4, 100).to(dtype)
-    assert checkpoint.store(tmp_path, 1, {"weights": weights}).exists()
+    assert checkpoint.save_state(tmp_path, 1, {"weights": weights}).exists()
     weights[50] = wrong
-    with pytest.raises(ValueError, match="weights contains values that are not finite"):
-        checkpoint.store(tmp_path, 2, {"weights": weights})
+    with pytest.raises(ValueError, match="weights holds numbers that are not finite"):
+        checkpoint.save_state(tmp_path, 2, {"weights": weights})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
@@ -417,7 +417,7 @@ def test_storing_in_a_thread_starts_no_team_of_threads_there(tmp_path):
         count = lambda: len(os.listdir("/proc/self/task"))
         before = count()
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(checkpoint.store, Path(sys.argv[1]), 1, taken).result()
+            pool.submit(checkpoint.save_state, Path(sys.argv[1]), 1, taken).result()
             print(count() - before)
     """
     command = [sys.executable, "-c", dedent(script), str(tmp_path)]

@@ -36,8 +36,8 @@ STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
 @pytest.fixture
 def stored(tmp_path):
     """A run with an old state and a new one."""
-    checkpoint.store(tmp_path, 1, STATE)
-    return checkpoint.store(tmp_path, 2, STATE)
+    checkpoint.save_state(tmp_path, 1, STATE)
+    return checkpoint.save_state(tmp_path, 2, STATE)
 
 
 def test_a_thousand_flipped_bits_are_all_noticed_and_the_older_state_is_used(stored):
@@ -50,13 +50,13 @@ def test_a_thousand_flipped_bits_are_all_noticed_and_the_older_state_is_used(sto
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
         told = []
-        found = checkpoint.latest(run, told.append)
+        found = checkpoint.latest_state(run, told.append)
         # Of all flips, only one of a space of the manifest into another white space says the same.
         if path.name != "manifest.json" or b"".join(data.split()) != b"".join(whole.split()):
             assert found.name == "step-000001", path
             assert len(told) == 1
         path.write_bytes(whole)
-    assert checkpoint.latest(run) == stored
+    assert checkpoint.latest_state(run) == stored
 
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "manifest.json"])
@@ -65,12 +65,12 @@ def test_a_file_cut_anywhere_or_replaced_by_something_else_is_noticed_without_a_
     whole, chance = path.read_bytes(), random.Random(1)
     for length in {0, 1, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(60))}:
         path.write_bytes(whole[:length])
-        assert checkpoint.latest(run).name == "step-000001", length
+        assert checkpoint.latest_state(run).name == "step-000001", length
     for make in (os.mkfifo, os.mkdir, lambda p: os.symlink(p, p), lambda p: None):
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         make(path)
         told = []
-        assert checkpoint.latest(run, told.append).name == "step-000001"
+        assert checkpoint.latest_state(run, told.append).name == "step-000001"
         assert len(told) == 1
         assert name in told[0]
         assert "\n" not in told[0]
@@ -95,11 +95,11 @@ def read_model(folder: Path) -> int:
 
 
 def save_state(run: Path, value: int) -> None:
-    checkpoint.store(run, value, {"value": value, "weights": torch.full((1000,), float(value))})
+    checkpoint.save_state(run, value, {"value": value, "weights": torch.full((1000,), float(value))})
 
 
 def read_state(run: Path) -> int:
-    found = checkpoint.restore(checkpoint.latest(run))
+    found = checkpoint.load_state(checkpoint.latest_state(run))
     assert torch.equal(found["weights"], torch.full((1000,), float(found["value"]))), "a torn state"
     return int(found["value"])
 
@@ -296,7 +296,7 @@ def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
     with pytest.raises(
         ValueError, match=r"step-000002: not saved, since weights holds numbers that are not finite"
     ):
-        checkpoint.store(tmp_path, 2, {"value": 2, "weights": torch.tensor([1.0, float("inf")])})
+        checkpoint.save_state(tmp_path, 2, {"value": 2, "weights": torch.tensor([1.0, float("inf")])})
     assert read_state(tmp_path) == 1
 
 
@@ -306,17 +306,17 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
     data[-1] ^= 1
     path.write_bytes(data)
     told = []
-    checkpoint.latest(stored.parent.parent, told.append)
+    checkpoint.latest_state(stored.parent.parent, told.append)
     assert "tensors.safetensors: not the bytes that were written (in weights)" in told[0]
     old = stored.with_name("step-000001")
     (old / "state.json").write_text('{"format": 99, "state": {}}')
     with pytest.raises(ValueError, match="its format is 99, and this version reads 1"):
-        checkpoint.restore(old)
+        checkpoint.load_state(old)
 
 
 def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
     """The writer is ten times slower than the steps."""
-    config, real = toy(code, steps=5000), checkpoint.store
+    config, real = toy(code, steps=5000), checkpoint.save_state
     run = prepare(config, tmp_path, tokenize(config, gather(config), None, display()[0].__enter__()))
     expected, seen, under_way = {}, [], []
 
@@ -324,7 +324,7 @@ def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monke
         under_way.append(step)
         assert len(under_way) == 1, "one save at most is under way"
         time.sleep(0.03)
-        found = checkpoint.restore(real(folder, step, taken))
+        found = checkpoint.load_state(real(folder, step, taken))
         seen.append(all(torch.equal(found["weights"][k], v) for k, v in expected.pop(step).items()))
         seen.append(len(expected) <= 1)
         under_way.pop()
@@ -346,7 +346,7 @@ def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monke
 def full(times):
     """A disk that is full for the first so many saves."""
     left = [times]
-    real = checkpoint.store
+    real = checkpoint.save_state
 
     def store(*arguments):
         left[0] -= 1
@@ -364,7 +364,7 @@ def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path
     assert train(toy(code), tmp_path / "a", show) == 0
     assert "saving the state failed" in out.getvalue()
     assert "12.0 MB are needed and 3.0 MB are free" in out.getvalue()
-    assert checkpoint.latest(tmp_path / "a").name == "step-000012"
+    assert checkpoint.latest_state(tmp_path / "a").name == "step-000012"
     monkeypatch.setattr(checkpoint, "store", full(99))
     show, out = display()
     assert train(toy(code), tmp_path / "b", show) == 3, "the last state could not be saved"
@@ -391,7 +391,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
         patch.setattr(loop_module, "_note", cutting)
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
             train(config, tmp_path / "cut", display()[0])
-    assert checkpoint.latest(tmp_path / "cut").name == "step-000007"
+    assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
     assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
     straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
     assert same(straight[0], resumed[0])
@@ -444,7 +444,7 @@ def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_pa
 
 def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
-    state = checkpoint.latest(tmp_path / "run")
+    state = checkpoint.latest_state(tmp_path / "run")
     (state / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"state\.json: not the bytes that were written"):
         train(toy(code), tmp_path / "run", display()[0], resume=True, strict=True)
@@ -498,7 +498,7 @@ def training(code: Path, folder: Path) -> subprocess.Popen[bytes]:
 
 def outcome(folder: Path):
     """Everything that must be the same: weights, optimizer, counters, best weights, losses as hex."""
-    state = checkpoint.restore(checkpoint.latest(folder))
+    state = checkpoint.load_state(checkpoint.latest_state(folder))
     state.pop("elapsed"), state.pop("spent")
     lines = [
         (r["step"], r["exact"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))

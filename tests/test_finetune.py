@@ -15,7 +15,7 @@ from conftest import display, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
 from dunes.data import Batches
-from dunes.data.examples import read, split
+from dunes.data.examples import read_records, split_records
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
@@ -194,10 +194,12 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     finetuned(config, tmp_path / "run")
     fingerprints = FinetuneTask.fingerprints.func
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
-        later.setattr(FinetuneTask, "fingerprints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"}))
+        later.setattr(
+            FinetuneTask, "fingerprints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"})
+        )
         assert finetune(config, tmp_path / "run", display()[0], resume=True) == 0
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
+    hf_config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(hf_config | {"rms_norm_eps": 0.01}))
     (base / "dunes.json").unlink()
     with pytest.raises(ValueError, match="cannot resume: settings of the base changed"):
         finetune(config, tmp_path / "run", display()[0], resume=True)
@@ -209,7 +211,7 @@ def test_a_finetune_knows_its_base_rounded_and_refuses_another(method, tokenizer
     finetuned(asked(base, examples, steps=1, method=method, dtype="bfloat16"), tmp_path / "run")
     model = checkpoint.load(base).model
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
-    assert card["base"]["digests"] == checkpoint.identity(model)["digests"]
+    assert card["base"]["digests"] == checkpoint.base_identity(model)["digests"]
     assert card["base"]["kind"] == {"lora": "torch.float32", "qlora": "NF4, torch.float32"}[method]
     said = checkpoint.load(tmp_path / "run").model(torch.arange(60)[None])
     checkpoint.save(model.bfloat16(), base, tokenizer, 128)
@@ -390,7 +392,7 @@ def test_only_what_was_named_learns(base, examples, tmp_path):
 def test_full_finetuning_of_bfloat16_is_done_in_float32_and_kept_in_bfloat16(tokenizer, examples, tmp_path):
     half = base_in(tmp_path / "half", tokenizer, dtype=torch.bfloat16)
     finetuned(asked(half, examples, method="full", lr=1e-5), tmp_path / "run")
-    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert {t.dtype for t in state["weights"].values()} == {torch.float32}
     before = checkpoint.load(half).model.state_dict()
     moved = [not torch.equal(state["weights"][k], v.float()) for k, v in before.items()]
@@ -435,7 +437,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     page = (folder / "samples.md").read_text()
     assert finetune(FinetuneConfig(), folder, display()[0], resume=True) == 0
     assert (folder / "samples.md").read_text() == page, "the table is written once"
-    _, held = split(read(examples).rows)
+    _, held = split_records(read_records(examples).rows)
     for record in held[:3]:
         assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
     before = json.loads((folder / "state" / "before.json").read_text())["said"]
@@ -523,7 +525,11 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert asked_for + held == ids[1:]
     assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
-    epoch = [t for _, targets, _ in map(rows.positions, range(rows.epoch)) for t in targets[targets >= 0].tolist()]
+    epoch = [
+        t
+        for _, targets, _ in map(rows.positions, range(rows.rows_per_epoch))
+        for t in targets[targets >= 0].tolist()
+    ]
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
     assert "0 for validation" not in out
@@ -651,7 +657,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
 
 def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     finetuned(asked(base, examples, method="pissa"), tmp_path / "run")
-    state = checkpoint.restore(checkpoint.latest(tmp_path / "run"))
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
     model = checkpoint.load(base).model

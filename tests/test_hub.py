@@ -171,7 +171,7 @@ def use(monkeypatch, address: str, tmp_path: Path) -> None:
 
 def refused(*args) -> str:
     with pytest.raises((ValueError, OSError)) as caught:
-        hub.local(*args)
+        hub.locate_model(*args)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 500
@@ -187,7 +187,7 @@ def unhashed(monkeypatch) -> None:
 
 
 def test_a_model_is_fetched_at_one_commit_and_opens_as_the_folder_does(site, tiny):
-    found = hub.local("org/tiny")
+    found = hub.locate_model("org/tiny")
     assert found.origin == {"repository": "org/tiny", "revision": COMMIT}
     assert found.folder.name == COMMIT
     assert site.fetched() == {f.name for f in tiny.iterdir()}, "what readers use, in one form, and no code"
@@ -200,7 +200,7 @@ def test_a_model_is_fetched_at_one_commit_and_opens_as_the_folder_does(site, tin
 @pytest.mark.parametrize("away", ["no server", "offline", "answers 503", "another page"])
 @pytest.mark.parametrize("asked", [("org/tiny",), ("org/tiny@v1",), ("org/tiny", COMMIT)])
 def test_what_is_here_serves_without_the_hub(site, monkeypatch, away, asked):
-    first = hub.local(*asked)
+    first = hub.locate_model(*asked)
     if away == "no server":
         stop(site)
     elif away == "offline":
@@ -209,15 +209,15 @@ def test_what_is_here_serves_without_the_hub(site, monkeypatch, away, asked):
         site.refused = ("/", 503, {}) if away == "answers 503" else None
         site.raw = b"<html>please sign in to this hotel</html>"
     unhashed(monkeypatch)
-    assert hub.local(*asked) == first
+    assert hub.locate_model(*asked) == first
 
 
 def test_a_commit_that_is_here_asks_nobody_and_a_branch_asks_only_where_it_is(site):
-    hub.local("org/tiny")
+    hub.locate_model("org/tiny")
     site.log.clear()
-    hub.local(f"org/tiny@{COMMIT}")
+    hub.locate_model(f"org/tiny@{COMMIT}")
     assert site.log == []
-    hub.local("org/tiny")
+    hub.locate_model("org/tiny")
     assert site.log == [("GET", "/api/models/org/tiny/revision/main")]
 
 
@@ -231,7 +231,7 @@ def test_other_bytes_are_refused_by_name_and_the_remedy_works(site, name):
         assert f"{COMMIT}/{name}: not the file that the Hub holds" in message
         assert "it was removed; try again" in message
     site.sent[name] = site.files[name]
-    hub.local("org/tiny")
+    hub.locate_model("org/tiny")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
@@ -253,12 +253,12 @@ def test_damage_in_the_cache_is_found_by_verify_without_a_network_and_the_remedy
     sound = path.read_bytes()
     path.write_bytes(sound[:-1] if change == "cut" else sound[:-1] + bytes([sound[-1] ^ 1]))
     site.refused = ("/", 503, {})
-    assert hub.local("org/tiny").folder.samefile(folder)
+    assert hub.locate_model("org/tiny").folder.samefile(folder)
     message = refused("org/tiny", None, True)
     assert f"{COMMIT}/{name}: not the file that the Hub holds" in message
     site.refused = None
     Path(re.search("delete (.*) and try", message)[1]).unlink()
-    hub.local("org/tiny", verify=True)
+    hub.locate_model("org/tiny", verify=True)
 
 
 SIGN = {"X-Error-Message": "Invalid credentials in Authorization header"}
@@ -307,10 +307,10 @@ def test_a_full_disk_is_said_before_anything_is_fetched(site, monkeypatch):
 
 
 def test_what_is_here_needs_no_room(site, monkeypatch):
-    hub.local("org/tiny")
+    hub.locate_model("org/tiny")
     shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--org--tiny" / "snapshots")  # the blobs stay
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    hub.local("org/tiny")
+    hub.locate_model("org/tiny")
 
 
 def test_a_download_that_was_cut_short_is_no_model_without_a_network_and_goes_on_with_one(site, monkeypatch):
@@ -320,7 +320,7 @@ def test_a_download_that_was_cut_short_is_no_model_without_a_network_and_goes_on
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert "is not (whole) in" in refused(f"org/tiny@{COMMIT}")
-    hub.local("org/tiny")
+    hub.locate_model("org/tiny")
 
 
 @pytest.mark.timeout(20)
@@ -351,7 +351,7 @@ NOT_NAMES = [
 def test_what_cannot_be_a_name_is_no_such_folder_and_asks_nobody(monkeypatch, model):
     monkeypatch.setattr(hub, "_copy", lambda *_: pytest.fail("asked"))
     with pytest.raises(ValueError, match=r"no such folder|cannot be a revision"):
-        hub.local(model)
+        hub.locate_model(model)
 
 
 @pytest.mark.parametrize("model", ["org/tiny", "Org_1/a.b-c_D2", "0/0", "org/tiny@refs/pr/1", f"org/{'a' * 92}"])
@@ -367,7 +367,7 @@ def test_a_folder_is_itself_and_comes_before_a_name(tmp_path, monkeypatch):
     Path("org/tiny").mkdir(parents=True)
     Path("org/file").write_text("")
     for model in ("org/tiny", Path("org/tiny"), tmp_path):
-        assert hub.local(model) == hub.Local(Path(model), {})
+        assert hub.locate_model(model) == hub.ModelLocation(Path(model), {})
     assert "a file, not a model folder" in refused("org/file")
     assert "a folder has no revisions" in refused("org/tiny", "main")
     assert "name one" in refused("org/other@v1", "v2")
@@ -394,7 +394,7 @@ def test_one_form_of_the_weights_is_wanted(wanted, unwanted):
 
 
 def test_with_nothing_but_the_environment_and_quiet_where_there_is_no_terminal(site, tmp_path):
-    code = "import sys; from dunes.checkpoint import hub; print(hub.local(sys.argv[1]).folder)"
+    code = "import sys; from dunes.checkpoint import hub; print(hub.locate_model(sys.argv[1]).folder)"
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"HF_ENDPOINT": site.address, "HF_HOME": str(tmp_path / "home")}
     run = subprocess.run(

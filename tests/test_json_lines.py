@@ -285,7 +285,9 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
     show, out = display()
     assert train(toy(code, steps=30), tmp_path / "run", show) == 0
     assert out.getvalue().count("saving the state failed") == 1
-    assert checkpoint.latest(tmp_path / "run", pytest.fail).name == "step-000030"
+    assert checkpoint.latest_state(tmp_path / "run", pytest.fail).name == "step-000030"
     assert not list((tmp_path / "run" / "state").glob(".step-*"))
-    assert torch.isfinite(checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]["norm.weight"]).all()
+    assert torch.isfinite(
+        checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["weights"]["norm.weight"]
+    ).all()
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0

@@ -55,7 +55,7 @@ def test_it_begins_as_nothing_and_can_be_folded_in_and_taken_out(family, kind):
     assert merged.errors.keys() == note["places"].keys()
     assert max(merged.errors.values()) < 1e-5
     assert list(model.state_dict()) == names
-    assert checkpoint.said(model, 32).family == family
+    assert checkpoint.hf_config_of(model, 32).family == family
     unmerge(model, merged)
     assert torch.equal(model(IDS), changed), "L4"
     assert sorted(detach(model)) == sorted(note["places"])
@@ -370,7 +370,7 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
     after = first(IDS)
     assert max(merge(first).errors.values()) < 1e-5
     assert difference(first(IDS), after) < 1e-4
-    assert checkpoint.said(first, 32).family == "mixtral", "dense again"
+    assert checkpoint.hf_config_of(first, 32).family == "mixtral", "dense again"
     with pytest.raises(ValueError, match=r"blocks.0.attn.q: already quantized"):
         quantize(second, kind="int8")
 

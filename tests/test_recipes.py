@@ -12,7 +12,7 @@ import pytest
 
 from conftest import data
 from dunes import checkpoint
-from dunes.data import collect, read
+from dunes.data import collect_corpus, read_records
 from dunes.data.self_instruct import ASKED, prompts, seed_tasks
 from dunes.models import llama
 from dunes.models.initialise import initialise
@@ -94,7 +94,7 @@ def test_the_demo_counts_lines_as_editors_do(tmp_path):
     text = "\x0c\n\x85 = \u2028\r\n" + "    value = function(argument, other)\n" * 90
     for name in "ab":
         (tmp_path / f"{name}.py").write_bytes(f"# {name}{text}".encode())
-    demo.collect = lambda sources: collect([tmp_path])
+    demo.collect = lambda sources: collect_corpus([tmp_path])
     ((place, before, truth),) = demo.unseen_lines(1, seed=0)
     number = int(place.rpartition(":")[2])
     assert before.count("\n") == number - 1
@@ -140,8 +140,8 @@ def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, caps
     }  # fmt: skip
     assert body["prompt"].endswith("###\n4. Instruction:")
     assert [b["prompt"] for _, _, b in asked[10:11]] == [b["prompt"] for _, _, b in asked[11:12]], "the same round"
-    found = read(out)
-    assert (found.kind, len(found.rows)) == ("alpaca", 20)
+    found = read_records(out)
+    assert (found.format, len(found.rows)) == ("alpaca", 20)
     lines = (tmp_path / "out.json.rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["number"] for line in lines] == [0, 1, 2, 3]
     assert "round 3: 20 of 20 tasks, 5 new; dropped: truncated 5" in capsys.readouterr().out

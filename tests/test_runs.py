@@ -20,7 +20,7 @@ from rich.console import Console
 
 from conftest import display, toy
 from dunes import checkpoint, measure
-from dunes.data import collect
+from dunes.data import collect_corpus
 from dunes.models import FAMILIES
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
@@ -41,7 +41,7 @@ from dunes.tree import count
 
 
 def weights(folder):
-    state = checkpoint.restore(checkpoint.latest(folder))
+    state = checkpoint.load_state(checkpoint.latest_state(folder))
     return {**state["weights"], **flat(state["trainer"]["optimizer"])}
 
 
@@ -77,7 +77,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     card = json.loads((folder / "dunes.json").read_text())
     assert card["measured"]["perplexity"] == pytest.approx(np.exp(card["measured"]["loss"]))
     score, files = score_folder(folder)
-    assert files == len(collect([code]).valid)
+    assert files == len(collect_corpus([code]).valid)
     assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
     assert "bits/byte" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
@@ -176,7 +176,7 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     words = refused(TrainConfig(sources=()), folder, resume=True)
     assert "cannot resume: the validation text changed; " in words
-    assert words.endswith("or say --override corpus")
+    assert words.endswith("or pass --override corpus")
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
 
@@ -205,7 +205,7 @@ def test_a_run_has_one_end(code, tmp_path):
     train(toy(code, steps=2), folder, show)
     later = TrainConfig(sources=(), minutes=1.0)
     with pytest.raises(
-        ValueError, match=r"it ends after 2 steps, not by the clock; say --steps N --override steps"
+        ValueError, match=r"the run stops after 2 steps, not after a time; use --steps N --override steps"
     ):
         train(later, folder, show, resume=True, override=["minutes"], asked={"minutes": 1.0})
     longer = TrainConfig(sources=(), steps=4)
@@ -295,7 +295,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     assert train(toy(code, steps=60), tmp_path / "run", show) == 4
     assert "not finite for 10 steps in a row, up to step 17" in out.getvalue()
     assert out.getvalue().count("this step was skipped") == 10
-    kept = checkpoint.restore(checkpoint.latest(tmp_path / "run"))["weights"]
+    kept = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["weights"]
     assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
 
 
@@ -592,19 +592,19 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
     assert run_module.begun(folder, TrainConfig).steps == 100_000
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
-    assert run_module.checkpoint.latest(folder, told.append) is None or not told
+    assert run_module.checkpoint.latest_state(folder, told.append) is None or not told
 
 
 def test_sigusr1_saves_and_goes_on(code, tmp_path):
     folder: Path = tmp_path / "run"
     process = started(code, folder)
-    assert checkpoint.latest(folder) is None
+    assert checkpoint.latest_state(folder) is None
     process.send_signal(signal.SIGUSR1)
     limit = time.monotonic() + 60
-    while checkpoint.latest(folder) is None:
+    while checkpoint.latest_state(folder) is None:
         assert time.monotonic() < limit
         time.sleep(0.05)
-    at = int(checkpoint.latest(folder).name[5:])
+    at = int(checkpoint.latest_state(folder).name[5:])
     while records(folder / "metrics.jsonl")[-1]["step"] < at + 3:
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -620,6 +620,6 @@ def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
     assert process.returncode == 143
     assert f"dunes train --out {folder} --resume" in output
     done = int(re.search(r"stopped after (\d+) steps", output)[1])
-    assert checkpoint.latest(folder).name == f"step-{done:06}"
+    assert checkpoint.latest_state(folder).name == f"step-{done:06}"
     assert checkpoint.load(folder).card["trained"]["steps"] == done
     assert (folder / "loss.png").is_file()

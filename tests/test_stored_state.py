@@ -120,7 +120,7 @@ def test_a_plan_from_python_is_checked_alike():
 
 def resealed(run, change):
     """Change the newest state, and write digests that agree with it."""
-    folder = checkpoint.latest(run)
+    folder = checkpoint.latest_state(run)
     tensors = load_file(folder / "tensors.safetensors")
     content = json.loads((folder / "state.json").read_text())
     state = dict(content["state"]["dict"])
@@ -132,7 +132,7 @@ def resealed(run, change):
     (folder / "state.json").write_text(json.dumps(content).replace('"1e400"', "1e400"))
     (folder / "manifest.json").unlink()
     atomic._seal_folder(folder, {"tensors.safetensors": tensors})
-    assert checkpoint.latest(run) == folder, "its digests are right"
+    assert checkpoint.latest_state(run) == folder, "its digests are right"
     return folder
 
 
@@ -248,7 +248,7 @@ NO_STATES = [
 
 @pytest.mark.parametrize("text", NO_STATES)
 def test_a_state_that_is_none_is_refused_by_name(text, run):
-    folder = checkpoint.latest(run)
+    folder = checkpoint.latest_state(run)
     (folder / "state.json").write_text(text)
     (folder / "manifest.json").unlink()
     atomic._seal_folder(folder, {})
@@ -392,6 +392,6 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
 
 
 def test_a_dry_run_into_a_run_that_never_saved_says_so(run):
-    shutil.rmtree(checkpoint.latest(run))
-    shutil.rmtree(checkpoint.latest(run), ignore_errors=True)
+    shutil.rmtree(checkpoint.latest_state(run))
+    shutil.rmtree(checkpoint.latest_state(run), ignore_errors=True)
     assert "nothing saved yet" in dry(TrainConfig(), run, resume=True)

@@ -50,7 +50,7 @@ TEXT = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(9)).
 
 def batches(start=0):
     """Windows over a text so short that a few steps are an epoch."""
-    return Windows(TEXT, length=8, batch=4).batches(start)
+    return Windows(TEXT, length=8, batch_size=4).batches(start)
 
 
 def run(trainer, steps, stream=None):
@@ -369,11 +369,11 @@ def test_any_module_trains_saves_and_restores_in_ten_lines(make, tmp_path):
     for step in trainer.run(batches()):
         if step.number == 5:
             break
-    checkpoint.store(tmp_path, 5, {"weights": model.state_dict(), "trainer": trainer.state_dict()})
+    checkpoint.save_state(tmp_path, 5, {"weights": model.state_dict(), "trainer": trainer.state_dict()})
 
     model = make()
     trainer = Trainer(model, train.adamw(model), next_token)
-    state = checkpoint.restore(checkpoint.latest(tmp_path))
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path))
     model.load_state_dict(state["weights"])
     trainer.load_state_dict(state["trainer"])
     run(trainer, 3)
@@ -394,7 +394,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
         losses, saved = [], {}
         for count in steps:
             if saved:  # everything is made anew, as in a new process
-                state = checkpoint.restore(checkpoint.store(tmp_path, len(losses), saved))
+                state = checkpoint.load_state(checkpoint.save_state(tmp_path, len(losses), saved))
                 model = build(seed=7)
                 trainer = Trainer(
                     model,
@@ -409,7 +409,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
             saved = {"weights": model.state_dict(), "trainer": trainer.state_dict()}
         return losses, weights(model)
 
-    assert Windows(TEXT, length=8, batch=4).epoch < 9 * 2 * 4 / 3, "three epochs"
+    assert Windows(TEXT, length=8, batch_size=4).windows_per_epoch < 9 * 2 * 4 / 3, "three epochs"
     one, two = trained([9]), trained([2, 4, 3])
     assert one[0] == two[0]
     assert torch.equal(one[1], two[1])

@@ -81,7 +81,7 @@ def scratch() -> Path:
 
 def of_folder(folder: Path) -> Subject:
     """Raises ValueError if it is no model folder."""
-    family, config, _ = checkpoint.described(folder)
+    family, config, _ = checkpoint.describe(folder)
     return Subject(str(folder), family, config.context_length, lambda: FAMILIES[family].build(config), folder)
 
 

@@ -1,27 +1,27 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
 from dunes.checkpoint.adapter import load_adapter, save_adapter
-from dunes.checkpoint.base import identity
+from dunes.checkpoint.base import base_identity
 from dunes.checkpoint.folder import LoadedModel, save
-from dunes.checkpoint.hub import local
-from dunes.checkpoint.opening import described, load, load_with_tokenizer
-from dunes.checkpoint.say import said
-from dunes.checkpoint.state import Snapshot, latest, restore, snapshot, store
+from dunes.checkpoint.hf_config_of import hf_config_of
+from dunes.checkpoint.hub import locate_model
+from dunes.checkpoint.loading import describe, load, load_with_tokenizer
+from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
 
 __all__ = [
     "LoadedModel",
     "Snapshot",
-    "described",
-    "identity",
-    "latest",
+    "base_identity",
+    "describe",
+    "hf_config_of",
+    "latest_state",
     "load",
     "load_adapter",
+    "load_state",
     "load_with_tokenizer",
-    "local",
-    "restore",
-    "said",
+    "locate_model",
     "save",
     "save_adapter",
+    "save_state",
     "snapshot",
-    "store",
 ]

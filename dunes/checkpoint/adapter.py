@@ -20,13 +20,13 @@ from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint import shards
+from dunes.checkpoint import safetensors_writer
 from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
-from dunes.checkpoint.base import ANYWAY, BaseWeights, Record, identity, prove, recorded
+from dunes.checkpoint.base import ANYWAY, BaseRecord, BaseWeights, base_identity, check_base, read_base_record
 from dunes.checkpoint.folder import verified_card, write_card, write_files, write_tokenizer
 from dunes.checkpoint.header import quote
+from dunes.checkpoint.hf_config_of import hf_config_of, module_rows
 from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory
-from dunes.checkpoint.say import rows, said
 from dunes.checkpoint.source import ADAPTER, tensors
 from dunes.models import weight_names
 from dunes.plural import plural
@@ -64,7 +64,7 @@ def base_of(model: nn.Module) -> Base:
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
         setattr(p.parent, p.key, _plain(tree.innermost(p.module)))
-    words = said(plain, ANY)
+    words = hf_config_of(plain, ANY)
     if isinstance(words, str):
         raise ValueError(f"the base of these adapters cannot be said in Hugging Face's terms: {words}")
     return Base(words.family, modules, plain)
@@ -91,7 +91,7 @@ def structure(base: "Base", note: lora.Note) -> str:
 
 def architecture(model: nn.Module) -> str:
     """SHA-256 of all of a model but its numbers and dtypes."""
-    return sha256("\n".join(repr(tuple(row)) for row in rows(model)).encode()).hexdigest()
+    return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
 
 
 def save_adapter(
@@ -107,12 +107,12 @@ def save_adapter(
 ) -> None:
     """Write the adapter of that name; `base` is the folder, or the name on the Hub, of the model it belongs to.
 
-    `made_for` is what `identity` said of that model, where its numbers have been rounded since; where they have
-    been quantized, `identity` before that | `identity` after: the dense base is proven first. The tokenizer's
-    files and the context are those to be used with the adapter. `facts` go into the card; its "changes" are notes
-    of what was done to the base before, which opening the folder repeats. PiSSA is written as plain LoRA of twice
-    the rank, for the base as it was. Whole or not at all, like `save`.
-    Raises ValueError for what PEFT has no words for, with the place.
+    `made_for` is the model's `base_identity` from before its weights were rounded; if they were quantized, it is
+    `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer's files and
+    the context length are those to use with the adapter. `facts` go into the card; its "changes" are notes of what
+    was done to the base before, which loading the folder repeats. PiSSA is written as plain LoRA of twice the
+    rank, for the original base. Written whole or not at all, like `save`.
+    Raises ValueError that names the module for what PEFT's format cannot express.
     """
     folder, about, whole = Path(folder), base_of(model), joined_factors(model, name)
     form = next(iter(lora.adapted_modules(model, name).values()))[name].config
@@ -124,13 +124,13 @@ def save_adapter(
     card: dict[str, Any] = {
         "adapter": name,
         "family": about.family,
-        "base": {**(made_for or identity(model)), **_beside(base, folder)},
+        "base": {**(made_for or base_identity(model)), **_beside(base, folder)},
     }
     card |= {"structure": structure(about, note), "changes": []}
     card |= {} if context_length is None else {"context": context_length}
 
     def fill(staged: Path) -> None:
-        shards.write_tensors(staged, weights, WEIGHTS[0], shard=1 << 62)
+        safetensors_writer.write_tensors(staged, weights, WEIGHTS[0], shard=1 << 62)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})
@@ -255,12 +255,12 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     these will do. Warns where nothing is known of the base: PEFT writes no digests.
     """
     folder = Path(folder)
-    if not any_base and (record := recorded(verified_card(folder), folder)) is not None:
-        prove(BaseWeights(model), record, folder)
-    return put_adapter(model, folder, name, any_base)
+    if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
+        check_base(BaseWeights(model), record, folder)
+    return attach_adapter(model, folder, name, any_base)
 
 
-def put_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
+def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
     """`load_adapter` on a base whose weights have been proven to be the adapter's."""
     card = verified_card(folder)
     words = Words.read(folder / ADAPTER)
@@ -428,7 +428,7 @@ def _matches(pattern: str, path: str) -> bool:
 def _same_structure(base: Base, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card was written for another model with weights of these shapes."""
     said = card.get("structure")
-    if said is None and Record.read(card, folder) is None:
+    if said is None and BaseRecord.read(card, folder) is None:
         return
     if said != (here := structure(base, note)):
         raise ValueError(

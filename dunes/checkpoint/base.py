@@ -63,7 +63,7 @@ class BaseWeights:
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
 
 
-def identity(model: nn.Module) -> dict[str, Any]:
+def base_identity(model: nn.Module) -> dict[str, Any]:
     """Which weights the base has, whatever adapters stand beside them, as an adapter's card says it.
 
     `kind` is how they are kept, `sha256` is over them as they are, and of a dense base `digests` are over them
@@ -77,8 +77,8 @@ def identity(model: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a card says of the weights that an adapter was made for: an `identity`.
+class BaseRecord:
+    """What a card says of the weights that an adapter was made for: an `base_identity`.
 
     `digests` are of the dense base, by dtype; none if it was quantized and nobody digested it before.
     """
@@ -88,7 +88,7 @@ class Record:
     digests: Mapping[torch.dtype, str]
 
     @classmethod
-    def read(cls, card: Mapping[str, Any], folder: Path) -> "Record | None":
+    def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
         """None for a card that does not know the base by its numbers. Raises ValueError for a damaged one."""
         base = card.get("base") or {}
         if not isinstance(base, dict):
@@ -112,9 +112,9 @@ class Record:
         return weights.sha256(weights.dtype) == [self.digests.get(weights.dtype)]
 
 
-def recorded(card: Mapping[str, Any], folder: Path) -> Record | None:
+def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None:
     """The record in an adapter's card. Warns if there is none; raises ValueError if it is damaged."""
-    record = Record.read(card, folder)
+    record = BaseRecord.read(card, folder)
     if record is None:
         warnings.warn(
             f"{folder}: says nothing of its base's weights, so that it cannot be checked whether they are these",
@@ -123,7 +123,7 @@ def recorded(card: Mapping[str, Any], folder: Path) -> Record | None:
     return record
 
 
-def prove(weights: BaseWeights, record: Record, folder: Path) -> None:
+def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
     """Raise ValueError unless the weights are those of the record, rounded to one of its dtypes or not."""
     if weights.kind == record.kind and weights.sha256(None) == [record.sha256]:
         return
@@ -141,7 +141,7 @@ def prove(weights: BaseWeights, record: Record, folder: Path) -> None:
     )
 
 
-def _way(weights: BaseWeights, record: Record) -> str:
+def _way(weights: BaseWeights, record: BaseRecord) -> str:
     """What to do where a base has no digest that it could be compared with."""
     if weights.quantized and record.digests:
         return "put it on the base before it is quantized"

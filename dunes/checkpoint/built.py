@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dunes.checkpoint.atomic import tensor_digest
+from dunes.checkpoint.hf_config_of import module_rows
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory
-from dunes.checkpoint.say import rows
-from dunes.checkpoint.shards import CODES
+from dunes.checkpoint.safetensors_writer import CODES
 from dunes.checkpoint.state_dict_diff import Difference
 
 Build: TypeAlias = Callable[..., nn.Module]
@@ -166,7 +166,7 @@ def _tie(name: str | None) -> str:
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
     """The class and the plain attributes of each module."""
-    return {row.place: {"class": row.kind, **row.attributes} for row in rows(model)}
+    return {row.place: {"class": row.kind, **row.attributes} for row in module_rows(model)}
 
 
 def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dunes.checkpoint import folder, shards
+from dunes.checkpoint import folder, safetensors_writer
 from dunes.checkpoint.lazy_tensor import cast, renamed, track_reads
 from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.checkpoint.verify import Verification, verify
@@ -54,7 +54,7 @@ def convert(
     verified: list[Verification] = []
 
     def fill(staged: Path) -> None:
-        shards.write_tensors(staged, track_reads(theirs, partial(tick, "writing")))
+        safetensors_writer.write_tensors(staged, track_reads(theirs, partial(tick, "writing")))
         for name, content in said.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copied(source.folder, staged)

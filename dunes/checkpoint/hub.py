@@ -51,14 +51,14 @@ FORMS = tuple(
 
 
 @dataclass(frozen=True)
-class Local:
+class ModelLocation:
     """A model's folder on this machine; `origin` is {} or the `repository` and the `revision`, a commit."""
 
     folder: Path
     origin: dict[str, str]
 
 
-def local(model: str | Path, revision: str | None = None, verify: bool = False) -> Local:
+def locate_model(model: str | Path, revision: str | None = None, verify: bool = False) -> ModelLocation:
     """The folder of a model: one on this machine, or a copy of `org/name` or `org/name@revision` from the Hub.
 
     A folder comes first where a name could be both. A revision is a branch, a tag or a commit, `main` if
@@ -70,7 +70,7 @@ def local(model: str | Path, revision: str | None = None, verify: bool = False) 
     if path.is_dir():
         if revision:
             raise ValueError(f"{path}: a folder has no revisions; leave out {revision!r}")
-        return Local(path, {})
+        return ModelLocation(path, {})
     if path.exists():
         raise ValueError(f"{path}: a file, not a model folder; name the folder that it is in")
     return _copy(*_parse(str(model), revision), verify)
@@ -91,7 +91,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
     return name, wanted
 
 
-def _copy(name: str, revision: str, verify: bool) -> Local:
+def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
     """The copy of a revision, whole."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # both are read when the package is imported
     if not sys.stderr.isatty():
@@ -112,7 +112,7 @@ def _copy(name: str, revision: str, verify: bool) -> Local:
     if verify:
         _verify(folder, files)
     _write_ref(store / "refs" / revision, commit)
-    return Local(folder, {"repository": name, "revision": commit})
+    return ModelLocation(folder, {"repository": name, "revision": commit})
 
 
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:

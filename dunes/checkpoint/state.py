@@ -34,7 +34,7 @@ class Snapshot(NamedTuple):
     plain: Any
 
 
-def store(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
+def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
     """Write a state, a nested dict of tensors and JSON values, and drop all but the newest two.
 
     Raises OSError if it cannot be written, and ValueError if a number in it is not finite; the states
@@ -81,7 +81,7 @@ def _finite(tensor: Tensor) -> bool:
     return bool(np.isfinite(tensor.detach().numpy()).all())
 
 
-def latest(run: Path, told: Told = lambda line: None) -> Path | None:
+def latest_state(run: Path, told: Told = lambda line: None) -> Path | None:
     """The newest state that is whole; `told` hears of each newer one that is damaged."""
     if not (states := _folders(run)):
         return None
@@ -103,7 +103,7 @@ def _whole(folder: Path) -> bool:
         return False
 
 
-def restore(folder: Path) -> dict[str, Any]:
+def load_state(folder: Path) -> dict[str, Any]:
     """The nested dict that was stored. Raises ValueError if it was written in another format, or is none."""
     path = folder / "state.json"
     try:

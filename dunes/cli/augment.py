@@ -34,7 +34,7 @@ def merge(
     from dunes.text import templates
 
     rounded = None if dtype is None else getattr(torch, dtype)
-    report = run(checkpoint.local(model).folder, out, into, rounded, any_base)
+    report = run(checkpoint.locate_model(model).folder, out, into, rounded, any_base)
     for line in report.lines():
         print(line)
     loaded = checkpoint.load(out)

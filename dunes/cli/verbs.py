@@ -114,7 +114,7 @@ def generate(
     from dunes.runs.write import write
 
     sample, tokens = sampling.sampler(), sampling.tokens
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(prompt, end="", flush=True)
     count = 0
@@ -197,7 +197,7 @@ def complete(
     from dunes.text.lines import decode_text
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
-    folder = checkpoint.local(model).folder
+    folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
 
@@ -241,7 +241,7 @@ def evaluate(
     from dunes.runs.score import score_folder
 
     how = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
-    score, files = score_folder(checkpoint.local(model).folder, sources, any_base, **how)
+    score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **how)
     print(
         f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats/token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits/byte"
@@ -255,7 +255,7 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
 
     if sources:
         raise ValueError(f"{sources[0]}: tasks bring their own text; leave out the sources, or --tasks")
-    results = run_tasks(checkpoint.local(model).folder, names, Display(), **options)
+    results = run_tasks(checkpoint.locate_model(model).folder, names, Display(), **options)
     print("\n".join(table(results)))
     print(f"full results: {options['out'] or '--out FILE.json keeps them'}")
 
@@ -274,12 +274,12 @@ def inspect(model: Model, values: bool = False) -> int:
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
     from dunes.checkpoint.folder import readable_folder
-    from dunes.checkpoint.opening import about, adapts
+    from dunes.checkpoint.loading import describe_adapter, is_adapter
     from dunes.checkpoint.source import open_source
 
-    folder = checkpoint.local(model, verify=True).folder
-    if adapts(folder):
-        lines, reason = about(folder, values)
+    folder = checkpoint.locate_model(model, verify=True).folder
+    if is_adapter(folder):
+        lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = open_source(readable_folder(folder))
@@ -350,7 +350,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.runs.progress import Display
     from dunes.units import format_seconds
 
-    found = checkpoint.local(model, verify=True)
+    found = checkpoint.locate_model(model, verify=True)
     source = open_verified_source(found.folder, None if names is None else read_name_table(names), math.inf)
     kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:

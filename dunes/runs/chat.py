@@ -18,7 +18,7 @@ from dunes import checkpoint
 from dunes.augment import adapter_active
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import LoadedModel
-from dunes.checkpoint.opening import adapts, base_of, put_on
+from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
 from dunes.plural import plural
@@ -151,18 +151,18 @@ def load_chat_engine(
     for adapters of one name, and for those that were trained on bases kept in different ways; and for those that
     were made for another base, unless `any_base` says that this one will do.
     """
-    folder = checkpoint.local(model).folder
-    labels = [_label(path) for path in (*adapters, *([folder] if adapts(folder) else []))]
+    folder = checkpoint.locate_model(model).folder
+    labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
     if twice := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
         raise ValueError(f"two adapters are named {twice[0]!r}; rename one of the folders")
-    if wrong := [path for path in adapters if not adapts(path)]:
+    if wrong := [path for path in adapters if not is_adapter(path)]:
         raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
-    _alike([*adapters, *([folder] if adapts(folder) else [])])
+    _alike([*adapters, *([folder] if is_adapter(folder) else [])])
     loaded, _ = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
     models = _first(folder, loaded)
     new = {}
     for i, path in enumerate(adapters):
-        new[labels[i]] = _voice(path, f"a{i}", put_on(loaded, path, f"a{i}", any_base))
+        new[labels[i]] = _voice(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
     loaded.model.to(device)
     return ChatEngine(loaded.model, new | models)
 
@@ -184,10 +184,10 @@ def _alike(folders: Sequence[Path]) -> None:
 
 def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The voices of a folder: of a model its own, of an adapter that and the base's."""
-    if not adapts(folder):
+    if not is_adapter(folder):
         return {NONE: _voice(folder, None, loaded)}
-    base = base_of(folder)
-    _, config, card = checkpoint.described(base)
+    base = base_folder(folder)
+    _, config, card = checkpoint.describe(base)
     alone = replace(loaded, card=card, context_length=config.context_length)
     if Tokenizer.find_file(base):
         alone = replace(alone, tokenizer=Tokenizer.load(base))

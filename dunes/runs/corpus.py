@@ -11,7 +11,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from dunes.checkpoint.atomic import write_file
-from dunes.data import Corpus, Document, Ids, Shard, cached, collect, default_cache
+from dunes.data import Corpus, Document, Shard, TokenIds, collect_corpus, default_cache, token_shard
 from dunes.plural import plural
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
@@ -25,17 +25,17 @@ TAIL = 0.1
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids to learn from and ids held out, of one tokenizer; `prints` are fingerprints of all three."""
+    """TokenIds to learn from and ids held out, of one tokenizer; `prints` are fingerprints of all three."""
 
     tokenizer: Tokenizer
-    train: Ids
-    valid: Ids
+    train: TokenIds
+    valid: TokenIds
     fingerprints: dict[str, str]
 
 
 def gather(config: TrainConfig) -> Corpus:
     """The plan's documents. Raises ValueError if there is nothing to learn from, or nothing to validate on."""
-    corpus = collect(config.sources, follow_links=config.follow_links, text_field=config.text_field)
+    corpus = collect_corpus(config.sources, follow_links=config.follow_links, text_field=config.text_field)
     if config.split == "files" and not corpus.valid:
         raise ValueError(
             "no file is left for validation: the corpus is a single file; "
@@ -55,9 +55,9 @@ def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, show: Displ
     """
     tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(config, corpus.train, show)
     shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
-    train: Ids
-    valid: Ids
-    train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.row for s in shards)
+    train: TokenIds
+    valid: TokenIds
+    train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.token_file for s in shards)
     for side, tokens, least in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
@@ -115,7 +115,7 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, show: Display) -
         done += size
         show.state("tokenizing", done / max(1, total))
 
-    return cached(documents, tokenizer, told=told)
+    return token_shard(documents, tokenizer, progress=told)
 
 
 def _tails(shard: Shard, end: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -9,8 +9,8 @@ import torch
 from dunes import checkpoint, measure
 from dunes.augment import base_model
 from dunes.checkpoint.adapter import architecture, joined_factors
-from dunes.data import Ids
-from dunes.data.examples import coloured
+from dunes.data import TokenIds
+from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.config import RunOptions
@@ -42,7 +42,7 @@ def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: i
         with timings("reading the examples"):
             data = FinetuneData.read(config, show)
         for example in data.train[:examples]:
-            show.print_highlighted(f"--- {example.place}", coloured(example, data.tokenizer))
+            show.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("choosing"):
             ready, known = data.chosen(show), domain(data, show)
         return None if going.dry_run else lambda: prepare(ready, known, folder, show)
@@ -50,7 +50,7 @@ def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: i
     return go(config, folder, show, going, prepared)
 
 
-def prepare(data: FinetuneData, known: Ids | None, folder: Path, show: Display) -> Run:
+def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, show: Display) -> Run:
     """A run at its first step; `known` is text of the base's own domain."""
     config, device = data.config, measure.device()
     assert config.dtype, "chosen before"
@@ -74,12 +74,12 @@ def _changed(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict
     """The model as it trains, the notes of what was changed, and the identity of its base."""
     if METHODS[config.method].adapter is None:
         model, notes = prepare_model(model, config)
-        return model, notes, checkpoint.identity(model)
-    base = checkpoint.identity(model)
+        return model, notes, checkpoint.base_identity(model)
+    base = checkpoint.base_identity(model)
     model, notes = prepare_model(model, config)
     joined_factors(model)
     if any(note["name"] == "quantize" for note in notes):
-        base |= checkpoint.identity(model)
+        base |= checkpoint.base_identity(model)
     return model, notes, base
 
 
@@ -110,7 +110,7 @@ def _earlier(path: Path, show: Display) -> Baseline | None:
         return None
 
 
-def domain(data: FinetuneData, show: Display) -> Ids | None:
+def domain(data: FinetuneData, show: Display) -> TokenIds | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
     tokenizer = data.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"

@@ -14,7 +14,7 @@ import torch
 
 from dunes import checkpoint, tree
 from dunes.checkpoint.atomic import write_file
-from dunes.data import Ids
+from dunes.data import TokenIds
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
 from dunes.generate import generate, limit_vocab, sampler
@@ -86,7 +86,7 @@ class FinetuneTask:
     """
 
     data: FinetuneData
-    domain: Ids | None
+    domain: TokenIds | None
     stored: torch.dtype
     before: Baseline | None = None
     notes: Sequence[Mapping[str, Any]] = ()
@@ -111,7 +111,7 @@ class FinetuneTask:
         for side in (self.data.train, self.data.valid):
             every.update(str(len(side)).encode())
             for e in side:
-                every.update(e.ids.tobytes() + e.trained.tobytes())
+                every.update(e.ids.tobytes() + e.loss_mask.tobytes())
         base = {"base": str(self.base["sha256"]), "settings of the base": self.settings}
         return {"examples": every.hexdigest(), **base}
 
@@ -127,7 +127,7 @@ class FinetuneTask:
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
         kept = self.data.valid if limit is None else _first(self.data.valid, self.config.context_length, limit)
         batches = Batches(kept, self.config.context_length, SCORED)
-        return score_batches(model, batches.once(), widths(self.tokenizer.token_bytes()), dtype)
+        return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
         return "\n".join(f"{_question(r.turns)}\n>>> {self._said(model, r.turns)}" for r in self.data.held[:1])
@@ -279,7 +279,7 @@ def _question(talk: Conversation) -> str:
 
 def _asked(example: Example, context: int) -> int:
     """How many targets a row of this context has of the example."""
-    return int(example.trained[1 : context + 1].sum())
+    return int(example.loss_mask[1 : context + 1].sum())
 
 
 def _first(examples: Sequence[Example], context: int, limit: int) -> Sequence[Example]:

@@ -74,7 +74,7 @@ def go(
         with _occupied(show, how.dry_run), alone(folder):  # refused now, not after the text was read
             pass
     if how.dry_run and (earlier := begun(folder, type(config))) is not None:
-        state = checkpoint.latest(folder, show.line)
+        state = checkpoint.latest_state(folder, show.line)
         newest = f"last saved state: step {int(state.name[5:])}" if state else "nothing saved yet"
         goes_on = f"; --resume continues from there up to {config.length}" if how.resume else ""
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")

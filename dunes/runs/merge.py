@@ -12,10 +12,10 @@ from torch import Tensor
 from dunes import augment, checkpoint
 from dunes.augment import dequantize
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint.adapter import put_adapter
+from dunes.checkpoint.adapter import attach_adapter
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, open_verified_source, readable_folder
-from dunes.checkpoint.opening import adapts, base_of
+from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import UnmergedLogits, Verification, model_logits
 from dunes.parts import Decoder
@@ -81,11 +81,11 @@ def merge(
     Raises ValueError before the work for an `out` that is there and what is no adapter, and after it, with nothing
     written, if the result is another model.
     """
-    if not adapts(folder):
+    if not is_adapter(folder):
         raise ValueError(f"{folder}: not an adapter folder, so there is nothing to merge")
     folder = readable_folder(folder)
     require_new_folder(folder, out)
-    base = base_of(folder)
+    base = base_folder(folder)
     require_new_folder(base, out)
     loaded = checkpoint.load(folder, any_base=any_base)
     if any_base:
@@ -93,7 +93,7 @@ def merge(
     model, apart = loaded.model, None
     if into == "original" and any(isinstance(m, Quantized) for m in model.modules()):
         model = load_decoder(open_verified_source(base)).eval()
-        put_adapter(model, folder, any_base=any_base)
+        attach_adapter(model, folder, any_base=any_base)
         apart = _apart(model, loaded)
     kind = dtype or next(augment.base_model(model).parameters()).dtype
     with exclusive_folder(out):
@@ -125,7 +125,7 @@ def _written(
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
     """What was done to the base, in its own folder and before the adapter."""
-    return [*checkpoint.described(base_of(folder))[2].get("changes", []), *card.get("changes", [])]
+    return [*checkpoint.describe(base_folder(folder))[2].get("changes", []), *card.get("changes", [])]
 
 
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:

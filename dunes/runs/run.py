@@ -299,7 +299,7 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
             raise ValueError(line)
         told(line)
 
-    if (folder := checkpoint.latest(run.folder, damaged)) is None:
+    if (folder := checkpoint.latest_state(run.folder, damaged)) is None:
         told("nothing saved yet; starting from step 0")
         cut(run.folder / METRICS, 0, told)
         return

@@ -74,4 +74,4 @@ class Saver:
 def _write(folder: Path, step: int, taken: checkpoint.Snapshot) -> Path:
     if (folder / METRICS).exists():
         sync(folder / METRICS)  # the losses up to a state belong to it
-    return checkpoint.store(folder, step, taken)
+    return checkpoint.save_state(folder, step, taken)

@@ -21,7 +21,7 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
     state: dict[str, Any] = {"spent": {}, "checks_since_best": 0}  # which older states do not have
-    state |= checkpoint.restore(folder)
+    state |= checkpoint.load_state(folder)
     if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
     for name, (expected, fits) in FIELDS.items():

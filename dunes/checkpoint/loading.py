@@ -12,8 +12,8 @@ from dunes.augment.adapted import sides
 from dunes.augment.quantize import shape as quantize
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
-from dunes.checkpoint.adapter import WEIGHTS, Words, put_adapter
-from dunes.checkpoint.base import BaseWeights, Record, prove, recorded
+from dunes.checkpoint.adapter import WEIGHTS, Words, attach_adapter
+from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.folder import (
     LoadedModel,
@@ -27,7 +27,7 @@ from dunes.checkpoint.folder import (
     verified_card,
 )
 from dunes.checkpoint.header import quote
-from dunes.checkpoint.hub import NAME, local
+from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
 from dunes.plural import plural
@@ -56,11 +56,11 @@ def load(
     """
 
     def read(there: Path) -> LoadedModel:
-        if adapts(there):
+        if is_adapter(there):
             return _adapted(readable_folder(there), adapters, device, any_base)
         loaded = whole.load_model(there, device, build)
         if adapters:
-            prepare(loaded.model, adapters, any_base)
+            prepare_base(loaded.model, adapters, any_base)
         return loaded
 
     return read_consistently(Path(folder), read)
@@ -83,25 +83,25 @@ def load_with_tokenizer(
 def _tokenizer_folder(folder: Path) -> Path:
     """Where the tokenizer of a model lies: for an adapter that brings none, beside its base."""
     folder = readable_folder(folder)
-    return base_of(folder) if adapts(folder) and Tokenizer.find_file(folder) is None else folder
+    return base_folder(folder) if is_adapter(folder) and Tokenizer.find_file(folder) is None else folder
 
 
-def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
+def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a folder without its weights. Raises ValueError like `load`."""
     folder = Path(folder)
-    if not adapts(folder):
+    if not is_adapter(folder):
         return whole.described(folder)
-    family, config, _ = whole.described(base_of(readable_folder(folder)))
+    family, config, _ = whole.described(base_folder(readable_folder(folder)))
     return family, config, verified_card(readable_folder(folder), most=0)
 
 
-def adapts(folder: Path) -> bool:
+def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter and no model."""
     there = readable_folder(folder)
     return (there / ADAPTER).is_file() and not (there / CONFIG).is_file()
 
 
-def base_of(folder: Path) -> Path:
+def base_folder(folder: Path) -> Path:
     """The folder of the base of an adapter: where it was, or as it lies from here, or the copy of one on the Hub.
 
     Raises ValueError, with the remedy, if there is none of these.
@@ -118,24 +118,24 @@ def base_of(folder: Path) -> Path:
         raise ValueError(f"{folder}: its base {quote(name)} is not there; {remedy}")
     revision = words.get("revision")
     try:
-        return local(name, revision if isinstance(revision, str) and revision else None).folder
+        return locate_model(name, revision if isinstance(revision, str) and revision else None).folder
     except ValueError as error:
         raise ValueError(f"{folder}: its base is not there: {error}; or {remedy}") from None
 
 
 def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
     card = verified_card(folder)
-    source = open_verified_source(base_of(folder))
+    source = open_verified_source(base_folder(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
     check_vocabulary(source, tokenizer)
     context_length = context_length_of(card, folder, source.config.context_length)
     model = load_decoder(source)
-    prepare(model, [folder, *others], any_base)
-    put_adapter(model, folder, any_base=any_base)
+    prepare_base(model, [folder, *others], any_base)
+    attach_adapter(model, folder, any_base=any_base)
     return LoadedModel(model.to(device).eval(), tokenizer, context_length, card)
 
 
-def put_on(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
+def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
     """One more adapter beside a model's weights, under this name and acting, with its tokenizer, context and card.
 
     What it does not bring is the model's, proven by `load` to be its base. Raises ValueError like `load`.
@@ -147,33 +147,33 @@ def put_on(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False)
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.configured_ids, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
     context_length = context_length_of(card, folder, loaded.context_length)
-    put_adapter(loaded.model, folder, name, any_base)
+    attach_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
     return LoadedModel(loaded.model, tokenizer, context_length, card)
 
 
-def prepare(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
+def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
     """Prove that a dense base is that of the adapters in these folders, and do to it what was done to it for them.
 
     A base that is the same number by number must also be the same after that; one that was rounded since may
     differ then. Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, most=0) for folder in map(readable_folder, folders)}
-    found = {} if any_base else {folder: recorded(card, folder) for folder, card in cards.items()}
+    found = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
     records = {folder: record for folder, record in found.items() if record is not None}
     changed = [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
     weights, exact = BaseWeights(model), set[Path]()
     for folder, record in records.items():
         if record.digests or not changed:
-            prove(weights, record, folder)
+            check_base(weights, record, folder)
         if not record.digests or record.made_of(weights):
             exact.add(folder)
     del weights
     for card, folder in changed:
-        repeat(model, card, folder)
+        replay_changes(model, card, folder)
         weights = BaseWeights(model)
         for folder in exact:
-            prove(weights, records[folder], folder)
+            check_base(weights, records[folder], folder)
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
@@ -183,7 +183,7 @@ def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
     )
 
 
-def repeat(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:
+def replay_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:
     """Do to a base what an adapter's card says was done to it first. Raises ValueError for what cannot be done."""
     for note in _changes(card):
         name = note.get("name") if isinstance(note, dict) else note
@@ -197,7 +197,7 @@ def repeat(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:
             raise ValueError(f"{folder / cards.CARD}: the note of {name} is damaged: {error!r}") from None
 
 
-def about(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
+def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     """Lines about an adapter's folder, from headers alone, and why `load` would refuse it, if that can be told.
 
     With `values` it is loaded, which compares the base's numbers. Raises ValueError for what is no adapter.
@@ -205,7 +205,7 @@ def about(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     folder = readable_folder(folder)
     lines = list(_lines(folder))
     try:
-        source = open_verified_source(base_of(folder), most=math.inf)
+        source = open_verified_source(base_folder(folder), most=math.inf)
         check_vocabulary(source, load_tokenizer(_tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         lines.append(f"its numbers {_compared(folder, values)}")
@@ -219,7 +219,7 @@ def _compared(folder: Path, now: bool) -> str:
     """Whether the base's numbers are the adapter's. Raises ValueError like `load` if they are compared now."""
     if now:
         load(folder)
-    if Record.read(verified_card(folder), folder) is None:
+    if BaseRecord.read(verified_card(folder), folder) is None:
         return "cannot be compared: the adapter's card does not know them"
     return "those of the adapter's card" if now else "compared when it is opened, or with --values"
 

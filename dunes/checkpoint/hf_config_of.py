@@ -11,14 +11,14 @@ from dunes.models import FAMILIES
 from dunes.plural import plural
 
 
-class Said(NamedTuple):
+class HfConfig(NamedTuple):
     """The model is exactly what `FAMILIES[family].build(config)` builds."""
 
     family: str
     config: Any
 
 
-class Row(NamedTuple):
+class ModuleRow(NamedTuple):
     """One module as far as it matters to what the model computes, weights' values aside."""
 
     place: str
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     tensors: dict[str, tuple[int, ...]]
 
 
-def said(model: nn.Module, context_length: int) -> Said | str:
+def hf_config_of(model: nn.Module, context_length: int) -> HfConfig | str:
     """The family and config that build this very tree, or the first difference from the nearest one."""
     reasons = [(-1, "it is no stack of blocks with attention")]
     for family, module in FAMILIES.items():
@@ -39,7 +39,7 @@ def said(model: nn.Module, context_length: int) -> Said | str:
             reasons.append((0, f"not {family}: {' '.join(str(error).split())}"))
             continue
         if (difference := _difference(model, twin)) is None:
-            return Said(family, config)
+            return HfConfig(family, config)
         alike, what = difference
         reasons.append((alike, f"not {family}: {what}"))
     return max(reasons, key=lambda reason: reason[0])[1]
@@ -47,7 +47,7 @@ def said(model: nn.Module, context_length: int) -> Said | str:
 
 def _difference(model: nn.Module, twin: nn.Module) -> tuple[int, str] | None:
     """How many modules are alike before the first that differs, and how that does."""
-    ours, theirs = list(rows(model)), list(rows(twin))
+    ours, theirs = list(module_rows(model)), list(module_rows(twin))
     for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return i, f"{a.place or 'the model'} is {_short(a, b)}"
@@ -55,7 +55,7 @@ def _difference(model: nn.Module, twin: nn.Module) -> tuple[int, str] | None:
     return None if len(ours) == len(theirs) else (alike, f"{plural(len(ours), 'module')}, not {len(theirs)}")
 
 
-def _short(a: Row, b: Row) -> str:
+def _short(a: ModuleRow, b: ModuleRow) -> str:
     for mine, other in zip(a, b, strict=True):
         if mine != other:
             return f"{mine}, not {other}"
@@ -68,10 +68,10 @@ def _spelled(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def rows(model: nn.Module) -> Iterator[Row]:
+def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
     """Names, classes, plain attributes and shapes of every module: two trees with equal rows are one model."""
     for place, module in model.named_modules():
         plain = {k: _spelled(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         held = {**module._parameters, **module._buffers}
         shapes = {name: tuple(t.shape) for name, t in held.items() if t is not None}
-        yield Row(place, type(module).__qualname__, plain, shapes)
+        yield ModuleRow(place, type(module).__qualname__, plain, shapes)
