@@ -168,7 +168,9 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     assert [r.number for r in rounds] == list(range(10))
     texts = [item.text for r in rounds for item in r.items]
     assert ask(prompts(seed_tasks(seeds(tmp_path)), 0, 0))[0] == (texts[0].removeprefix("4. Instruction:"), True)
-    with pytest.raises(ValueError, match=r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"):
+    with pytest.raises(
+        ValueError, match=r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"
+    ):
         made.folder(str(tmp_path / "short"))(["a" * 200])
 
 
