@@ -67,7 +67,7 @@ def _write_file(path: Path, weights: Weights) -> None:
         }
     words = json.dumps(entries, separators=(",", ":")).encode()
     words += b" " * (-len(words) % 8)
-    with atomic.naming(path), path.open("wb") as file:
+    with atomic.add_path_to_errors(path), path.open("wb") as file:
         file.write(len(words).to_bytes(8, "little") + words)
         for key in order:
             tensor = weights[key].read()
