@@ -84,7 +84,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
     from dunes.models import llama
     from dunes.text import Tokenizer, templates
 
-    records = examples.read(data).rows[:2000]
+    records = examples.read_records(data).rows[:2000]
     tokenizer = Tokenizer.train("bpe", [turn.full_text for r in records for turn in r.turns], VOCAB)
     dim, depth = SHAPES[size]
     config = llama.Config.from_size(VOCAB, dim, depth, CONTEXT)
@@ -97,7 +97,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
             with torch.no_grad():
                 parameter.normal_(0, 0.01, generator=torch.Generator().manual_seed(len(name)))
     checkpoint.save_adapter(model, folder / "adapter", note["request"]["adapter"], str(folder / "model"))
-    made = list(examples.tokenized(records, templates.get_template("plain"), tokenizer))
+    made = list(examples.tokenize_records(records, templates.get_template("plain"), tokenizer))
     few = size == "toy"
     tuning = Tuning(
         folder=str(folder / "model"),
@@ -106,7 +106,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
         context=CONTEXT,
         seed=0,
         rows=ROWS,
-        examples=[(e.ids.tolist(), e.trained.tolist()) for e in made],
+        examples=[(e.ids.tolist(), e.loss_mask.tolist()) for e in made],
         batches={task: batches(Batches(made, CONTEXT, ROWS[task], 0, packed=task == "packed")) for task in TASKS},
         lr=1e-3,
         betas=(0.9, 0.999),
@@ -119,8 +119,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
 
 def batches(made: Any) -> list[list[list[list[int]]]]:
     return [
-        [[list(map(int, p)) for p in row] for row in zip(*made.positions(i)[:3], strict=True)]
-        for i in range(BATCHES)
+        [[list(map(int, p)) for p in row] for row in zip(*made.batch(i)[:3], strict=True)] for i in range(BATCHES)
     ]
 
 

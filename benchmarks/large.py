@@ -18,10 +18,13 @@ import tyro
 
 def make(folder: Path, gigabytes: float) -> None:
     """Files of 10 MB."""
-    from dunes.data import collect
+    from dunes.data import collect_corpus
 
     lines = [
-        line for d in collect(["stdlib"]).train for block in d.text() for line in block.splitlines(keepends=True)
+        line
+        for d in collect_corpus(["stdlib"]).train
+        for block in d.text()
+        for line in block.splitlines(keepends=True)
     ]
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(round(gigabytes * 100)):

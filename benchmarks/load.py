@@ -102,7 +102,7 @@ print(json.dumps(found))
 
 def make(folder: Path, layers: int) -> int:
     """The folder; returns the bytes of its weights."""
-    from dunes.checkpoint import shards
+    from dunes.checkpoint import safetensors_writer
     from dunes.checkpoint.lazy_tensor import LazyTensor, renamed
     from dunes.models import FAMILIES
     from dunes.models.names import to_theirs
@@ -116,7 +116,7 @@ def make(folder: Path, layers: int) -> int:
 
     ours = {key: made(key, t.shape) for key, t in state.items()}
     folder.mkdir(parents=True)
-    shards.write_tensors(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
+    safetensors_writer.write_tensors(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     return sum(w.nbytes for w in ours.values())
 

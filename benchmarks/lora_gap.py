@@ -101,9 +101,9 @@ def prepared(run: Run, model: Decoder) -> None:
 
 def batches(sweep: Sweep, loaded: LoadedModel) -> tuple[Batches, Batches]:
     """To learn from, and held out."""
-    sides = examples.split(examples.read(sweep.data).rows)
+    sides = examples.split_records(examples.read_records(sweep.data).rows)
     rows = (sides[0][sweep.skip :][: sweep.examples or None], sides[1])
-    learn, held = (list(examples.tokenized(r, get_template("plain"), loaded.tokenizer)) for r in rows)
+    learn, held = (list(examples.tokenize_records(r, get_template("plain"), loaded.tokenizer)) for r in rows)
     return (
         Batches(learn, loaded.context_length, sweep.batch, sweep.seed),
         Batches(held, loaded.context_length, 16, sweep.seed),
@@ -119,7 +119,7 @@ def nats(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def held_out(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
     """Nats a token of all answers."""
     with tree.mode(model, False), torch.autocast("cpu", dtype, dtype != torch.float32):
-        sums = torch.tensor([[float(v) for v in nats(model, batch)] for batch in data.once()]).double().sum(0)
+        sums = torch.tensor([[float(v) for v in nats(model, batch)] for batch in data.one_epoch()]).double().sum(0)
     return float(sums[0] / sums[1])
 
 
@@ -166,7 +166,7 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
     model, (learn, held) = loaded.model, batches(run.sweep, loaded)
     size, before = tree.count(model), untrained(run.sweep.base, run.sweep.data, dtype)
     prepared(run, model)
-    total = run.sweep.epochs * learn.epoch // run.sweep.batch
+    total = run.sweep.epochs * learn.rows_per_epoch // run.sweep.batch
     checks, seconds, start = list[float](), 0.0, time.perf_counter()
     rate = Schedule.steps(total, warmup=total // 20, decay=1.0).lr_scale
     optimizer = adamw(model, run.rate, decay=0.0)

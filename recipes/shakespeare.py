@@ -27,7 +27,7 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
     print(f"{tree.count(model):,} parameters")
     schedule = Schedule.steps(steps, warmup=10)
     trainer = Trainer(model, muon(model), lambda m, b: m.loss(b[:, :-1], b[:, 1:]), lr_scale=schedule.lr_scale)
-    for step in trainer.run(Windows(ids[:cut], length=64, batch=32).batches()):
+    for step in trainer.run(Windows(ids[:cut], length=64, batch_size=32).batches()):
         if step.number % 100 == 0:
             score = evaluate(model, ids[cut:], widths(tokenizer.token_bytes()), 64, limit=20_000)
             print(f"step {step.number}: loss {step.loss:.3f}, held out {score.loss:.3f}")

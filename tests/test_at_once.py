@@ -16,8 +16,8 @@ from adapters import trained
 from dunes import augment, checkpoint, staging
 from dunes.checkpoint import atomic, state
 from dunes.checkpoint import folder as folder_module
-from dunes.data import collect
-from dunes.data.shards import cached
+from dunes.data import collect_corpus
+from dunes.data.shards import token_shard
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
 
 FORK = multiprocessing.get_context("fork")
@@ -39,9 +39,9 @@ def hidden(folder: Path):
     return sorted(p.name for p in folder.rglob(".*"))
 
 
-@pytest.mark.parametrize("tries", [0, folder_module.TRIES])
+@pytest.mark.parametrize("tries", [0, folder_module.MAX_RETRIES])
 def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(tries, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "TRIES", tries)  # without any, each load holds the lock
+    monkeypatch.setattr(folder_module, "MAX_RETRIES", tries)  # without any, each load holds the lock
     save_model(tmp_path, 99)
     seen, ended = set(), threading.Event()
 
@@ -115,7 +115,7 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
         if i % 2:
             save_model(tmp_path / "out", i)
         else:
-            checkpoint.save_adapter(model, tmp_path / "out", base=base, tokenizer=TOKENIZER, context=16)
+            checkpoint.save_adapter(model, tmp_path / "out", base=base, tokenizer=TOKENIZER, context_length=16)
 
     for last in (0, 1):
         at_once(save)
@@ -184,24 +184,24 @@ def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
 
 
 def test_shards_made_by_many_threads_are_one(tmp_path, code):
-    documents = collect([str(code)]).train
+    documents = collect_corpus([str(code)]).train
     (tmp_path / "cache").mkdir()
     with staging.staging_folder(tmp_path / "cache" / "x") as left:
-        shards = at_once(lambda i: cached(documents, TOKENIZER, tmp_path / "cache"))
+        shards = at_once(lambda i: token_shard(documents, TOKENIZER, tmp_path / "cache"))
         assert left.is_dir(), "somebody is at it"
         assert len({bytes(shard.tokens) for shard in shards}) == 1
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [shards[0].folder.name]
 
 
 def test_a_damaged_shard_is_made_again_by_many_threads(tmp_path, code):
-    documents = collect([str(code)]).train
+    documents = collect_corpus([str(code)]).train
     cache = tmp_path / "cache"
-    folder = cached(documents, TOKENIZER, cache).folder
+    folder = token_shard(documents, TOKENIZER, cache).folder
     (folder / "tokens.bin").chmod(0o600)
     os.truncate(folder / "tokens.bin", 10)
     (cache / ".dunes-left.new").mkdir()
-    shards = at_once(lambda i: cached(documents, TOKENIZER, cache))
-    assert {len(shard.row) for shard in shards} == {shards[0].length}
+    shards = at_once(lambda i: token_shard(documents, TOKENIZER, cache))
+    assert {len(shard.token_file) for shard in shards} == {shards[0].length}
     assert [p.name for p in cache.iterdir()] == [folder.name], "and what was left over is gone"
 
 

@@ -231,11 +231,11 @@ def test_any_module_can_be_kept(tmp_path):
 
 
 def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_path, monkeypatch, capsys):
-    with pytest.raises(ValueError, match="cannot be said in Hugging Face's terms: ") as caught:
+    with pytest.raises(ValueError, match="no family describes this model: ") as caught:
         save(build(), tmp_path / "new", build=None)
     assert str(caught.value).count("not ") <= 3, "the nearest family, not all"
     assert str(caught.value).endswith(
-        "keep it with the function that builds it: checkpoint.save(..., build=function), "
+        "save it with the function that builds it: checkpoint.save(..., build=function), "
         "then checkpoint.load(folder, build=function)"
     )
     words = (

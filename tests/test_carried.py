@@ -42,7 +42,7 @@ def small(tokenizer):
     family = FAMILIES["llama"]
     return family.build(
         family.Config(
-            vocab=tokenizer.vocab, context=512, dim=16, depth=1, heads=2, kv_heads=1, head_dim=8, hidden=24
+            vocab=tokenizer.vocab, context_length=512, dim=16, depth=1, heads=2, kv_heads=1, head_dim=8, hidden=24
         )
     ).eval()
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint import card, inspect, shards, state
+from dunes.checkpoint import card, inspect, safetensors_writer, state
 from dunes.checkpoint.folder import verified_card
 from dunes.checkpoint.lazy_tensor import in_memory
 from dunes.checkpoint.source import open_source
@@ -50,7 +50,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
     assert loaded.tokenizer.json() == TOKENIZER.json()
 
 
-@pytest.mark.parametrize(("context", "vocab", "words"), [(0, TOKENIZER.vocab, "context is 0"), (16, 9, "9 rows")])
+@pytest.mark.parametrize(("context", "vocab", "words"), [(0, TOKENIZER.vocab, "length is 0"), (16, 9, "9 rows")])
 def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
     module = FAMILIES["llama"]
     with pytest.raises(ValueError, match=words):
@@ -76,7 +76,7 @@ def stage(folder, weights, shard):
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
             shutil.copy(file, ready)
-    shards.write_tensors(ready, in_memory(weights), shard=shard)
+    safetensors_writer.write_tensors(ready, in_memory(weights), shard=shard)
     folders.write_card(ready, {"note": str(shard)})
     return ready
 
@@ -127,7 +127,7 @@ def test_reading_moves_nothing_but_what_we_saved(folder):
 def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder, monkeypatch):
     weights = load_file(folder / "model.safetensors")
     name = "model.embed_tokens.weight"
-    stage(folder, weights | {name: weights[name] + 1}, shards.SHARD)
+    stage(folder, weights | {name: weights[name] + 1}, safetensors_writer.SHARD)
 
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -135,7 +135,7 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
     for call in ("replace", "unlink"):
         monkeypatch.setattr(os, call, refuse)
     loaded = checkpoint.load(folder)
-    assert loaded.card["note"] == str(shards.SHARD)
+    assert loaded.card["note"] == str(safetensors_writer.SHARD)
     assert torch.equal(loaded.model.embed.token.weight, weights["model.embed_tokens.weight"] + 1)
 
 
@@ -336,7 +336,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
 def test_a_model_without_a_name_is_refused_before_anything_is_written(tmp_path):
     model = build()
     model.blocks[1].attn.window = 4
-    with pytest.raises(ValueError, match=r"cannot be said in Hugging Face's terms: .*window"):
+    with pytest.raises(ValueError, match=r"no family describes this model: .*window"):
         checkpoint.save(model, tmp_path / "model", TOKENIZER, 16)
     assert not (tmp_path / "model").exists()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes.checkpoint import atomic, folder, native, shards
+from dunes.checkpoint import atomic, folder, native, safetensors_writer
 from dunes.checkpoint import convert as conversion
 from dunes.checkpoint.convert import convert, read_name_table
 from dunes.checkpoint.inspect import odd_values
@@ -215,7 +215,7 @@ def test_numbers_too_large_for_the_dtype_are_refused(tmp_path):
     assert not (tmp_path / "narrow").exists()
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
     save_file(weights, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(ValueError, match="its logits are not finite; look with"):
+    with pytest.raises(ValueError, match="its logits are not finite; list the weights"):
         convert(open_source(tmp_path / "hf"), tmp_path / "new" / "deep" / "same")
     assert not (tmp_path / "new").exists()
 
@@ -225,14 +225,14 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
     before = digests(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     for out in (tmp_path / "hf", tmp_path / "hf" / "inside", tmp_path):
-        with pytest.raises(ValueError, match="must not lie in each other"):
+        with pytest.raises(ValueError, match="must not contain each other"):
             convert(source, out)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.txt").write_text("x")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for name, words in {
-        "there": "is there already",
+        "there": "exists already",
         "file": "not a folder",
         "file/below": "not a folder",
         "link": "not a folder",
@@ -247,7 +247,7 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
 KILLED = """
     import os, sys
     from pathlib import Path
-    from dunes.checkpoint import atomic, shards
+    from dunes.checkpoint import atomic, safetensors_writer
     from dunes.checkpoint.convert import convert
     from dunes.checkpoint.source import open_source
 
@@ -262,7 +262,7 @@ KILLED = """
             return act(*arguments, **more)
         return instead
 
-    shards._bytes, atomic.sync = counted(shards._bytes), counted(atomic.sync)
+    safetensors_writer._bytes, atomic.sync = counted(safetensors_writer._bytes), counted(atomic.sync)
     os.replace, os.rename = counted(os.replace), counted(os.rename)
     convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
@@ -288,7 +288,7 @@ def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
         if not out.exists() or all(p.name.startswith(".") for p in out.iterdir()):
             convert(open_source(tmp_path / "hf"), out)
         else:  # the kill came while the last names were given
-            with pytest.raises(ValueError, match="is there already"):
+            with pytest.raises(ValueError, match="exists already"):
                 convert(open_source(tmp_path / "hf"), out)
         assert digests(out) == whole, f"killed after {after} of {steps} steps"
         for path in out.iterdir():
@@ -298,7 +298,7 @@ def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     theirs("llama", tmp_path / "hf")
-    real, calls = shards._bytes, []
+    real, calls = safetensors_writer._bytes, []
 
     def full(tensor):
         calls.append(1)
@@ -306,7 +306,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(tensor)
 
-    monkeypatch.setattr(shards, "_bytes", full)
+    monkeypatch.setattr(safetensors_writer, "_bytes", full)
     with pytest.raises(OSError, match=r"No space left.*model\.safetensors"):
         convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -369,7 +369,7 @@ def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
         k: LazyTensor(tuple(t.shape), torch.bfloat16, k, partial(torch.full, t.shape, 0.01, dtype=torch.bfloat16))
         for k, t in state.items()
     }
-    shards.write_tensors(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
+    safetensors_writer.write_tensors(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
     command = [sys.executable, "-c", dedent(MEMORY), str(tmp_path / "hf"), str(tmp_path / "out"), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown = int(done.stdout)
@@ -393,7 +393,7 @@ def test_every_family_through_here_bit_for_bit(form, tmp_path):
             p.add_(torch.randn_like(p) * 0.1)
     moves, _ = to_theirs(module.NAMES, model.state_dict())
     (tmp_path / "hf").mkdir()
-    shards.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
+    safetensors_writer.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(config)))
     found = convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert found.largest_difference == 0.0
@@ -437,7 +437,7 @@ def test_a_table_of_foreign_names(tmp_path):
     (tmp_path / "names.json").write_text(json.dumps(names))
     convert(open_source(foreign, read_name_table(tmp_path / "names.json")), tmp_path / "out")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
-    for broken, words in {'{"a": 1}': "'a' must stand for a name", '{"{i}": "{j}"}': "j"}.items():
+    for broken, words in {'{"a": 1}': "the value of 'a' must be a name", '{"{i}": "{j}"}': "j"}.items():
         (tmp_path / "names.json").write_text(broken)
         with pytest.raises(ValueError, match=words):
             read_name_table(tmp_path / "names.json")
@@ -452,7 +452,7 @@ def test_more_than_a_file_holds_goes_into_several(tmp_path):
     theirs("llama", tmp_path / "hf")
     weights = bits(tmp_path / "hf")
     (tmp_path / "many").mkdir()
-    shards.write_tensors(tmp_path / "many", in_memory(weights), shard=40_000)
+    safetensors_writer.write_tensors(tmp_path / "many", in_memory(weights), shard=40_000)
     (tmp_path / "many" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) >= 4
@@ -466,7 +466,7 @@ def test_what_we_write_is_what_the_library_reads(tmp_path):
     kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     tensors = {f"t{i}": torch.randn(3, i + 1).mul(9).to(kind) for i, kind in enumerate(kinds)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.randn(4, 3).T}
-    shards.write_tensors(tmp_path, in_memory(tensors))
+    safetensors_writer.write_tensors(tmp_path, in_memory(tensors))
     assert same(load_file(tmp_path / "model.safetensors"), tensors)
 
 
@@ -475,12 +475,12 @@ def test_a_model_with_a_smaller_file_than_before_is_the_new_one(tmp_path):
     theirs("llama", tmp_path / "hf")
     ready = tmp_path / "hf" / folder.READY
     ready.mkdir()
-    shards.write_tensors(ready, in_memory(bits(tmp_path / "hf")), shard=40_000)
+    safetensors_writer.write_tensors(ready, in_memory(bits(tmp_path / "hf")), shard=40_000)
     folder.finish_save(tmp_path / "hf")
     assert not (tmp_path / "hf" / "model.safetensors").exists()
-    assert (tmp_path / "hf" / shards.INDEX).exists()
+    assert (tmp_path / "hf" / safetensors_writer.INDEX).exists()
     ready.mkdir()
-    shards.write_tensors(ready, open_source(tmp_path / "hf").files)
+    safetensors_writer.write_tensors(ready, open_source(tmp_path / "hf").files)
     folder.finish_save(tmp_path / "hf")
     assert [p.name for p in (tmp_path / "hf").glob("model*")] == ["model.safetensors"]
 
@@ -588,7 +588,7 @@ def test_the_commands(tmp_path, capsys):
     status, _, err = command(capsys, "convert", tmp_path / "native", tmp_path / "back")
     assert status == 2
     assert err.count("\n") == 1
-    assert "is there already" in err
+    assert "exists already" in err
     status, _, err = command(capsys, "inspect", tmp_path / "nothing")
     assert (status, err.count("\n")) == (2, 1)
 

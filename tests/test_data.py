@@ -18,9 +18,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dunes.data import Row, Windows, cached, collect, default_cache, document, files, opened, shards
+from dunes.data import (
+    TokenFile,
+    Windows,
+    collect_corpus,
+    default_cache,
+    document,
+    files,
+    open_shard,
+    shards,
+    token_shard,
+)
 from dunes.data.document import BLOCK, GIANT
-from dunes.data.windows import shuffled
+from dunes.data.windows import shuffle_index
 from dunes.text import Tokenizer
 
 BYTES = Tokenizer.train("bytes", [])
@@ -45,7 +55,7 @@ def names(corpus):
 
 def one(path):
     """The document of a single file."""
-    (document,) = collect([path]).train
+    (document,) = collect_corpus([path]).train
     return document
 
 
@@ -73,7 +83,7 @@ def listed(folder):
 def found(folder):
     """What `collect` finds, where each file has a text of its own; a file beside the folder is always found."""
     (beside := folder.parent / f"beside-{folder.name}").write_text("beside\n")
-    corpus = collect([folder, beside])
+    corpus = collect_corpus([folder, beside])
     beside.unlink()
     assert set(corpus.skipped) <= {"ignored"}
     return [name for name in names(corpus) if name != beside.name]
@@ -165,14 +175,14 @@ def test_a_gitignore_outside_a_checkout_speaks_of_what_is_below_it_only(tmp_path
         tmp_path,
         {".gitignore": "*.txt", "in/.gitignore": "*.log", "in/a.txt": "a", "in/b.log": "b", "in/c.py": "c"},
     )
-    assert names(collect([tmp_path / "in"])) == [".gitignore", "a.txt", "c.py"]
-    assert names(collect([tmp_path])) == [".gitignore", "in/.gitignore", "in/c.py"]
+    assert names(collect_corpus([tmp_path / "in"])) == [".gitignore", "a.txt", "c.py"]
+    assert names(collect_corpus([tmp_path])) == [".gitignore", "in/.gitignore", "in/c.py"]
 
 
 def test_folders_of_tools_are_never_entered(tmp_path):
     tools = (".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "lib/site-packages")
     put(tmp_path, {f"{tool}/x.py": tool for tool in tools} | {"venv.py": "kept", ".github/x.yml": "kept too"})
-    assert names(collect([tmp_path])) == [".github/x.yml", "venv.py"]
+    assert names(collect_corpus([tmp_path])) == [".github/x.yml", "venv.py"]
 
 
 # What nobody wants to learn
@@ -224,7 +234,7 @@ def test_what_is_no_text_is_passed_over_and_counted_with_its_reason(tmp_path):
     put(tmp_path, kept)
     for group in files.values():
         put(tmp_path, group)
-    corpus = collect([tmp_path])
+    corpus = collect_corpus([tmp_path])
     assert {reason: sorted(skipped) for reason, skipped in corpus.skipped.items()} == {
         reason: sorted(group) for reason, group in files.items()
     }
@@ -239,21 +249,21 @@ def test_a_novel_in_any_script_is_not_taken_for_generated(tmp_path):
     lines = prose(1_000_000).splitlines()
     paragraphs = "\n".join(" ".join(lines[i : i + 20]) for i in range(0, len(lines), 20))
     put(tmp_path, {"zh.txt": chinese, "lines.txt": "\n".join(lines), "paragraphs.txt": paragraphs})
-    assert collect([tmp_path]).skipped == {}
+    assert collect_corpus([tmp_path]).skipped == {}
     assert len(chinese.encode()) > GIANT
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_giant_that_the_user_names_himself_is_kept(tmp_path, name):
     put(tmp_path, GENERATED)
-    corpus = collect([tmp_path / name])
+    corpus = collect_corpus([tmp_path / name])
     assert names(corpus) == [name]
     assert corpus.skipped == {}
 
 
 def test_the_same_file_named_twice_is_read_once(tmp_path):
     put(tmp_path, {"a.py": "a", "b.py": "b"})
-    corpus = collect([tmp_path, tmp_path / "a.py"])
+    corpus = collect_corpus([tmp_path, tmp_path / "a.py"])
     assert names(corpus) == ["a.py", "b.py"]
     assert corpus.skipped == {"duplicates": ["a.py"]}
 
@@ -274,7 +284,7 @@ def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path, monkey
     with socket.socket(socket.AF_UNIX) as listening:
         monkeypatch.chdir(source)  # the name of a socket is short
         listening.bind("socket")
-        corpus = collect([source])
+        corpus = collect_corpus([source])
     assert names(corpus) == ["kept.py", "sub/kept.py"]
     harmless = {
         "unreadable": ["broken", "loop", "one", "two"],
@@ -285,8 +295,8 @@ def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path, monkey
     assert "2 links that lead outside" in corpus.report()
     assert "--follow-links reads what lies outside" in corpus.report()
     with pytest.raises(ValueError, match="1 not regular files"):
-        collect([source / "pipe"])
-    followed = collect([source], follow_links=True)
+        collect_corpus([source / "pipe"])
+    followed = collect_corpus([source], follow_links=True)
     assert names(followed) == ["file", "kept.py", "sub/kept.py"]
     irregular = sorted([*harmless["not regular files"], "device"])
     assert reasons(followed) == harmless | {"not regular files": irregular}
@@ -303,13 +313,13 @@ def test_files_that_never_end_are_not_opened(tmp_path):
     source = put(tmp_path / "source", {"kept.py": "kept", "sub/kept.py": "kept too"})
     (source / "log").symlink_to(endless)
     (source / "sub" / ".gitignore").symlink_to(endless)
-    assert names(collect([source])) == ["kept.py", "sub/kept.py"]
-    followed = collect([source], follow_links=True)
+    assert names(collect_corpus([source])) == ["kept.py", "sub/kept.py"]
+    followed = collect_corpus([source], follow_links=True)
     assert names(followed) == ["kept.py", "sub/kept.py"]
     assert reasons(followed) == {"empty": ["log", "sub/.gitignore"]}
     for named in (endless, source / "log"):
         with pytest.raises(ValueError, match="1 empty"):
-            collect([named])
+            collect_corpus([named])
 
 
 def test_what_is_linked_outside_is_read_if_asked_for_by_its_own_rules(tmp_path):
@@ -324,8 +334,8 @@ def test_what_is_linked_outside_is_read_if_asked_for_by_its_own_rules(tmp_path):
         (source / name).symlink_to(tmp_path / target)
     (tmp_path / "shared" / "in" / "back").symlink_to(source)
     (tmp_path / "shared" / "in" / "up").symlink_to(tmp_path / "shared")
-    assert names(collect([source])) == [".gitignore", "own.py"]
-    corpus = collect([source], follow_links=True)
+    assert names(collect_corpus([source])) == [".gitignore", "own.py"]
+    corpus = collect_corpus([source], follow_links=True)
     assert names(corpus) == [".gitignore", "a", "again/b.py", "again/up/.gitignore", "own.py"]
     ignored = ["a1", "a2", "a3", "again/up/d.log", "again/up/secret", "hidden", "own"]
     # What was followed once is not followed again, from wherever a link leads there.
@@ -340,15 +350,15 @@ def test_a_link_that_is_named_is_what_it_leads_to(tmp_path):
     put(tmp_path / "real", {"a.py": "a", "in/b.py": "b"})
     (tmp_path / "folder").symlink_to("real")
     (tmp_path / "file").symlink_to("real/a.py")
-    assert names(collect([tmp_path / "folder"])) == ["a.py", "in/b.py"]
-    assert names(collect([tmp_path / "file"])) == ["file"]
+    assert names(collect_corpus([tmp_path / "folder"])) == ["a.py", "in/b.py"]
+    assert names(collect_corpus([tmp_path / "file"])) == ["file"]
 
 
 def test_links_between_sources_and_hard_links_are_read_once(tmp_path):
     put(tmp_path, {"one/a.py": "a", "two/b.py": "b"})
     (tmp_path / "one" / "to").symlink_to(tmp_path / "two" / "b.py")
     os.link(tmp_path / "one" / "a.py", tmp_path / "two" / "hard.py")
-    corpus = collect([tmp_path / "one", tmp_path / "two"])
+    corpus = collect_corpus([tmp_path / "one", tmp_path / "two"])
     assert names(corpus) == ["a.py", "b.py"]
     assert reasons(corpus) == {"links": ["to"], "duplicates": ["hard.py"]}
 
@@ -374,7 +384,7 @@ def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path, monkeypatch):
             return self.inner.read(size)
 
     monkeypatch.setattr(document, "open_plain", lambda path: (Growing if path.suffix == ".txt" else read)(path))
-    corpus = collect([tmp_path])
+    corpus = collect_corpus([tmp_path])
     assert names(corpus) == ["a.py"]
     assert reasons(corpus) == {"changed while being read": ["log.txt"]}
 
@@ -382,7 +392,7 @@ def test_a_file_that_grows_while_it_is_read_has_an_end(tmp_path, monkeypatch):
 @pytest.mark.timeout(30)
 def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     put(tmp_path, {"a.py": "a", "b.py": "b"})
-    corpus = collect([tmp_path])
+    corpus = collect_corpus([tmp_path])
     for text in [*corpus.train, *corpus.valid]:
         text.path.unlink()
         os.mkfifo(text.path)
@@ -406,7 +416,7 @@ def test_what_may_not_be_read_is_passed_over_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scandir(path))
     monkeypatch.setattr(Path, "open", lambda path, *rest, **more: refuse(path) or read(path, *rest, **more))
     monkeypatch.setattr(os, "open", lambda path, *rest, **more: refuse(path) or opened(path, *rest, **more))
-    corpus = collect([tmp_path])
+    corpus = collect_corpus([tmp_path])
     assert names(corpus) == ["a.py", "open/e.py"]
     assert sorted(corpus.skipped["unreadable"]) == ["closed", "closed.py", "open/.gitignore"]
 
@@ -418,7 +428,7 @@ def test_file_names_that_are_not_utf8_do_no_harm(tmp_path):
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     put(tmp_path, {"c.py": "c", ".gitignore": b"caf\xe8.py"})
-    corpus = collect([tmp_path])
+    corpus = collect_corpus([tmp_path])
     assert names(corpus) == ["c.py", os.fsdecode(b"caf\xe9.py")]
     assert corpus.skipped == {"ignored": [os.fsdecode(b"caf\xe8.py")], "not UTF-8": [".gitignore"]}
 
@@ -428,14 +438,14 @@ def test_the_standard_library_has_a_name_and_leaves_its_tests_out(tmp_path, monk
     put(tmp_path / "real", library | {"site-packages/x.py": "e", "unittest/test.py": "f"})
     (tmp_path / "link").symlink_to("real")  # as some installers have it
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "link")})
-    assert names(collect(["stdlib"])) == ["json/tool.py", "os.py", "unittest/test.py"]
+    assert names(collect_corpus(["stdlib"])) == ["json/tool.py", "os.py", "unittest/test.py"]
 
 
 @pytest.mark.parametrize("absent", ["absent", "absent.txt", "a.py/below"])
 def test_a_missing_source_is_named_in_one_line(tmp_path, absent):
     put(tmp_path, {"a.py": "a"})
     with pytest.raises(ValueError, match="no such file or folder") as caught:
-        collect([tmp_path / "a.py", tmp_path / absent])
+        collect_corpus([tmp_path / "a.py", tmp_path / absent])
     assert str(tmp_path / absent) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -445,7 +455,7 @@ def test_no_text_at_all_is_an_error_of_one_line_that_says_what_there_was(tmp_pat
     (tmp_path / "source").mkdir()
     put(tmp_path / "source", files)
     with pytest.raises(ValueError, match="no text to learn from") as caught:
-        collect([tmp_path / "source"])
+        collect_corpus([tmp_path / "source"])
     message = str(caught.value)
     assert str(tmp_path / "source") in message
     assert "\n" not in message
@@ -462,21 +472,21 @@ def sides(corpus):
 def test_a_file_stays_on_its_side_when_others_come_go_and_change(tmp_path):
     files = {f"part_{i % 7}/module_{i}.py": f"x = {i}\n" for i in range(160)}
     put(tmp_path / "a", dict(list(files.items())[:120]))
-    before = sides(collect([tmp_path / "a"], 0.2))
+    before = sides(collect_corpus([tmp_path / "a"], 0.2))
     assert set(before.values()) == {"train", "valid"}
     put(tmp_path / "a", files | {"part_0/module_0.py": "y = 'edited'\n"})
-    after = sides(collect([tmp_path / "a"], 0.2))
+    after = sides(collect_corpus([tmp_path / "a"], 0.2))
     assert len(after) == 160
     assert {name: after[name] for name in before} == before
     # On another machine the checkout lies elsewhere.
     put(tmp_path / "b" / "c", files)
-    assert sides(collect([tmp_path / "b" / "c"], 0.2)) == after
+    assert sides(collect_corpus([tmp_path / "b" / "c"], 0.2)) == after
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
 def test_about_the_share_that_was_asked_for_is_held_out(tmp_path, share):
     put(tmp_path, {f"module_{i}.py": f"x = {i}\n" for i in range(600)})
-    held = len(collect([tmp_path], share).valid) / 600
+    held = len(collect_corpus([tmp_path], share).valid) / 600
     assert abs(held - share) < 4 * (share * (1 - share) / 600) ** 0.5
 
 
@@ -485,7 +495,7 @@ def test_about_the_share_that_was_asked_for_is_held_out(tmp_path, share):
 def test_of_several_files_each_side_gets_one_and_a_single_file_is_for_learning(tmp_path, share, count):
     for i in range(12):
         put(tmp_path / str(i), {f"{i}_{j}.py": f"{i} {j}" for j in range(count)})
-        corpus = collect([tmp_path / str(i)], share)
+        corpus = collect_corpus([tmp_path / str(i)], share)
         assert len(corpus.train) >= 1
         assert len(corpus.valid) >= (count > 1)
         assert len(corpus.train + corpus.valid) == count
@@ -570,7 +580,7 @@ def learned(documents):
 def test_records_are_learned_by_their_texts_and_held_out_by_their_hashes(tmp_path):
     put(tmp_path, {"a.py": "x = 1\n", "in/rows.jsonl": record_lines(400) + '{"id": 7}\n{"text": ""}\n'})
     put(tmp_path, {"copy.jsonl.gz": gzip.compress((tmp_path / "in" / "rows.jsonl").read_bytes())})
-    corpus = collect([tmp_path])
+    corpus = collect_corpus([tmp_path])
     expected = [f"the text of {i}\n" for i in range(400)]
     assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted([*expected, "x = 1\n"])
     held = learned(corpus.valid)
@@ -579,12 +589,12 @@ def test_records_are_learned_by_their_texts_and_held_out_by_their_hashes(tmp_pat
     assert reasons(corpus) == {"duplicates": ["in/rows.jsonl"]}
     assert corpus.notes == ["learned from records: the field text (402 records; 2 without text passed over)"]
     put(tmp_path / "more", {"rows.jsonl": record_lines(500)})
-    assert set(held) <= set(learned(collect([tmp_path / "more"]).valid))
+    assert set(held) <= set(learned(collect_corpus([tmp_path / "more"]).valid))
 
 
 def test_of_a_few_records_each_side_gets_one(tmp_path):
     for count, sides in ((1, [1, 0]), (2, [1, 1]), (3, [2, 1])):
-        corpus = collect(
+        corpus = collect_corpus(
             [put(tmp_path / str(count), {"rows.jsonl": record_lines(count) * 2}) / "rows.jsonl"], 1e-9
         )
         assert [len(set(learned(side))) for side in (corpus.train, corpus.valid)] == sides
@@ -601,7 +611,7 @@ def test_what_is_taken_from_records_is_said(tmp_path):
         "other.jsonl": json.dumps({"body": "other"}),
         "settings.json": '[{"body": "no text"}]',
     }  # fmt: skip
-    corpus = collect([put(tmp_path / "all", rows)])
+    corpus = collect_corpus([put(tmp_path / "all", rows)])
     texts = ["A\n\nB", "Hi\n\nHo", "Who\n\nI"]
     assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted(texts)
     assert corpus.notes[:2] == [
@@ -616,15 +626,15 @@ def test_what_is_taken_from_records_is_said(tmp_path):
     )
     assert reasons(corpus) == {"unreadable records": ["other.jsonl", "settings.json"]}
     with pytest.raises(ValueError, match=r"other\.jsonl, line 1: .* --text-field"):
-        collect([tmp_path / "all" / "other.jsonl"])
-    body = collect([tmp_path / "all"], text_field=["body"])
+        collect_corpus([tmp_path / "all" / "other.jsonl"])
+    body = collect_corpus([tmp_path / "all"], text_field=["body"])
     assert sorted(learned([*body.train, *body.valid])) == ["no text", "other"]
     assert reasons(body) == {"unreadable records": ["chat.jsonl", "tasks.json"]}
 
 
 def test_many_files_of_records_that_cannot_be_read_are_not_all_listed(tmp_path):
     put(tmp_path, {"a.py": "a"} | {f"{i}.jsonl": "{" for i in range(8)})
-    notes = collect([tmp_path]).notes
+    notes = collect_corpus([tmp_path]).notes
     assert [note.partition(", line")[0] for note in notes[:5]] == [
         f"passed over: {tmp_path / str(i)}.jsonl" for i in range(5)
     ]
@@ -635,17 +645,17 @@ def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "BLOCK", 50)
     texts = [f"{i} héllo\nworld {'long ' * (i % 40)}" for i in range(60)]
     path = put(tmp_path, {"rows.jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts)}) / "rows.jsonl"
-    corpus = collect([path])
+    corpus = collect_corpus([path])
     for side in (corpus.train, corpus.valid):
         ids = [i for text in learned(side) for i in (*BYTES.encode(text), BYTES.eos)]
-        assert cached(side, BYTES).tokens.tolist() == ids
+        assert token_shard(side, BYTES).tokens.tolist() == ids
     assert sorted(learned(corpus.train) + learned(corpus.valid)) == sorted(texts)
 
 
 @pytest.mark.parametrize("change", ["more", "less", "another", "broken", "gone"])
 def test_records_that_changed_are_noticed_when_they_are_read(tmp_path, change):
     path = put(tmp_path, {"rows.jsonl": record_lines(20)}) / "rows.jsonl"
-    corpus = collect([path])
+    corpus = collect_corpus([path])
     if change == "gone":
         path.unlink()
     else:
@@ -664,7 +674,7 @@ def documents(tmp_path):
     texts = {
         f"{i}.py": f"def task_{i}(value):\n    return value * {i}  # größer 漢字 <|endoftext|>\n" for i in range(6)
     }
-    return collect([put(tmp_path / "source", texts)]).train
+    return collect_corpus([put(tmp_path / "source", texts)]).train
 
 
 def expected(documents, tokenizer):
@@ -674,7 +684,7 @@ def expected(documents, tokenizer):
 @pytest.mark.parametrize("kind", ["bpe", "bytes", "chars"])
 def test_a_shard_holds_the_ids_of_each_document_and_an_end(documents, tmp_path, kind):
     tokenizer = Tokenizer.train(kind, [block for d in documents for block in d.text()], 300)
-    shard = cached(documents, tokenizer, tmp_path / "cache")
+    shard = token_shard(documents, tokenizer, tmp_path / "cache")
     assert shard.tokens.tolist() == expected(documents, tokenizer)
     assert shard.length == len(shard.tokens)
     assert shard.size == sum(d.path.stat().st_size for d in documents)
@@ -686,16 +696,16 @@ def test_a_document_of_many_blocks_has_the_ids_of_the_whole(tmp_path):
     lines = prose(BLOCK + 200_000).replace("hills", "hügel\r\n\n")
     put(tmp_path, {"long.txt": lines})
     tokenizer = Tokenizer.train("bpe", [lines[:50_000]], 400)
-    shard = cached([one(tmp_path / "long.txt")], tokenizer)
+    shard = token_shard([one(tmp_path / "long.txt")], tokenizer)
     assert len(list(one(tmp_path / "long.txt").text())) > 1
     assert shard.tokens.tolist() == [*tokenizer.encode(lines), tokenizer.eos]
 
 
 def test_bytes_are_reported_as_they_are_done_and_only_once(documents):
     told = []
-    cached(documents, BYTES, told=told.append)
+    token_shard(documents, BYTES, progress=told.append)
     assert told == [d.size for d in documents]
-    cached(documents, BYTES, told=told.append)
+    token_shard(documents, BYTES, progress=told.append)
     assert len(told) == len(documents)
 
 
@@ -705,16 +715,16 @@ def state(folder):
 
 def test_what_is_cached_is_not_written_again(documents, tmp_path):
     cache = tmp_path / "a" / "cache"
-    first = cached(documents, BYTES, cache)
+    first = token_shard(documents, BYTES, cache)
     before = state(first.folder)
-    assert cached(documents, Tokenizer.train("bytes", []), cache) == first
+    assert token_shard(documents, Tokenizer.train("bytes", []), cache) == first
     assert state(first.folder) == before
     assert list(cache.iterdir()) == [first.folder]
 
 
 def test_the_cache_lies_where_the_environment_says(documents, tmp_path, monkeypatch):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
-    assert cached(documents, BYTES).folder.parent == default_cache() == tmp_path / "home" / "tokens"
+    assert token_shard(documents, BYTES).folder.parent == default_cache() == tmp_path / "home" / "tokens"
     monkeypatch.delenv("DUNES_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert default_cache() == tmp_path / "xdg" / "dunes" / "tokens"
@@ -726,15 +736,15 @@ def test_the_cache_lies_where_the_environment_says(documents, tmp_path, monkeypa
 def test_another_text_order_or_tokenizer_has_another_key(documents, tmp_path):
     bpe = [Tokenizer.train("bpe", [text], 270) for text in ("def task value", "return value")]
     assert bpe[0].vocab == bpe[1].vocab
-    shards = [cached(documents, tokenizer) for tokenizer in (BYTES, *bpe)]
-    shards += [cached(some, BYTES) for some in (documents[1:], documents[::-1])]
+    shards = [token_shard(documents, tokenizer) for tokenizer in (BYTES, *bpe)]
+    shards += [token_shard(some, BYTES) for some in (documents[1:], documents[::-1])]
     documents[0].path.write_text("x = 'edited'\n")
-    shards.append(cached(collect([tmp_path / "source"]).train, BYTES))
+    shards.append(token_shard(collect_corpus([tmp_path / "source"]).train, BYTES))
     assert len({s.key for s in shards}) == len({s.folder for s in shards}) == len(shards)
 
 
 def test_only_the_owner_may_read_a_shard_and_nobody_may_write_it(documents):
-    shard = cached(documents, BYTES)
+    shard = token_shard(documents, BYTES)
     assert shard.folder.stat().st_mode & 0o777 == 0o700
     assert (shard.folder / "tokens.bin").stat().st_mode & 0o777 == 0o400
     with pytest.raises(ValueError, match="read-only"):
@@ -761,13 +771,13 @@ DAMAGES = {
 @pytest.mark.parametrize("name", ["tokens.bin", "shard.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_made_again(documents, tmp_path, name, damage):
-    first = cached(documents, BYTES, tmp_path / "cache")
+    first = token_shard(documents, BYTES, tmp_path / "cache")
     want, path = first.tokens.tolist(), first.folder / name
     data, hurt = path.read_bytes(), DAMAGES[damage](path.read_bytes())
     path.unlink()
     if hurt is not None:
         path.write_bytes(hurt)
-    again = cached(documents, BYTES, tmp_path / "cache")
+    again = token_shard(documents, BYTES, tmp_path / "cache")
     assert again == first
     assert again.tokens.tolist() == want
     assert path.read_bytes() == data
@@ -775,12 +785,12 @@ def test_a_damaged_shard_is_made_again(documents, tmp_path, name, damage):
 
 
 def test_no_single_bit_of_a_card_can_lie(documents, tmp_path):
-    first = cached(documents, BYTES, tmp_path)
+    first = token_shard(documents, BYTES, tmp_path)
     path = first.folder / "shard.json"
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(flipped(data, at))
-        assert cached(documents, BYTES, tmp_path) == first
+        assert token_shard(documents, BYTES, tmp_path) == first
         assert path.read_bytes() == data, at
 
 
@@ -808,38 +818,38 @@ def replaced(path, damage):
 
 @pytest.mark.parametrize("foreign", FOREIGN)
 def test_what_is_not_a_whole_shard_is_refused_by_name(documents, tmp_path, foreign):
-    shard = cached(documents, BYTES, tmp_path)
-    assert opened(shard.folder) == shard
+    shard = token_shard(documents, BYTES, tmp_path)
+    assert open_shard(shard.folder) == shard
     harm, words = FOREIGN[foreign]
     harm(shard.folder)
     with pytest.raises(ValueError, match=words):
-        opened(shard.folder)
+        open_shard(shard.folder)
 
 
 def test_the_first_id_that_does_not_exist_is_named(documents, tmp_path):
-    shard = cached(documents, BYTES, tmp_path)
+    shard = token_shard(documents, BYTES, tmp_path)
     first = next(i for i, token in enumerate(shard.tokens.tolist()) if token >= 110)
     change(shard.folder, vocab=110)
     with pytest.raises(ValueError, match=f"id {first} is not below"):
-        opened(shard.folder)
+        open_shard(shard.folder)
 
 
 def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
-    shard = cached(documents, BYTES)
-    row = shard.row
+    shard = token_shard(documents, BYTES)
+    row = shard.token_file
     assert len(row) == shard.length
     for _ in range(50):
         index = np.random.default_rng(_).integers(0, len(row), (3, 7))
         assert (row[index] == shard.tokens[index]).all()
     windows = Windows(row, 20, 4)
-    assert torch.equal(windows.at(3), Windows(shard.tokens, 20, 4).at(3))
+    assert torch.equal(windows.batch(3), Windows(shard.tokens, 20, 4).batch(3))
     path = shard.folder / "tokens.bin"
     path.chmod(0o600)
     os.truncate(path, 50)
     with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
-        windows.at(4)
+        windows.batch(4)
     with pytest.raises(ValueError, match="ends inside token 25"):
-        Row(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]
+        TokenFile(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]
 
 
 def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):
@@ -847,11 +857,11 @@ def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached(documents, BYTES, tmp_path / "cache", stop)
+        token_shard(documents, BYTES, tmp_path / "cache", stop)
     assert list((tmp_path / "cache").iterdir()) == []
     documents[-1].path.write_text("x = 'edited'\n")
     with pytest.raises(ValueError, match="changed while it was being read"):
-        cached(documents, BYTES, tmp_path / "cache")
+        token_shard(documents, BYTES, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -860,10 +870,10 @@ def test_a_shard_that_another_process_finished_first_is_left_in_its_place(docume
 
     def told(size):
         if not other:
-            shard = cached(documents, BYTES, tmp_path / "cache")
+            shard = token_shard(documents, BYTES, tmp_path / "cache")
             other.append((shard, state(shard.folder)))
 
-    shard = cached(documents, BYTES, tmp_path / "cache", told)
+    shard = token_shard(documents, BYTES, tmp_path / "cache", told)
     assert shard == other[0][0]
     assert state(shard.folder) == other[0][1]
     assert list((tmp_path / "cache").iterdir()) == [shard.folder]
@@ -875,11 +885,11 @@ def test_ids_take_two_bytes_as_long_as_they_fit(tmp_path, vocab, dtype):
     tokenizer = Tokenizer.train("chars", characters)
     assert tokenizer.vocab == vocab
     put(tmp_path, {"a.txt": "".join(characters[::97]) + characters[-1]})
-    shard = cached([one(tmp_path / "a.txt")], tokenizer)
+    shard = token_shard([one(tmp_path / "a.txt")], tokenizer)
     assert shard.tokens.dtype == dtype
     assert shard.tokens.tolist() == expected([one(tmp_path / "a.txt")], tokenizer)
     windows = Windows(shard.tokens, shard.length - 1, 1)
-    assert windows.at(0).tolist() == [shard.tokens.tolist()]
+    assert windows.batch(0).tolist() == [shard.tokens.tolist()]
 
 
 # Windows
@@ -892,7 +902,9 @@ texts = st.integers(1, 40).flatmap(
 
 def starts(windows, epoch):
     """Where the windows of an epoch begin, in order."""
-    return windows.starts(np.arange(epoch * windows.epoch, (epoch + 1) * windows.epoch, dtype=np.int64))
+    return windows.starts(
+        np.arange(epoch * windows.windows_per_epoch, (epoch + 1) * windows.windows_per_epoch, dtype=np.int64)
+    )
 
 
 @many(300)
@@ -900,7 +912,9 @@ def starts(windows, epoch):
 def test_an_epoch_meets_each_token_once_but_for_the_two_ends(text, epoch, seed):
     size, length = text
     windows = Windows(np.arange(size), length, 1, seed)
-    rows = np.stack([windows.at(epoch * windows.epoch + i)[0].numpy() for i in range(windows.epoch)])
+    rows = np.stack(
+        [windows.batch(epoch * windows.windows_per_epoch + i)[0].numpy() for i in range(windows.windows_per_epoch)]
+    )
     assert (np.diff(rows, axis=1) == 1).all(), "a window is a part of the text"
     assert rows.min() >= 0
     assert rows.max() < size
@@ -915,8 +929,8 @@ def test_every_token_is_met_in_some_epoch(text, seed):
     size, length = text
     windows = Windows(np.arange(size), length, 64, seed)
     met = set()
-    for number in range(20 * length * windows.epoch // 64 + 10):
-        met.update(windows.at(number).ravel().tolist())
+    for number in range(20 * length * windows.windows_per_epoch // 64 + 10):
+        met.update(windows.batch(number).ravel().tolist())
     assert met == set(range(size))
 
 
@@ -931,32 +945,32 @@ def test_a_batch_depends_on_its_number_only(text, batch, number, seed):
         ids = next(stream)
         assert ids.shape == (batch, length + 1)
         assert ids.dtype == torch.int64
-        assert torch.equal(ids, windows.at(number + i))
-        assert torch.equal(ids, Windows(tokens.copy(), length, batch, seed).at(number + i))
+        assert torch.equal(ids, windows.batch(number + i))
+        assert torch.equal(ids, Windows(tokens.copy(), length, batch, seed).batch(number + i))
 
 
 def test_iteration_from_the_beginning_reaches_the_same_batches():
     windows = Windows(np.arange(100), 7, 3)
     for number, ids in zip(range(40), windows.batches(), strict=False):
-        assert torch.equal(ids, windows.at(number))
+        assert torch.equal(ids, windows.batch(number))
 
 
 @pytest.mark.parametrize("batch", [2, 3, 5, 13, 50])
 def test_the_size_of_a_batch_does_not_change_the_order(batch):
     tokens = np.arange(100)
     single = Windows(tokens, 7, 1)
-    want = torch.cat([single.at(i) for i in range(4 * batch)])
-    assert torch.equal(torch.cat([Windows(tokens, 7, batch).at(i) for i in range(4)]), want)
+    want = torch.cat([single.batch(i) for i in range(4 * batch)])
+    assert torch.equal(torch.cat([Windows(tokens, 7, batch).batch(i) for i in range(4)]), want)
 
 
 def test_a_batch_over_the_end_of_an_epoch_takes_the_rest_and_begins_the_next():
     windows = Windows(np.arange(100), 7, 5)
-    assert windows.epoch == 13
+    assert windows.windows_per_epoch == 13
     first, second = starts(windows, 0).tolist(), starts(windows, 1).tolist()
-    assert windows.at(2)[:, 0].tolist() == first[10:] + second[:2]
-    assert windows.at(3)[:, 0].tolist() == second[2:7]
+    assert windows.batch(2)[:, 0].tolist() == first[10:] + second[:2]
+    assert windows.batch(3)[:, 0].tolist() == second[2:7]
     large = Windows(np.arange(100), 7, 30)
-    assert large.at(0)[:, 0].tolist() == first + second + starts(windows, 2)[:4].tolist()
+    assert large.batch(0)[:, 0].tolist() == first + second + starts(windows, 2)[:4].tolist()
 
 
 def test_epochs_and_seeds_differ_in_order_and_cut():
@@ -977,14 +991,14 @@ def test_epochs_and_seeds_differ_in_order_and_cut():
 @example(size=1 << 16, seed=0, epoch=0)
 @example(size=(1 << 16) + 1, seed=0, epoch=0)
 def test_shuffling_is_a_permutation(size, seed, epoch):
-    order = shuffled(np.arange(size), size, (seed, epoch))
+    order = shuffle_index(np.arange(size), size, (seed, epoch))
     assert np.array_equal(np.sort(order), np.arange(size))
     some = np.arange(size)[:: max(1, size // 5)]
-    assert np.array_equal(shuffled(some, size, (seed, epoch)), order[some])
+    assert np.array_equal(shuffle_index(some, size, (seed, epoch)), order[some])
 
 
 def test_shuffling_leaves_no_trace_of_the_old_order():
-    orders = np.stack([shuffled(np.arange(1000), 1000, (seed, 0)) for seed in range(50)])
+    orders = np.stack([shuffle_index(np.arange(1000), 1000, (seed, 0)) for seed in range(50)])
     assert abs(orders.mean(0) - 499.5).max() < 6 * 289 / 50**0.5, "each place gets numbers of all sizes"
     neighbours = np.abs(np.diff(orders, axis=1)) == 1
     assert neighbours.mean() < 0.004, "about two in a thousand follow each other by chance"
@@ -992,7 +1006,7 @@ def test_shuffling_leaves_no_trace_of_the_old_order():
 
 
 def test_shuffling_very_many_needs_no_list_of_them():
-    order = shuffled(np.array([0, 1, 10**12 - 1]), 10**12, (0, 0))
+    order = shuffle_index(np.array([0, 1, 10**12 - 1]), 10**12, (0, 0))
     assert len(set(order.tolist())) == 3
     assert 0 <= order.min() <= order.max() < 10**12
 
@@ -1001,4 +1015,4 @@ def test_shuffling_very_many_needs_no_list_of_them():
 def test_a_text_without_one_window_is_refused_with_both_numbers(size, length):
     with pytest.raises(ValueError, match=rf"^{size} tokens, and one window needs {length + 1};"):
         Windows(np.arange(size), length, 1)
-    assert Windows(np.arange(length + 1), length, 2).at(0).tolist() == [list(range(length + 1))] * 2
+    assert Windows(np.arange(length + 1), length, 2).batch(0).tolist() == [list(range(length + 1))] * 2

@@ -18,12 +18,21 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from conftest import data
-from dunes.data import coloured, examples, preflight, read, refuse, report, split, tokenized
+from dunes.data import (
+    check_report,
+    data_report,
+    examples,
+    preflight,
+    read_records,
+    split_records,
+    tokenize_records,
+    trained_spans,
+)
 from dunes.data.dataset import read_dataset
-from dunes.data.examples import KINDS, Record
-from dunes.data.packing import collated
-from dunes.data.records import LIMIT_ROW
-from dunes.data.text_windows import large_texts, tails, windows
+from dunes.data.examples import RECORD_FORMATS, Record
+from dunes.data.packing import collate
+from dunes.data.records import MAX_ROW_BYTES
+from dunes.data.text_windows import large_texts, split_tails, split_windows
 from dunes.ops.cross_entropy import IGNORE
 from dunes.text import END, Tokenizer, templates
 from dunes.text.chat_template import render
@@ -113,12 +122,14 @@ def rows(*talks):
 
 
 def made(talk, template, tokenizer, **options):
-    (example,) = tokenized(rows(talk), template, tokenizer, **options)
+    (example,) = tokenize_records(rows(talk), template, tokenizer, **options)
     return example
 
 
 def spelled(ids, tokenizer):
-    return "".join(t for t, _ in coloured(examples.Example(np.array(ids), np.zeros(len(ids), bool)), tokenizer))
+    return "".join(
+        t for t, _ in trained_spans(examples.Example(np.array(ids), np.zeros(len(ids), bool)), tokenizer)
+    )
 
 
 # Reading
@@ -135,7 +146,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("write", ["list", "lines", "blank lines", "gzip"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECORD_FORMATS)
 def test_each_kind_is_found_by_looking(kind, write, tmp_path):
     row = FORMS[kind]
     content = {
@@ -144,15 +155,17 @@ def test_each_kind_is_found_by_looking(kind, write, tmp_path):
         "blank lines": f"\n\r\n{json.dumps(row)}\r\n \n{json.dumps(row)}\n\n".encode(),
         "gzip": gzip.compress(lines(row, row).encode()),
     }[write]
-    found = read(put(tmp_path, content, "data.txt"))
-    assert found.kind == kind
+    found = read_records(put(tmp_path, content, "data.txt"))
+    assert found.format == kind
     assert [list(r.turns) for r in found.rows] == [WANTED if kind != "text" else [Turn("text", "Hi")]] * 2
     assert [r.place.rpartition(", ")[2] for r in found.rows] == {
         "list": ["row 1", "row 2"],
         "blank lines": ["line 3", "line 5"],
     }.get(write, ["line 1", "line 2"])
     form = "a JSON list" if write == "list" else "JSON lines"
-    assert found.detected == f"{tmp_path / 'data.txt'}: 2 records of {KINDS[kind].said}, in {form}"
+    assert (
+        found.description == f"{tmp_path / 'data.txt'}: 2 records of {RECORD_FORMATS[kind].description}, in {form}"
+    )
 
 
 def test_other_spellings_are_read_as_what_they_say(tmp_path):
@@ -164,12 +177,12 @@ def test_other_spellings_are_read_as_what_they_say(tmp_path):
         {"role": "user", "content": ""},
         {"role": "assistant", "content": "Ho", "weight": 1},
     ]
-    (row,) = read(put(tmp_path, lines({"messages": messages, "tools": None}))).rows
+    (row,) = read_records(put(tmp_path, lines({"messages": messages, "tools": None}))).rows
     heard = [Turn("system", "S"), Turn("user", "Hi"), Turn("assistant", "Hm", trained=False), Turn("user", "")]
     assert list(row.turns) == [*heard, WANTED[1]]
-    (row,) = read(put(tmp_path, lines({"instruction": "Hi", "output": ""}))).rows
+    (row,) = read_records(put(tmp_path, lines({"instruction": "Hi", "output": ""}))).rows
     assert list(row.turns) == [WANTED[0], Turn("assistant", "")]
-    (row,) = read(put(tmp_path, lines({"conversations": FORMS["messages"]["messages"]}))).rows
+    (row,) = read_records(put(tmp_path, lines({"conversations": FORMS["messages"]["messages"]}))).rows
     assert list(row.turns) == WANTED
 
 
@@ -193,7 +206,7 @@ BAD = {
     "a list's row": (json.dumps([FORMS["alpaca"], {"instruction": "a"}]), "row 2: .*found no output, but instruction"),
     "wrong type": (lines({"instruction": "a", "output": 3}), "line 1: output: expected a text, found a number"),
     "no completion": (lines({"prompt": "a", "completion": None}), "completion: expected a text, found nothing"),
-    "empty text": (lines({"text": ""}), "line 1: text: expected some"),
+    "empty text": (lines({"text": ""}), "line 1: text: expected a text, found an empty one"),
     "half a character": ('{"text": "a\\ud800"}', "line 1: text: half of a surrogate pair at character 1"),
     "no list": (lines({"messages": "Hi"}), "messages: expected a list of messages, found a text"),
     "no message": (lines({"messages": []}), "messages: expected a list of messages, found an empty one"),
@@ -203,7 +216,7 @@ BAD = {
     "a tool": (lines(said({"role": "tool", "content": "x"})), "message 1: role: 'tool': calls of tools are not supported"),
     "a call": (lines(said({"role": "assistant", "tool_calls": [{}]})), "message 1: tool_calls: calls of tools are not"),
     "tools": (lines(FORMS["messages"] | {"tools": [{}]}), "line 1: tools: calls of tools are not supported"),
-    "thoughts": (lines(said({"role": "assistant", "content": "a", "thinking": "b"})), "thinking: thoughts beside"),
+    "thoughts": (lines(said({"role": "assistant", "content": "a", "thinking": "b"})), "thinking: reasoning beside"),
     "a picture": (lines(said({"role": "user", "content": [{"type": "image_url"}]})), "parts of type 'text', found 'image_url'"),
     "a weight": (lines(said({"role": "user", "content": "a", "weight": 0.5})), "weight: expected 0 or 1, found 0.5"),
     "no answer": (lines(said({"role": "user", "content": "a"})), "line 1: expected an answer, found user"),
@@ -216,18 +229,18 @@ BAD = {
 def test_a_bad_row_is_named(which, tmp_path):
     content, expected = BAD[which]
     with pytest.raises(ValueError, match=expected) as caught:
-        read(put(tmp_path, content))
+        read_records(put(tmp_path, content))
     assert str(caught.value).startswith(str(tmp_path / "data.json"))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700
 
 
 def test_a_row_without_end_and_a_missing_file_are_named(tmp_path):
-    path = put(tmp_path, lines(FORMS["text"]) + '\n{"text": "' + "a" * LIMIT_ROW)
-    with pytest.raises(ValueError, match=f"line 2: more than {LIMIT_ROW} bytes"):
-        read(path)
+    path = put(tmp_path, lines(FORMS["text"]) + '\n{"text": "' + "a" * MAX_ROW_BYTES)
+    with pytest.raises(ValueError, match=f"line 2: more than {MAX_ROW_BYTES} bytes"):
+        read_records(path)
     with pytest.raises(ValueError, match="nowhere: cannot be read"):
-        read(tmp_path / "nowhere")
+        read_records(tmp_path / "nowhere")
 
 
 def test_no_file_breaks_the_reader(tmp_path):
@@ -238,7 +251,7 @@ def test_no_file_breaks_the_reader(tmp_path):
         for place in generator.integers(0, len(content), 3):
             content[place] = generator.choice(list(b'[]{}":,a1\\\xff'))
         try:
-            read(put(tmp_path, bytes(content)))
+            read_records(put(tmp_path, bytes(content)))
         except ValueError as error:
             assert "data.json" in str(error)  # noqa: PT017  (it may be readable still)
 
@@ -270,7 +283,7 @@ Add {them}.
 def test_alpacas_prompts_to_the_byte(name, given, bpe, tmp_path):
     """A1."""
     row = {k: v for k, v in (TASK | {"input": given}).items() if v is not None}
-    (record,) = read(put(tmp_path, lines(row))).rows
+    (record,) = read_records(put(tmp_path, lines(row))).rows
     (pieces,) = get_template(name).render([record.turns])
     want = (ALPACA_PAIRED if given else ALPACA_ALONE) + ALPACA_TAIL[name]
     assert [p.text for p in pieces] == [BEGIN.text, want, "Three.\nReally", "{end}"]
@@ -290,13 +303,13 @@ def test_what_is_trained_on_is_the_answer_and_its_end(name, answer, bpe):
     whole, apart = bpe.encode("Response:The"), [*bpe.encode("Response:"), *bpe.encode("The")]
     assert whole != apart
     example = made((Turn("user", "Response:"), Turn("assistant", answer)), get_template(name), bpe)
-    trained = example.ids[example.trained].tolist()
+    trained = example.ids[example.loss_mask].tolist()
     stop = get_template(name).stop_id(bpe)
     assert trained[-1] == stop
     assert stop not in trained[:-1]
     assert bpe.decode(trained[:-1]) == answer
-    assert example.trained[: -len(trained) - 2].sum() == 0
-    targets = collated([[example]], len(example))[1][0]
+    assert example.loss_mask[: -len(trained) - 2].sum() == 0
+    targets = collate([[example]], len(example))[1][0]
     assert targets[targets >= 0].tolist() == trained, "what the loss is given"
 
 
@@ -304,7 +317,7 @@ def test_a_space_in_front_of_a_text_is_none_between_prompt_and_answer(spaced):
     """Where the tokenizer sets a space in front of each text: Alpaca's answers follow without one."""
     talk = (Turn("user", "Hi"), Turn("assistant", "The answer"))
     example = made(talk, get_template("alpaca"), spaced)
-    assert spaced.decode(example.ids[example.trained].tolist()) == "The answer"
+    assert spaced.decode(example.ids[example.loss_mask].tolist()) == "The answer"
     assert spaced.decode(example.ids.tolist()).endswith("### Response:The answer")
     assert spaced.encode_continuation("The answer") != spaced.encode("The answer")
     assert spaced.decode([*spaced.encode("a"), *spaced.encode_continuation("b")]) == "ab"
@@ -389,7 +402,7 @@ def test_a_prompt_has_the_ids_with_which_the_answer_is_trained(name, bpe, llama3
     talk = (Turn("user", "Response:"), Turn("assistant", "The answer"))
     for template in (get_template(name), ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)):
         example = made(talk, template, tokenizer)
-        first = int(example.trained.argmax())
+        first = int(example.loss_mask.argmax())
         assert encode_prompt(template, talk[:1], tokenizer) == example.ids[:first].tolist()
         begin = tokenizer.document_start
         assert example.ids[: len(begin)].tolist() == begin
@@ -404,22 +417,22 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
     stop = get_template(name).stop_id(tokenizer)
     for template in (get_template(name), ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)):
         example = made(talk, template, tokenizer)
-        parts = [t for t, trained in coloured(example, tokenizer) if trained]
+        parts = [t for t, trained in trained_spans(example, tokenizer) if trained]
         end = tokenizer.inner.id_to_token(stop)
         assert [t.replace(end, "").strip() for t in parts] == ["assistant 1", "assistant 1"]
         assert all(t.endswith(end) for t in parts)
-        assert example.ids[example.trained].tolist().count(stop) == 2
+        assert example.ids[example.loss_mask].tolist().count(stop) == 2
         everything = made(talk, template, tokenizer, train_on="all")
         assert everything.ids.tolist() == example.ids.tolist()
         starts = np.isin(everything.ids, tokenizer.document_start) & (everything.ids != tokenizer.eos)
-        assert everything.trained[1:].tolist() == (~starts[1:]).tolist()
-        assert not everything.trained[0]
+        assert everything.loss_mask[1:].tolist() == (~starts[1:]).tolist()
+        assert not everything.loss_mask[0]
 
 
 def test_plain_text_is_trained_on_as_a_whole(bpe):
     example = made([Turn("text", "The answer")], get_template("plain"), bpe)
     assert example.ids.tolist() == [bpe.eos, *bpe.encode("The answer"), bpe.eos]
-    assert example.trained.tolist() == [False] + [True] * (len(example) - 1)
+    assert example.loss_mask.tolist() == [False] + [True] * (len(example) - 1)
 
 
 REFUSED = {
@@ -445,7 +458,7 @@ def test_a_conversation_without_a_form_is_named(which, spaced):
     name, roles, expected = REFUSED[which]
     good = chat("user", "assistant")
     with pytest.raises(ValueError, match=f"^made, row 2: template.*{expected}"):
-        list(tokenized(rows(good, chat(*roles)), get_template(name), spaced))
+        list(tokenize_records(rows(good, chat(*roles)), get_template(name), spaced))
 
 
 def test_plain_text_has_no_form_as_a_chat(bpe, llama3):
@@ -456,15 +469,15 @@ def test_plain_text_has_no_form_as_a_chat(bpe, llama3):
 
 def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_row(bpe, spaced):
     with pytest.raises(ValueError, match=r"template chatml: the tokenizer has no <\|im_start\|>, <\|im_end\|>"):
-        next(tokenized(rows(WANTED), get_template("chatml"), spaced))
+        next(tokenize_records(rows(WANTED), get_template("chatml"), spaced))
     held = Tokenizer(tokenizers.Tokenizer.from_str(spaced.json()))
     held.inner.add_special_tokens(["[INST]"])
     with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as words, .*as special tokens"):
-        next(tokenized(rows(WANTED), get_template("mistral"), held))
+        next(tokenize_records(rows(WANTED), get_template("mistral"), held))
     with pytest.raises(ValueError, match="no template is called 'vicuna'; there are plain, alpaca"):
         get_template("vicuna")
     with pytest.raises(ValueError, match="train_on is 'answers' or 'all', not 'prompt'"):
-        next(tokenized(rows(WANTED), get_template("plain"), bpe, "prompt"))
+        next(tokenize_records(rows(WANTED), get_template("plain"), bpe, "prompt"))
 
 
 OWN = {
@@ -486,8 +499,8 @@ def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
     source = "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}{{ m.content }}<|im_end|>{% endfor %}"
     many = [chat("user", "assistant")] * 70
     with pytest.raises(ValueError, match=r"^made, row 71: the chat template fails: TemplateError: no"):
-        list(tokenized(rows(*many, chat("system", "user", "assistant")), ModelTemplate(source, bpe), bpe))
-    assert len(list(tokenized(rows(*many), ModelTemplate(source, bpe), bpe))) == 70
+        list(tokenize_records(rows(*many, chat("system", "user", "assistant")), ModelTemplate(source, bpe), bpe))
+    assert len(list(tokenize_records(rows(*many), ModelTemplate(source, bpe), bpe))) == 70
 
 
 def test_what_stands_for_special_tokens_is_in_no_text(bpe):
@@ -495,8 +508,8 @@ def test_what_stands_for_special_tokens_is_in_no_text(bpe):
     text = "\U000f0000 <|im_end|>{end}\U000f0003"
     for template in (get_template("chatml"), ModelTemplate(get_template("chatml").jinja(bpe), bpe)):
         example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
-        assert coloured(example, bpe)[1] == (f"{text}<|im_end|>", True)
-        assert example.ids[example.trained].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
+        assert trained_spans(example, bpe)[1] == (f"{text}<|im_end|>", True)
+        assert example.ids[example.loss_mask].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
         with pytest.raises(ValueError, match="half of a surrogate pair at character 2"):
             made((Turn("user", "a \udc00"), Turn("assistant", "b")), template, bpe)
 
@@ -508,7 +521,7 @@ def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
         "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     example = made(chat("user", "assistant", "user", "assistant"), ModelTemplate(source, bpe), bpe)
-    parts = [t for t, trained in coloured(example, bpe) if trained]
+    parts = [t for t, trained in trained_spans(example, bpe) if trained]
     assert parts == ["assistant 1<|im_end|>", "<t></t>assistant 3<|im_end|>"]
     strips = Tokenizer(tokenizers.Tokenizer.from_str(bpe.json()))
     strips.inner.add_special_tokens(
@@ -525,8 +538,8 @@ def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
 
 
 def reported(talks, template, tokenizer, context=1000, validation=(), vocab=None, **options):
-    learn, hold = (list(tokenized(rows(*t), template, tokenizer, **options)) for t in (talks, validation))
-    return report(learn, hold, context, vocab or tokenizer.vocab, template, tokenizer)
+    learn, hold = (list(tokenize_records(rows(*t), template, tokenizer, **options)) for t in (talks, validation))
+    return data_report(learn, hold, context, vocab or tokenizer.vocab, template, tokenizer)
 
 
 def test_a_report_counts(bpe):
@@ -547,9 +560,9 @@ def test_a_report_counts(bpe):
     assert all(str(n) in " ".join(found.lines()) for n in (5, sum(sizes), 4 * answer))
     assert reported(talks, get_template("plain"), bpe, sizes[4] - 1).truncated == 0
     assert reported(talks, get_template("plain"), bpe, sizes[4] - 2).truncated == 1
-    refuse(found, limit=0.2)
+    check_report(found, limit=0.2)
     with pytest.raises(ValueError, match=r"20.0% of the examples are longer than the context of 30"):
-        refuse(found)
+        check_report(found)
 
 
 GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi"), Turn("assistant", "Ho"))]
@@ -557,17 +570,17 @@ GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi
 
 def test_good_examples_are_not_refused(bpe, llama3, spaced):
     for name, tokenizer in (("plain", bpe), ("alpaca", bpe), ("llama3", llama3), ("mistral", spaced)):
-        refuse(reported(GOOD, get_template(name), tokenizer))
+        check_report(reported(GOOD, get_template(name), tokenizer))
     empty = [(Turn("user", ""), Turn("assistant", ""))]
-    refuse(reported(empty, get_template("plain"), bpe))
+    check_report(reported(empty, get_template("plain"), bpe))
 
 
 def test_nothing_to_train_on_is_refused(bpe):
     masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
     with pytest.raises(ValueError, match=r"none of .* tokens is trained on"):
-        refuse(reported(masked, get_template("plain"), bpe))
+        check_report(reported(masked, get_template("plain"), bpe))
     with pytest.raises(ValueError, match="no examples to learn from"):
-        refuse(reported([], get_template("plain"), bpe))
+        check_report(reported([], get_template("plain"), bpe))
 
 
 def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
@@ -576,22 +589,22 @@ def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
 
     def aliased(*args):
         made = original(*args)
-        return examples.Example(made.ids, made.trained & (made.ids != bpe.eos), made.place)
+        return examples.Example(made.ids, made.loss_mask & (made.ids != bpe.eos), made.place)
 
     monkeypatch.setattr(examples, "_example", aliased)
     with pytest.raises(ValueError, match=r"the token that ends an answer is never trained on"):
-        refuse(reported(GOOD, get_template("plain"), bpe))
+        check_report(reported(GOOD, get_template("plain"), bpe))
     monkeypatch.undo()
     # Cut off, at a context that a permissive limit allows.
     with pytest.raises(ValueError, match="never trained on"):
-        refuse(reported(GOOD[:1], get_template("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
+        check_report(reported(GOOD[:1], get_template("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
 
 
 def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
     """The template writes it, and the tokenizer adds it; also where the token is that of the end."""
     source = "<|begin_of_text|>" + get_template("llama3").jinja(llama3)
     with pytest.raises(ValueError, match="2 examples begin with the token of the beginning twice"):
-        refuse(reported(GOOD, ModelTemplate(source, llama3), llama3))
+        check_report(reported(GOOD, ModelTemplate(source, llama3), llama3))
 
     def doubled(pieces, tokenizer, everything):
         ids, trained = encode_segments(pieces, tokenizer, everything)
@@ -601,12 +614,12 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
     for tokenizer in (llama3, bpe):
         for train_on in ("answers", "all"):
             with pytest.raises(ValueError, match="2 examples begin with"):
-                refuse(reported(GOOD, get_template("alpaca"), tokenizer, train_on=train_on))
+                check_report(reported(GOOD, get_template("alpaca"), tokenizer, train_on=train_on))
 
 
 def test_ids_that_the_model_has_not_are_refused(bpe):
     with pytest.raises(ValueError, match=f"the examples hold the id {bpe.eos}, and the model has {bpe.eos}"):
-        refuse(reported(GOOD, get_template("plain"), bpe, vocab=bpe.eos))
+        check_report(reported(GOOD, get_template("plain"), bpe, vocab=bpe.eos))
 
 
 def test_silent_truncation_does_not_pass(bpe, monkeypatch):
@@ -616,16 +629,16 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
     assert found.truncated == 3
     assert found.lost > 3
     with pytest.raises(ValueError, match=r"100\.0% of the examples are longer"):
-        refuse(found)
+        check_report(found)
     original = examples._example
 
     def cut(*args):
         made = original(*args)
-        return examples.Example(made.ids[:64], made.trained[:64], made.place)
+        return examples.Example(made.ids[:64], made.loss_mask[:64], made.place)
 
     monkeypatch.setattr(examples, "_example", cut)
     with pytest.raises(ValueError, match="never trained on"):
-        refuse(reported(long, get_template("plain"), bpe, 64))
+        check_report(reported(long, get_template("plain"), bpe, 64))
 
 
 def test_few_trained_tokens_are_warned_of(bpe):
@@ -641,30 +654,30 @@ def test_copies_are_on_one_side_and_stay_there():
     talks = [
         (Turn("user", f"ask {i % 150}"), Turn("assistant", "  so\n" if i < 150 else "so")) for i in range(300)
     ]
-    learn, hold = split(rows(*talks), 0.2)
+    learn, hold = split_records(rows(*talks), 0.2)
     assert len(learn) + len(hold) == 300
     assert 20 < len(hold) < 100
     words = [{r.turns[0].text for r in side} for side in (learn, hold)]
     assert not words[0] & words[1]
     assert Counter(r.turns[0].text for r in hold).most_common()[-1][1] == 2
     # Each by itself: what else there is does not matter.
-    again = split(rows(*reversed(talks[:200])), 0.2)
+    again = split_records(rows(*reversed(talks[:200])), 0.2)
     assert {r.turns for r in again[1]} == {r.turns for r in hold} & set(talks[:200])
 
 
 def test_a_split_leaves_something_on_both_sides():
     two = rows(*[(Turn("user", w), Turn("assistant", "b")) for w in "ab"])
     for share in (1e-9, 0.5, 0.999999):
-        assert [len(side) for side in split(two, share)] == [1, 1]
-    assert split(two, 0) == (two, [])
-    assert split(two[:1] * 3, 0.5) == (two[:1] * 3, [])
+        assert [len(side) for side in split_records(two, share)] == [1, 1]
+    assert split_records(two, 0) == (two, [])
+    assert split_records(two[:1] * 3, 0.5) == (two[:1] * 3, [])
     with pytest.raises(ValueError, match="at least 0 and below 1, not 1"):
-        split(two, 1)
+        split_records(two, 1)
 
 
 def test_inputs_and_roles_count_in_a_split():
     a, b = (Turn("user", "a b"), Turn("assistant", "")), (Turn("user", "a", "b"), Turn("assistant", ""))
-    assert len({examples.hashed(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
+    assert len({examples.split_hash(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
 
 
 # Shown, and real data
@@ -672,24 +685,24 @@ def test_inputs_and_roles_count_in_a_split():
 
 def test_what_is_shown_is_the_text_in_parts(bpe):
     example = made((Turn("user", "Hi <|im_end|>"), Turn("assistant", "Hé")), get_template("chatml"), bpe)
-    assert coloured(example, bpe) == [
+    assert trained_spans(example, bpe) == [
         (f"{END}<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n", False),
         ("Hé<|im_end|>", True),
         ("\n", False),
     ]
-    assert "".join(t for t, _ in coloured(example, bpe)) == spelled(example.ids, bpe)
+    assert "".join(t for t, _ in trained_spans(example, bpe)) == spelled(example.ids, bpe)
 
 
 def test_the_arithmetic_problems_are_read():
-    found = read(data("gsm8k_train.json.gz"))
-    assert (found.kind, len(found.rows)) == ("alpaca", 7473)
-    _, hold = split(found.rows)
+    found = read_records(data("gsm8k_train.json.gz"))
+    assert (found.format, len(found.rows)) == ("alpaca", 7473)
+    _, hold = split_records(found.rows)
     assert 200 < len(hold) < 600
     tokenizer = Tokenizer.train("bytes", [])
-    made = list(tokenized(hold, get_template("alpaca"), tokenizer))
+    made = list(tokenize_records(hold, get_template("alpaca"), tokenizer))
     for example, row in zip(made, hold, strict=True):
-        assert tokenizer.decode(example.ids[example.trained].tolist()) == row.turns[1].text
-    refuse(report(made, [], 4096, tokenizer.vocab, get_template("alpaca"), tokenizer))
+        assert tokenizer.decode(example.ids[example.loss_mask].tolist()) == row.turns[1].text
+    check_report(data_report(made, [], 4096, tokenizer.vocab, get_template("alpaca"), tokenizer))
 
 
 def test_every_template_has_a_name_and_a_piece_is_plain():
@@ -718,27 +731,27 @@ def test_many_conversations_are_rendered_by_few_processes(bpe, monkeypatch):
 
 def test_fields_that_are_named_are_read_as_plain_text(tmp_path):
     asked = [{"q": "Hi", "a": "Ho", "n": 1}, {"q": " ", "a": None}, {"a": "alone"}, {"q": "", "n": 2}]
-    found = read(put(tmp_path, lines(*asked)), ["q", "a"])
+    found = read_records(put(tmp_path, lines(*asked)), ["q", "a"])
     assert [r.turns for r in found.rows] == [(Turn("text", t),) for t in ("Hi\n\nHo", "alone")]
     assert [r.place.rpartition(", ")[2] for r in found.rows] == ["line 1", "line 3"]
-    assert found.detected.endswith("2 records of plain text, in JSON lines; 2 without text are passed over")
+    assert found.description.endswith("2 records of plain text, in JSON lines; 2 without text skipped")
     with pytest.raises(ValueError, match=r"line 1: n: expected a text, found a number"):
-        read(put(tmp_path, lines(*asked)), ["n"])
+        read_records(put(tmp_path, lines(*asked)), ["n"])
     with pytest.raises(
         ValueError, match=r"expected text in the field body, found q, a, n; name what to read with --text-field"
     ):
-        read(put(tmp_path, lines(*asked)), ["body"])
+        read_records(put(tmp_path, lines(*asked)), ["body"])
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_what_is_text_in_records_of_each_kind(kind, tmp_path):
     path = put(tmp_path, lines(FORMS[kind], FORMS[kind]))
     expected = "Hi" if kind == "text" else "Hi\n\nHo"
-    assert [text for _, text in examples.texts(path)] == [expected] * 2
+    assert [text for _, text in examples.record_texts(path)] == [expected] * 2
     with pytest.raises(ValueError, match="found question; name what to read with --text-field"):
-        list(examples.texts(put(tmp_path, lines({"question": "a"}))))
+        list(examples.record_texts(put(tmp_path, lines({"question": "a"}))))
     with pytest.raises(ValueError, match="expected records with text, found text; name what to read"):
-        list(examples.texts(put(tmp_path, lines({"text": " "}, {"text": None}))))
+        list(examples.record_texts(put(tmp_path, lines({"text": " "}, {"text": None}))))
 
 
 def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
@@ -747,23 +760,25 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
     for kind, row in FORMS.items():
         path = tmp_path / f"{kind}[a=1].parquet"
         polars.DataFrame([row] * 5).write_parquet(path)
-        found = read(path)
-        assert (found.kind, found.form, len(found.rows)) == (kind, "parquet", 5)
-        assert [r.turns for r in found.rows] == [r.turns for r in read(put(tmp_path, lines(*[row] * 5))).rows]
+        found = read_records(path)
+        assert (found.format, found.file_format, len(found.rows)) == (kind, "parquet", 5)
+        assert [r.turns for r in found.rows] == [
+            r.turns for r in read_records(put(tmp_path, lines(*[row] * 5))).rows
+        ]
         assert found.rows[4].place == f"{path}, row 5"
     wide = tmp_path / "wide"
     polars.DataFrame({"id": [1, 2, 3], "body": ["a", None, "c"]}).write_parquet(wide)
-    found = read(wide, ["body"])
+    found = read_records(wide, ["body"])
     assert [r.turns[0].text for r in found.rows] == ["a", "c"]
     with pytest.raises(ValueError, match="expected text in the field text, found id, body; name"):
-        read(wide, ["text"])
+        read_records(wide, ["text"])
     for content in (b"", b"PAR1", b"PAR1" + wide.read_bytes()[4:-9], b'{"text": "a"}'):
         with pytest.raises(ValueError, match=r"x\.parquet: cannot be read as parquet") as caught:
-            read(put(tmp_path, content, "x.parquet"))
+            read_records(put(tmp_path, content, "x.parquet"))
         assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(ValueError, match=re.escape("is missing; pip install -e '.[parquet]'")):
-        read(wide)
+        read_records(wide)
 
 
 def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
@@ -781,7 +796,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     put(folder, "{", "ignored.jsonl")
     (folder / "link").symlink_to(__file__)
     found, said = read_dataset(folder)
-    assert {f.path.name: (f.kind, len(f.rows)) for f in found} == {
+    assert {f.path.name: (f.format, len(f.rows)) for f in found} == {
         "chats.jsonl": ("messages", 1),
         "texts.jsonl.gz": ("text", 1),
         "tasks.json": ("alpaca", 1),
@@ -810,7 +825,7 @@ def test_a_file_that_is_named_is_what_it_holds(tmp_path):
         assert [r.turns for r in found.rows] == [(Turn("text", content),)]
         assert said == [f"{tmp_path / 'book.txt'}: 1 file of plain text"]
     ((found,), _) = read_dataset(put(tmp_path, lines(FORMS["alpaca"]), "rows"))
-    assert found.kind == "alpaca"
+    assert found.format == "alpaca"
     with pytest.raises(ValueError, match="line 1: not JSON"):
         read_dataset(put(tmp_path, "broken", "data.json"))
     for content, name in ((b"\xff\xfe", "a.txt"), (b"", "b.txt"), (b"\0", "c")):
@@ -830,7 +845,7 @@ def test_a_pipe_for_a_file_of_records_is_not_waited_for(tmp_path):
     if os.path.exists("/proc/kmsg"):
         (tmp_path / "log.jsonl").symlink_to("/proc/kmsg")
         with pytest.raises(ValueError, match="no records"):
-            read(tmp_path / "log.jsonl")
+            read_records(tmp_path / "log.jsonl")
 
 
 # Plain text in windows
@@ -838,21 +853,21 @@ def test_a_pipe_for_a_file_of_records_is_not_waited_for(tmp_path):
 
 def targets_of(made, context):
     """The targets that a trainer is asked for in rows of this context, in order."""
-    return [int(t) for e in made for t in collated([[e]], context)[1].flatten() if t != IGNORE]
+    return [int(t) for e in made for t in collate([[e]], context)[1].flatten() if t != IGNORE]
 
 
 @pytest.mark.parametrize("context", [1, 2, 7, 100, 1000])
 def test_each_token_of_a_text_is_a_target_once(bpe, llama3, spaced, context):
     for tokenizer in (bpe, llama3, spaced):
         text = made([Turn("text", WORDS[:300])], get_template("plain"), tokenizer)
-        parts = [*windows(text, context)]
+        parts = [*split_windows(text, context)]
         assert targets_of(parts, context) == text.ids[1:].tolist()
         assert all(len(p) <= context + 1 for p in parts)
-        assert [p.window for p in parts] == [*range(len(parts))]
-        counted = report(parts, [], context, tokenizer.vocab, get_template("plain"), tokenizer)
+        assert [p.window_index for p in parts] == [*range(len(parts))]
+        counted = data_report(parts, [], context, tokenizer.vocab, get_template("plain"), tokenizer)
         assert (counted.tokens, counted.trained, counted.lost) == (len(text), len(text) - 1, 0)
         assert (counted.texts, counted.truncated, counted.blank, counted.doubled) == (len(parts), 0, 0, 0)
-        refuse(counted)
+        check_report(counted)
 
 
 def test_the_ids_of_a_long_text_are_those_of_the_whole(bpe, spaced, monkeypatch):
@@ -861,7 +876,7 @@ def test_the_ids_of_a_long_text_are_those_of_the_whole(bpe, spaced, monkeypatch)
     for tokenizer in (bpe, spaced):
         whole, flags = encode_segments(next(get_template("plain").render([(Turn("text", text),)])), tokenizer)
         found = made([Turn("text", text)], get_template("plain"), tokenizer)
-        assert (found.ids.tolist(), found.trained.tolist()) == (whole, flags)
+        assert (found.ids.tolist(), found.loss_mask.tolist()) == (whole, flags)
 
 
 def test_the_hash_of_a_talk_is_that_of_its_words(monkeypatch):
@@ -871,13 +886,13 @@ def test_the_hash_of_a_talk_is_that_of_its_words(monkeypatch):
     for talk in talks:
         words = [[t.role, *t.text.split(), None, *t.input.split()] for t in talk]
         digest = blake2b(json.dumps(words).encode(), digest_size=6).digest()
-        assert examples.hashed(talk) == int.from_bytes(digest) / 2**48
+        assert examples.split_hash(talk) == int.from_bytes(digest) / 2**48
 
 
 def test_tails_are_held_out_without_leaks():
     tokenizer = Tokenizer.train("bytes", [])
     whole = [made([Turn("text", WORDS[:n])], get_template("plain"), tokenizer) for n in (600, 900, 8)]
-    learn, held = tails(whole, 0.2)
+    learn, held = split_tails(whole, 0.2)
     assert len(learn) == 3
     assert len(held) == 2
     assert learn[2] is whole[2]
@@ -885,20 +900,20 @@ def test_tails_are_held_out_without_leaks():
         asked = [targets_of(side, 2000) for side in ([head], [tail])]
         assert asked[0] + asked[1] == text.ids[1:].tolist()
         assert abs(len(asked[1]) / len(text) - 0.2) < 0.01
-        parts = [*windows(head, 9), *windows(tail, 9)]
+        parts = [*split_windows(head, 9), *split_windows(tail, 9)]
         assert targets_of(parts, 9) == text.ids[1:].tolist()
-    counted = report(learn[:1], held[:1], 2000, tokenizer.vocab, get_template("plain"), tokenizer)
+    counted = data_report(learn[:1], held[:1], 2000, tokenizer.vocab, get_template("plain"), tokenizer)
     assert counted.ended == 0
-    refuse(counted)  # a text that goes on has no end to learn
+    check_report(counted)  # a text that goes on has no end to learn
 
 
 def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypatch):
-    text = [*windows(made([Turn("text", "The answer")], get_template("plain"), bpe), 3)]
+    text = [*split_windows(made([Turn("text", "The answer")], get_template("plain"), bpe), 3)]
     answer = made(GOOD[0], get_template("plain"), bpe)
-    refuse(report([answer, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
-    endless = examples.Example(answer.ids, answer.trained & (answer.ids != bpe.eos))
+    check_report(data_report([answer, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
+    endless = examples.Example(answer.ids, answer.loss_mask & (answer.ids != bpe.eos))
     with pytest.raises(ValueError, match="never trained on"):
-        refuse(report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
+        check_report(data_report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
 
 
 def test_large_texts_are_those_that_are_more_than_the_share():

@@ -9,7 +9,7 @@ from torch import nn
 
 from dunes import augment, tree
 from dunes.data import Batches, Example, packing
-from dunes.data.packing import best_fit, collated
+from dunes.data.packing import best_fit, collate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
 from dunes.parts import Cache, Checkpointed, decoder
@@ -60,12 +60,12 @@ def alone(examples):
     """Each example by itself, without positions: what packing and padding have to equal."""
     for e in examples:
         ids = torch.from_numpy(e.ids.astype(np.int64))[None]
-        asked = torch.from_numpy(e.trained)[None, 1:]
+        asked = torch.from_numpy(e.loss_mask)[None, 1:]
         yield ids[:, :-1], ids[:, 1:].where(asked, IGNORE)
 
 
 def packed(examples=EXAMPLES, batch=2, **options):
-    return list(Batches(examples, CONTEXT, batch, **options).once())
+    return list(Batches(examples, CONTEXT, batch, **options).one_epoch())
 
 
 def differs(family, how=loss.next_token, **options):
@@ -73,7 +73,7 @@ def differs(family, how=loss.next_token, **options):
     module = model(family)
     want = taught(module, alone(EXAMPLES), how)
     found = taught(module, packed(**options), how)
-    assert found[1] == want[1] == sum(int(e.trained[1:].sum()) for e in EXAMPLES)
+    assert found[1] == want[1] == sum(int(e.loss_mask[1:].sum()) for e in EXAMPLES)
     return abs(found[0] / want[0] - 1), float((found[2] - want[2]).norm() / want[2].norm())
 
 
@@ -174,7 +174,7 @@ def test_a_target_across_an_edge_is_seen(monkeypatch):
 
     def shifted(examples, context):
         ids = np.concatenate([e.ids[: context + 1] for e in examples]).astype(np.int64)[: context + 1]
-        trained = np.concatenate([e.trained[: context + 1] for e in examples])[: context + 1]
+        trained = np.concatenate([e.loss_mask[: context + 1] for e in examples])[: context + 1]
         positions = np.concatenate([np.arange(len(e.ids[: context + 1])) for e in examples])[: context + 1]
         return ids[:-1], np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE), positions[:-1]
 
@@ -194,7 +194,7 @@ def test_a_mean_of_means_is_seen():
     """Micro-batches with unequal counts: the step's gradient is that of one large batch, for sums only."""
     sizes = ((3, 1), (20, 19), (9, 2))
     examples = [example(n, asked, seed=i) for i, (n, asked) in enumerate(sizes)]
-    batches = [collated([[e]], CONTEXT) for e in examples]
+    batches = [collate([[e]], CONTEXT) for e in examples]
 
     def stepped(how, *micro):
         module = model("llama").float()
@@ -206,9 +206,9 @@ def test_a_mean_of_means_is_seen():
         total, count = loss.next_token(module, batch)
         return total / count, torch.ones_like(count)
 
-    whole = stepped(loss.next_token, collated([[e] for e in examples], CONTEXT))
-    row = stepped(loss.next_token, *(collated([part], CONTEXT, True) for part in (examples[:1], examples[1:2])),
-                  collated([examples[2:]], CONTEXT, True))  # fmt: skip
+    whole = stepped(loss.next_token, collate([[e] for e in examples], CONTEXT))
+    row = stepped(loss.next_token, *(collate([part], CONTEXT, True) for part in (examples[:1], examples[1:2])),
+                  collate([examples[2:]], CONTEXT, True))  # fmt: skip
     off = {h: float((stepped(h, *batches) - whole).norm() / whole.norm()) for h in (loss.next_token, mean)}
     print(", ".join(f"{h.__name__} off by {o:.1e}" for h, o in off.items()))
     assert off[loss.next_token] < 1e-5
@@ -223,34 +223,34 @@ def test_rows_hold_ids_targets_and_positions():
     a, b = (
         Example(np.array(i, np.int32), np.array(t, bool)) for i, t in (([7, 8, 49], [0, 1, 1]), ([5, 49], [1, 1]))
     )
-    ids, targets, positions = collated([[a, b], [b]], 5, full=True)
+    ids, targets, positions = collate([[a, b], [b]], 5, full=True)
     assert ids.tolist() == [[7, 8, 5, 0, 0], [5, 0, 0, 0, 0]]
     assert targets.tolist() == [[8, 49, 49, IGNORE, IGNORE], [49] + [IGNORE] * 4]
     assert positions.tolist() == [[0, 1, 0, -1, -1], [0, -1, -1, -1, -1]]
     assert {t.dtype for t in (ids, targets, positions)} == {torch.int64}
-    assert [tuple(t.shape) for t in collated([[a, b], [b]], 5)] == [(2, 3)] * 3
+    assert [tuple(t.shape) for t in collate([[a, b], [b]], 5)] == [(2, 3)] * 3
 
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_what_is_in_prompts_and_padding_is_not_trained_on(family):
     """A3: neither the targets of a prompt nor the ids of padding change the loss or a gradient."""
     module = model(family)
-    ids, targets, positions = collated([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
+    ids, targets, positions = collate([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
     want = taught(module, [(ids, targets, positions)])
     for filling in (1, END):
         found = taught(module, [(ids.where(positions >= 0, filling), targets, positions)])
         assert found[:2] == pytest.approx(want[:2], abs=1e-9)
         assert torch.allclose(found[2], want[2], atol=1e-9)
-    asked = Example(EXAMPLES[1].ids.copy(), EXAMPLES[1].trained)
-    first = int(asked.trained.argmax())
-    parts = collated([[asked]], CONTEXT)
+    asked = Example(EXAMPLES[1].ids.copy(), EXAMPLES[1].loss_mask)
+    first = int(asked.loss_mask.argmax())
+    parts = collate([[asked]], CONTEXT)
     assert (parts[1][0, : first - 1] == IGNORE).all()
     assert (parts[1][0, first - 1 :] >= 0).all()
 
 
 def test_gradients_of_prompts_and_padding_are_zero_and_of_answers_are_not():
     """A3, for both forms of the loss."""
-    ids, targets, positions = collated([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
+    ids, targets, positions = collate([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
     asked = targets.flatten() != IGNORE
     logits = torch.randn(*ids.shape, VOCAB, requires_grad=True)
     loss.next_token(lambda *_: logits, (ids, targets, positions))[0].backward()
@@ -262,7 +262,7 @@ def test_gradients_of_prompts_and_padding_are_zero_and_of_answers_are_not():
 
 def test_an_example_longer_than_the_context_is_cut_at_its_end():
     long = example(CONTEXT + 9, asked=20)
-    ids, targets, positions = collated([[long]], CONTEXT)
+    ids, targets, positions = collate([[long]], CONTEXT)
     assert ids[0].tolist() == long.ids[:CONTEXT].tolist()
     assert targets[0, -1] == long.ids[CONTEXT]
     assert positions[0].tolist() == list(range(CONTEXT))
@@ -272,7 +272,7 @@ def test_an_example_longer_than_the_context_is_cut_at_its_end():
 def test_what_has_no_target_is_left_out():
     late, prompt, one = example(CONTEXT + 9, asked=3), example(6, asked=0), example(1, asked=1)
     made = Batches([late, EXAMPLES[0], prompt, one], CONTEXT, 1)
-    assert (made.epoch, made.row(0), made.row(7)) == (1, [1], [1])
+    assert (made.rows_per_epoch, made.row(0), made.row(7)) == (1, [1], [1])
     with pytest.raises(ValueError, match="none of 3 examples has a target within 24 tokens"):
         Batches([late, prompt, one], CONTEXT, 1)
     with pytest.raises(ValueError, match="context and batch are at least 1, not 24 and 0"):
@@ -286,7 +286,7 @@ def test_what_has_no_target_is_left_out():
 def test_every_epoch_holds_each_example_once_in_another_order(in_rows):
     many = [example(2 + i % 20, seed=i) for i in range(200)]
     made = Batches(many, CONTEXT, 4, seed=3, packed=in_rows)
-    epochs = [[made.row(e * made.epoch + i) for i in range(made.epoch)] for e in range(3)]
+    epochs = [[made.row(e * made.rows_per_epoch + i) for i in range(made.rows_per_epoch)] for e in range(3)]
     for rows in epochs:
         assert sorted(i for row in rows for i in row) == list(range(200))
         assert all(sum(len(many[i]) - 1 for i in row) <= CONTEXT for row in rows)
@@ -306,7 +306,7 @@ def test_a_batch_is_a_function_of_its_number(in_rows):
     walked = [batch for batch, _ in zip(made.batches(), range(9), strict=False)]
     again = Batches(EXAMPLES, CONTEXT, 3, seed=1, packed=in_rows)
     for number in (8, 0, 5):
-        assert all(map(torch.equal, again.positions(number), walked[number]))
+        assert all(map(torch.equal, again.batch(number), walked[number]))
     assert all(map(torch.equal, next(again.batches(7)), walked[7]))
     assert not in_rows or {b[0].shape for b in walked} == {(3, CONTEXT)}
 
@@ -349,7 +349,7 @@ def test_real_lengths_fill_their_rows():
     generator = np.random.default_rng(0)
     lengths = generator.lognormal(5, 0.6, 3000).astype(int).clip(2, 1025)
     made = Batches([example(int(n), seed=i) for i, n in enumerate(lengths)], 1024, 8)
-    assert made.filled > 0.98
+    assert made.fill_rate > 0.98
 
 
 # What a step leaves out
@@ -361,7 +361,7 @@ def test_padding_goes_through_no_block_and_unasked_tokens_through_no_head(in_row
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
     head = decoder.linear_cross_entropy
     monkeypatch.setattr(decoder, "linear_cross_entropy", lambda x, *rest: sizes.append(len(x)) or head(x, *rest))
-    ids, targets, positions = Batches(EXAMPLES, CONTEXT, 4, packed=in_rows).positions(0)
+    ids, targets, positions = Batches(EXAMPLES, CONTEXT, 4, packed=in_rows).batch(0)
     module.loss(ids, targets, positions)
     for found, least in zip(sizes, (int((positions >= 0).sum()), int((targets != IGNORE).sum())), strict=True):
         assert least <= found < least + decoder.PAD_MULTIPLE
@@ -390,7 +390,7 @@ def test_dropout_of_attention_keeps_the_rows_as_they_are():
         block.attn.dropout = 0.5
     seen = []
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
-    ids, targets, positions = Batches(EXAMPLES, CONTEXT, 2, packed=False).positions(0)
+    ids, targets, positions = Batches(EXAMPLES, CONTEXT, 2, packed=False).batch(0)
     module.loss(ids, targets, positions)
     assert seen == [ids.shape]
 

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import data
 from dunes import checkpoint
-from dunes.data import collect, read
+from dunes.data import collect_corpus, read_records
 from dunes.data.self_instruct import ASKED, prompts, seed_tasks
 from dunes.models import llama
 from dunes.models.initialise import initialise
@@ -72,7 +72,7 @@ def test_alpaca_lora(tmp_path, capsys):
         recipe("alpaca_lora").main(str(tmp_path / "base"), str(tmp_path / "rows.json"), 1.0, str(out), **how) == 0
     )
     said = capsys.readouterr().out
-    assert "held-out answers:" in said
+    assert "validation loss of answers:" in said
     assert "List three things that a cat likes." in said
     assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
 
@@ -94,7 +94,7 @@ def test_the_demo_counts_lines_as_editors_do(tmp_path):
     text = "\x0c\n\x85 = \u2028\r\n" + "    value = function(argument, other)\n" * 90
     for name in "ab":
         (tmp_path / f"{name}.py").write_bytes(f"# {name}{text}".encode())
-    demo.collect = lambda sources: collect([tmp_path])
+    demo.collect = lambda sources: collect_corpus([tmp_path])
     ((place, before, truth),) = demo.unseen_lines(1, seed=0)
     number = int(place.rpartition(":")[2])
     assert before.count("\n") == number - 1
@@ -140,8 +140,8 @@ def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, caps
     }  # fmt: skip
     assert body["prompt"].endswith("###\n4. Instruction:")
     assert [b["prompt"] for _, _, b in asked[10:11]] == [b["prompt"] for _, _, b in asked[11:12]], "the same round"
-    found = read(out)
-    assert (found.kind, len(found.rows)) == ("alpaca", 20)
+    found = read_records(out)
+    assert (found.format, len(found.rows)) == ("alpaca", 20)
     lines = (tmp_path / "out.json.rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["number"] for line in lines] == [0, 1, 2, 3]
     assert "round 3: 20 of 20 tasks, 5 new; dropped: truncated 5" in capsys.readouterr().out
@@ -168,7 +168,9 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     assert [r.number for r in rounds] == list(range(10))
     texts = [item.text for r in rounds for item in r.items]
     assert ask(prompts(seed_tasks(seeds(tmp_path)), 0, 0))[0] == (texts[0].removeprefix("4. Instruction:"), True)
-    with pytest.raises(ValueError, match=r"short: it looks at 64 tokens, and a prompt has \d+; .* 512 or more"):
+    with pytest.raises(
+        ValueError, match=r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"
+    ):
         made.folder(str(tmp_path / "short"))(["a" * 200])
 
 
@@ -220,7 +222,7 @@ def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypat
         runpy.run_path(str(RECIPES[0].with_stem("self_instruct")), run_name="__main__")
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "model: it looks at 256 tokens, and a prompt has" in said
+    assert "model: its context length is 256, and a prompt has" in said
     assert "2048 or more, half of them for the answer (dunes train --context-length 2048)" in said
     assert not out.exists()
 

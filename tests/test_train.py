@@ -50,7 +50,7 @@ TEXT = torch.randint(VOCAB, (150,), generator=torch.Generator().manual_seed(9)).
 
 def batches(start=0):
     """Windows over a text so short that a few steps are an epoch."""
-    return Windows(TEXT, length=8, batch=4).batches(start)
+    return Windows(TEXT, length=8, batch_size=4).batches(start)
 
 
 def run(trainer, steps, stream=None):
@@ -409,7 +409,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
             saved = {"weights": model.state_dict(), "trainer": trainer.state_dict()}
         return losses, weights(model)
 
-    assert Windows(TEXT, length=8, batch=4).epoch < 9 * 2 * 4 / 3, "three epochs"
+    assert Windows(TEXT, length=8, batch_size=4).windows_per_epoch < 9 * 2 * 4 / 3, "three epochs"
     one, two = trained([9]), trained([2, 4, 3])
     assert one[0] == two[0]
     assert torch.equal(one[1], two[1])

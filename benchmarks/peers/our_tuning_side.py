@@ -22,7 +22,7 @@ def tune(tuning: Tuning, task: str, setting: str, watching: Callable[[], Watch])
     made = Batches(examples, tuning.context, tuning.rows[task], tuning.seed, packed=task == "packed")
     trainer = Trainer(model, optimizer, lambda m, b: m.loss(*b), clip=tuning.clip, dtype=dtype)
     watch, count = watching(), len(tuning.batches[task])
-    for step in trainer.run(made.positions(i % count) for i in range(10**9)):
+    for step in trainer.run(made.batch(i % count) for i in range(10**9)):
         if watch(step.loss):
             break
     return watch

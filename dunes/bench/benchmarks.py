@@ -21,7 +21,7 @@ import torch
 from dunes import checkpoint, measure
 from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
-from dunes.data import collect
+from dunes.data import collect_corpus
 from dunes.generate import generate_all
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder
@@ -183,7 +183,7 @@ def _ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
 def _text(size: int) -> str:
     """The first so many characters of the standard library, from its files in order."""
     text = ""
-    for document in collect(["stdlib"]).train:
+    for document in collect_corpus(["stdlib"]).train:
         text += "".join(document.text())
         if len(text) >= size:
             break

@@ -20,7 +20,7 @@ from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint import shards
+from dunes.checkpoint import safetensors_writer
 from dunes.checkpoint.adapter_layout import Factors, Target, join_factors, limit_rank, peft_targets, split_factors
 from dunes.checkpoint.base import (
     ANY_BASE_HINT,
@@ -137,7 +137,7 @@ def save_adapter(
     card |= {} if context_length is None else {"context": context_length}
 
     def fill(staged: Path) -> None:
-        shards.write_tensors(staged, weights, WEIGHTS[0], shard=1 << 62)
+        safetensors_writer.write_tensors(staged, weights, WEIGHTS[0], shard=1 << 62)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})

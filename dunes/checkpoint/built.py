@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dunes.checkpoint.atomic import tensor_digest
 from dunes.checkpoint.hf_config_of import module_rows
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory
-from dunes.checkpoint.shards import CODES
+from dunes.checkpoint.safetensors_writer import CODES
 from dunes.checkpoint.state_dict_diff import Difference
 
 Build: TypeAlias = Callable[..., nn.Module]
@@ -121,7 +121,7 @@ def load_built(
     with torch.no_grad():
         for key, stored in files.items():
             state[key].copy_(stored.read())
-            stored.forget()
+            stored.release()
     return model
 
 

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from dunes import __version__
-from dunes.checkpoint import atomic, built, shards
+from dunes.checkpoint import atomic, built
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.header import quote
 from dunes.checkpoint.hf_config_of import HfConfig, hf_config_of
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
+from dunes.checkpoint.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.checkpoint.source import CONFIG, Source, indexed_tensors, open_source, tensors
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -33,9 +34,9 @@ from dunes.staging import folder_lock
 from dunes.text import Tokenizer
 
 READY = ".ready"
-TRIES = 10
-"""Times that a folder is read anew because it was saved to meanwhile, before those who save have to wait."""
-IDS = ("bos", "eos", "pad")
+MAX_RETRIES = 10
+"""How often a folder that is saved to meanwhile is read again before a lock keeps those who save waiting."""
+SPECIAL_TOKENS = ("bos", "eos", "pad")
 T = TypeVar("T")
 
 
@@ -65,48 +66,43 @@ def save(
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    A model that no family describes is kept with the function that builds it: `build(**arguments)` gives the
-    same model with other numbers, and `load` is given that function again.
+    A model that no family describes is saved with the function that builds it: `build(**arguments)` gives the
+    same model with other values in its weights, and `load` needs that function again.
 
-    `check` is given the folder before it is in its place; it raises if that must not be, and adds to the card.
-    Whole or not at all: the files are made in a folder beside, which is named `.ready` when they all
-    are on the disk, and then moved to their places; a move that was cut short is finished by the next
-    save or load. Raises ValueError for a model that no family describes without the `build` that gives it, and for
-    what `load` would not take: a tokenizer with more ids than the embedding has rows, a context of nothing.
+    `check` is called with the staged folder before it is moved into place; it may raise, and what it returns is
+    added to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready`
+    when all are on the disk, and then moved into place; the next save or load finishes an interrupted move. Raises
+    ValueError for a model that no family describes without its `build`, and for what `load` would refuse: more ids
+    in the tokenizer than rows in the embedding, a context length below 1.
     """
-    words, folder = hf_config_of(model, context_length), Path(folder)
-    if isinstance(words, HfConfig):
-        known, settings, weights = _in_their_terms(model, words)
-        _fits(tokenizer, words.config.vocab)
+    described, folder = hf_config_of(model, context_length), Path(folder)
+    if isinstance(described, HfConfig):
+        known, settings, weights = _hf_parts(model, described)
+        _check_rows(tokenizer, described.config.vocab)
     elif build is not None:
         (known, weights), settings = built.describe_built(model, build, arguments or {}), {}
     else:
         raise ValueError(
-            f"this model cannot be said in Hugging Face's terms: {words}; keep it with the function that builds "
-            "it: checkpoint.save(..., build=function), then checkpoint.load(folder, build=function)"
+            f"no family describes this model: {described}; save it with the function that builds it: "
+            "checkpoint.save(..., build=function), then checkpoint.load(folder, build=function)"
         )
     if context_length < 1:
-        raise ValueError(f"context is {context_length}; a number of tokens from 1 is expected")
+        raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
     def fill(staged: Path) -> None:
-        shards.write_tensors(staged, weights)
+        write_tensors(staged, weights)
         ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        card = {
-            **known,
-            "context": context_length,
-            "changes": [],
-            **(facts or {}),
-            **known,
-        }  # which facts cannot change
+        # `known` first for its place in the file, and last because facts must not override it.
+        card = {**known, "context": context_length, "changes": [], **(facts or {}), **known}
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
-def _fits(tokenizer: Tokenizer | None, rows: int) -> None:
+def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
     """Raise ValueError for a tokenizer with more ids than an embedding has rows."""
     if tokenizer is not None and tokenizer.vocab > rows:
         raise ValueError(
@@ -115,58 +111,58 @@ def _fits(tokenizer: Tokenizer | None, rows: int) -> None:
         )
 
 
-def _in_their_terms(
-    model: nn.Module, words: HfConfig
+def _hf_parts(
+    model: nn.Module, described: HfConfig
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
-    """What the card and config.json say of a model of a family, and its tensors by Hugging Face's names."""
-    family, state = FAMILIES[words.family], in_memory(model.state_dict())
-    moves, unknown = to_theirs(family.NAMES, state)
+    """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""
+    family, state = FAMILIES[described.family], in_memory(model.state_dict())
+    conversions, unknown = to_theirs(family.NAMES, state)
     assert not unknown, "a family has a name for each of its weights"
-    return {"family": words.family}, family.to_hf(words.config), renamed(moves, state)
+    return {"family": described.family}, family.to_hf(described.config), renamed(conversions, state)
 
 
 def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
-    """Put the files that `fill` makes, about `size` bytes, into a folder: all of them or none.
+    """Write the files that `fill` makes, about `size` bytes, into a folder: all of them or none.
 
-    They are made in a folder beside, so that several may be at it; the one that finishes last counts.
+    They are made in a temporary folder, so that several processes may save at once; the last one to finish wins.
     """
     finish_save(folder)
-    atomic.write_folder(folder / READY, fill, size, _place)
+    atomic.write_folder(folder / READY, fill, size, _publish)
 
 
-def _place(made: Path, ready: Path) -> None:
-    """Name what was made `.ready`, and move its files to their places."""
+def _publish(made: Path, ready: Path) -> None:
+    """Rename the temporary folder to `.ready`, and move its files into place."""
     with folder_lock(ready.parent):
-        _move(ready.parent)  # of another save, which was cut short meanwhile
+        _move(ready.parent)  # of another save, which was interrupted meanwhile
         os.rename(made, ready)
         atomic.fsync_path(ready.parent)
         _move(ready.parent)
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """The card of a folder whose other files are all there: `facts`, and each file's size and SHA-256."""
+    """Write the card of a folder whose other files are complete: `facts`, and each file's size and SHA-256."""
     files = {f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)} for f in sorted(folder.iterdir())}
     card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
     (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
 
 
 def finish_save(folder: Path) -> None:
-    """Finish a save that was cut short after its files were written. Raises OSError if they cannot be moved."""
+    """Finish a save that was interrupted after its files were written. Raises OSError if they cannot be moved."""
     if (folder / READY).is_dir():
         with atomic.add_path_to_errors(folder), folder_lock(folder):
             _move(folder)
 
 
 def _move(folder: Path) -> None:
-    """Move what is `.ready` to its places, while no other process or thread does."""
+    """Move the files in `.ready` into place. The caller holds the folder's lock."""
     ready = folder / READY
     if not ready.is_dir():
         return
-    _make_way(folder, ready)
+    _remove_old(folder, ready)
     for file in sorted(f for f in ready.iterdir() if f.name != CARD):
         os.replace(file, folder / file.name)
     atomic.fsync_path(folder)
-    # The card comes when the others are there to stay: as long as one is left, it is there and names them all.
+    # The card comes last: as long as a file is left in `.ready`, the card is there, too, and names them all.
     with suppress(FileNotFoundError):
         os.replace(ready / CARD, folder / CARD)
     atomic.fsync_path(folder)
@@ -174,20 +170,24 @@ def _move(folder: Path) -> None:
     atomic.fsync_path(folder)
 
 
-def _make_way(folder: Path, ready: Path) -> None:
-    """Remove files of an older save that the new one does not have: they would be read, or lie there unread."""
+def _remove_old(folder: Path, ready: Path) -> None:
+    """Remove files of an older save that the new one does not have: they would be read, or stay unused."""
     new = {f.name for f in ready.iterdir()} | set(cards.listed_files(ready, cards.read_card(ready)))
-    old = _named(folder) if CARD in new else set()
-    if shards.SINGLE in new or (shards.INDEX in new and CARD in new):
-        old |= {shards.INDEX, shards.SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
-    elif shards.INDEX in new:  # without a card it is not known which of its shards were moved already
-        old |= {shards.SINGLE}
+    old = _card_files(folder) if CARD in new else set()
+    if SINGLE in new or (INDEX in new and CARD in new):
+        old |= {
+            INDEX,
+            SINGLE,
+            *(f.name for f in folder.glob("model-*-of-*.safetensors")),
+        }
+    elif INDEX in new:  # without a card, which of its shards were moved already is not known
+        old |= {SINGLE}
     for name in old - new:
         (folder / name).unlink(missing_ok=True)
 
 
-def _named(folder: Path) -> set[str]:
-    """The files that the card of an older save names; none if it is damaged."""
+def _card_files(folder: Path) -> set[str]:
+    """The files that the card of an older save lists; none if it is damaged."""
     try:
         return {
             name
@@ -201,7 +201,7 @@ def _named(folder: Path) -> set[str]:
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer | None, context_length: int | None
 ) -> dict[str, int | None]:
-    """Write a tokenizer, if there is one, and the files beside it; what config.json says of its special tokens."""
+    """Write a tokenizer, if there is one, and its config files; returns the special token ids for config.json."""
     if tokenizer is None:
         return {}
     tokenizer.save(folder)
@@ -211,7 +211,7 @@ def write_tokenizer(
 
 
 def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
-    """The JSON files that Hugging Face's tools expect beside a tokenizer, but for those that it brought along."""
+    """The JSON files that Hugging Face's tools expect beside a tokenizer, except those that came with it."""
     names = tokenizer.special_tokens_map
     ids = special_ids(tokenizer)
     made = {
@@ -228,43 +228,46 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """What config.json says of special tokens."""
+    """The special token ids that config.json lists."""
     names = tokenizer.special_tokens_map
-    return {f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None for n in IDS}
+    return {
+        f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None
+        for n in SPECIAL_TOKENS
+    }
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of the folder, anew where another thread or process saved there meanwhile."""
-    for _ in range(TRIES):
+    """The result of `read(folder)`, which is repeated if another thread or process saved there meanwhile."""
+    for _ in range(MAX_RETRIES):
         readable_folder(folder)
-        before = _saved(folder)
+        before = _save_stamp(folder)
         try:
             result = read(folder)
         except (ValueError, FileNotFoundError):
-            if _saved(folder) == before:
+            if _save_stamp(folder) == before:
                 raise
         else:
-            if _saved(folder) == before:
+            if _save_stamp(folder) == before:
                 return result
     with folder_lock(folder):
         readable_folder(folder)
         return read(folder)
 
 
-def _saved(folder: Path) -> list[tuple[int, int] | None]:
-    """What is another after each save."""
-    found = [path.stat() if path.exists() else None for path in (folder / CARD, folder / READY)]
-    return [None if f is None else (f.st_ino, f.st_mtime_ns) for f in found]
+def _save_stamp(folder: Path) -> list[tuple[int, int] | None]:
+    """A value that changes with each save."""
+    stats = [path.stat() if path.exists() else None for path in (folder / CARD, folder / READY)]
+    return [None if stat is None else (stat.st_ino, stat.st_mtime_ns) for stat in stats]
 
 
 def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
-    """The model, its tokenizer and its card, from any form of model folder, that of a function with `build`.
+    """The model, its tokenizer and its card, from any form of model folder; `build` as it was given to `save`.
 
-    Warns where there is no tokenizer, and of special ids that are above the vocabulary.
+    Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
     folder = readable_folder(folder)
     if built.build_function_of(cards.read_card(folder), folder / CARD) is not None:
-        return _built(folder, device, build)
+        return _load_built(folder, device, build)
     source = open_verified_source(folder)
     tokenizer = load_tokenizer(source.folder)
     check_vocabulary(source, tokenizer)
@@ -273,18 +276,18 @@ def load_model(folder: Path, device: torch.device | str, build: Build | None = N
     )
 
 
-def _built(folder: Path, device: torch.device | str, build: Build | None) -> LoadedModel:
-    """A model that its function builds. Raises ValueError, with the remedy, without that function."""
+def _load_built(folder: Path, device: torch.device | str, build: Build | None) -> LoadedModel:
+    """A model that was saved with the function that builds it. Raises ValueError without `build`."""
     card = verified_card(folder)
     function = built.build_function_of(card, folder / CARD)
     assert function is not None, "asked before"
     name, arguments = function
     if build is None:
         raise ValueError(built.loading_hint(folder, name))
-    index = folder / shards.INDEX
-    files = indexed_tensors(index) if index.is_file() else tensors(folder / shards.SINGLE)
+    index = folder / INDEX
+    files = indexed_tensors(index) if index.is_file() else tensors(folder / SINGLE)
     tokenizer = load_tokenizer(folder)
-    # Whatever is built: what needs a language model will miss its parts.
+    # It need not be a Decoder: whoever needs one will miss its attributes.
     model = built.load_built(build, arguments, card, files, folder / CARD)
     return LoadedModel(
         cast_type(Decoder, model).to(device).eval(), tokenizer, context_length_of(card, folder), card
@@ -292,15 +295,15 @@ def _built(folder: Path, device: torch.device | str, build: Build | None) -> Loa
 
 
 def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
-    """How many tokens a card says that its model looks at. Raises ValueError for what is no number."""
+    """The context length in a card. Raises ValueError unless it is a positive integer."""
     context_length = card.get("context", otherwise)
     if type(context_length) is not int or context_length < 1:
-        raise ValueError(f"{folder / CARD}: context is {quote(context_length)}; a number of tokens is expected")
+        raise ValueError(f"{folder / CARD}: context is {quote(context_length)}; expected a number of tokens")
     return context_length
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder; None, with a warning, where there is none."""
+    """The tokenizer in a folder; None, with a warning, if there is none."""
     if Tokenizer.find_file(folder) is not None:
         return Tokenizer.load(folder)
     warnings.warn(f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; tokenizer is None", stacklevel=2)
@@ -308,18 +311,18 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def load_decoder(source: Source) -> Decoder:
-    """The model with its weights, which are mapped, not copied: a file never changes.
+    """The model with its weights, which are memory-mapped, not copied; the files never change.
 
-    Raises ValueError that lists every difference before any number is read.
+    Raises ValueError that lists every difference before any weight is read.
     """
-    weights = _alike(source, source.weights())
+    weights = _to_one_dtype(source, source.weights())
     model = build_on_meta(source.family, source.config)
     model.load_state_dict({name: stored.read() for name, stored in weights.items()}, assign=True)
     return model
 
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
-    """The family, its config and the card of a model folder without its weights. Raises ValueError like `load`."""
+    """The family, its config and the card of a model folder, without weights. Raises ValueError like `load`."""
     source = open_verified_source(Path(folder), max_bytes=0)
     return source.family, source.config, dict(source.card)
 
@@ -327,9 +330,9 @@ def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
 def open_verified_source(
     folder: Path, renames: Mapping[str, str] | None = None, max_bytes: float = atomic.LARGE
 ) -> Source:
-    """A folder as `open_source` gives it, after a look whether its files are those that its card, if any, names.
+    """`open_source` for a folder whose files agree with its card, if it has one.
 
-    Raises ValueError for the first that is not. They are hashed up to `max_bytes` bytes together.
+    Raises ValueError for the first that does not. Up to `max_bytes` bytes in all are hashed.
     """
     folder = readable_folder(folder)
     card = verified_card(
@@ -346,9 +349,9 @@ def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, An
 
 
 def readable_folder(folder: Path) -> Path:
-    """Where to read a folder, after what our save left there to be moved has been; other people's files stay.
+    """The folder to read, after an interrupted save of ours has been finished.
 
-    Where nothing can be moved (a disk that is only read) the save lies beside, and its card tells if it is whole.
+    On a read-only disk, where nothing can be moved, that is the `.ready` folder: its card proves it complete.
     """
     ready = folder / READY
     if (ready / CARD).is_file():
@@ -361,31 +364,31 @@ def readable_folder(folder: Path) -> Path:
     return folder
 
 
-def _alike(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The weights in one dtype: of several in the files the config's, or else one that holds them all."""
-    kinds = {w.dtype for w in weights.values()}
-    if len(kinds) == 1:
+    dtypes = {w.dtype for w in weights.values()}
+    if len(dtypes) == 1:
         return weights
-    said = str(source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"))
-    named = [k for k in kinds if str(k).removeprefix("torch.") == said]
-    return cast(weights, named[0] if named else reduce(torch.promote_types, kinds))
+    configured = str(source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"))
+    matching = [dtype for dtype in dtypes if str(dtype).removeprefix("torch.") == configured]
+    return cast(weights, matching[0] if matching else reduce(torch.promote_types, dtypes))
 
 
 def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
-    """Raise ValueError unless every id that a text may have has a row in the embedding; more rows do no harm.
+    """Raise ValueError unless every id of the tokenizer has a row in the embedding; more rows do no harm.
 
-    Ids that stand for the beginning or the end of a text and have no row, as GPT-2's defaults have in a model with
-    a smaller vocabulary, are never met: they are only warned of.
+    Begin and end of text ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary, never
+    occur in a text: they only give a warning.
     """
-    rows, special = source.config.vocab, _special(source)
+    rows, special = source.config.vocab, _special_ids(source)
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
     marked = () if tokenizer is None else tokenizer.configured_ids
     largest = max([*marked, *(i for ids in special.values() for i in ids)], default=0)
     if ids > rows or padding >= rows:
-        said = ", ".join(f"{k} {v}" for k, v in special.items())
+        listed = ", ".join(f"{k} {v}" for k, v in special.items())
         raise ValueError(
             f"{source.folder}: the embedding has {rows} rows, the tokenizer {ids} ids, special ids "
-            f"are up to {largest} ({said}); each id needs a row"
+            f"are up to {largest} ({listed}); each id needs a row"
         )
     if largest >= rows:
         warnings.warn(
@@ -395,14 +398,15 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
         )
 
 
-def _special(source: Source) -> dict[str, list[int]]:
-    """The ids in a config by their keys. Raises ValueError for what is none; -1 stands for none in old files."""
+def _special_ids(source: Source) -> dict[str, list[int]]:
+    """The ids in a config by their keys. Raises ValueError for what is no id; -1 means none in old files."""
     special = {}
-    for key in (f"{name}_token_id" for name in IDS):
-        found = source.hf_config.get(key)
-        ids = found if isinstance(found, list) else [] if found is None else [found]
+    for key in (f"{name}_token_id" for name in SPECIAL_TOKENS):
+        value = source.hf_config.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(i) is int and i >= -1 for i in ids):
-            said = ascii(found)
-            raise ValueError(f"{source.folder / CONFIG}: {key} is {said[:80]}; expected an id or a list of ids")
+            raise ValueError(
+                f"{source.folder / CONFIG}: {key} is {ascii(value)[:80]}; expected an id or a list of ids"
+            )
         special[key] = ids
     return {key: ids for key, ids in special.items() if ids}

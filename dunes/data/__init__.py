@@ -1,33 +1,41 @@
 """Where batches come from: files and folders, shards of tokens, windows over them."""
 
 from dunes.data.document import Document
-from dunes.data.examples import Example, Record, Records, coloured, read, split, tokenized
+from dunes.data.examples import (
+    Example,
+    Record,
+    Records,
+    read_records,
+    split_records,
+    tokenize_records,
+    trained_spans,
+)
 from dunes.data.packing import Batches
-from dunes.data.preflight import Report, refuse, report
-from dunes.data.shards import Row, Shard, cached, default_cache, opened
-from dunes.data.sources import Corpus, collect
-from dunes.data.windows import Ids, Windows
+from dunes.data.preflight import DataReport, check_report, data_report
+from dunes.data.shards import Shard, TokenFile, default_cache, open_shard, token_shard
+from dunes.data.sources import Corpus, collect_corpus
+from dunes.data.windows import TokenIds, Windows
 
 __all__ = [
     "Batches",
     "Corpus",
+    "DataReport",
     "Document",
     "Example",
-    "Ids",
     "Record",
     "Records",
-    "Report",
-    "Row",
     "Shard",
+    "TokenFile",
+    "TokenIds",
     "Windows",
-    "cached",
-    "collect",
-    "coloured",
+    "check_report",
+    "collect_corpus",
+    "data_report",
     "default_cache",
-    "opened",
-    "read",
-    "refuse",
-    "report",
-    "split",
-    "tokenized",
+    "open_shard",
+    "read_records",
+    "split_records",
+    "token_shard",
+    "tokenize_records",
+    "trained_spans",
 ]

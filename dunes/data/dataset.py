@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dunes.data.document import Document, plain_document
-from dunes.data.examples import Record, Records, read
+from dunes.data.examples import Record, Records, read_records
 from dunes.data.files import SourceFile, Walk, passed_over
 from dunes.data.record_document import holds_records
 from dunes.data.records import JSON
@@ -26,14 +26,14 @@ def read_dataset(
     documents: dict[str, Document] = {}
     for file in walk.files():
         if _is_data(file):
-            files.append(read(file.path, text_field))
+            files.append(read_records(file.path, text_field))
         elif isinstance(document := plain_document(file), str):
             walk.skip(document, file.name)
         elif document.digest in documents:
             walk.skip("duplicates", file.name)
         else:
             documents[document.digest] = document
-    lines = [records.detected for records in files]
+    lines = [records.description for records in files]
     if documents:
         rows = [Record((Turn("text", "".join(d.text())),), str(d.path), "text") for d in documents.values()]
         files.append(Records(Path(source), "text", "plain files", rows))

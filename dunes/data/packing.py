@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dunes.data.examples import Example
-from dunes.data.windows import shuffled
+from dunes.data.windows import shuffle_index
 from dunes.ops.cross_entropy import IGNORE
 from dunes.plural import plural
 
@@ -36,109 +36,109 @@ class Batches:
     """
 
     examples: Sequence[Example]
-    context: int
-    batch: int
+    context_length: int
+    batch_size: int
     seed: int = 0
     packed: bool = True
     _cache: dict[int, list[NDArray[np.int64]]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.context < 1 or self.batch < 1:
-            raise ValueError(f"context and batch are at least 1, not {self.context} and {self.batch}")
+        if self.context_length < 1 or self.batch_size < 1:
+            raise ValueError(f"context and batch are at least 1, not {self.context_length} and {self.batch_size}")
         if not len(self._kept):
             raise ValueError(
                 f"none of {plural(len(self.examples), 'example')} has a target "
-                f"within {plural(self.context, 'token')}"
+                f"within {plural(self.context_length, 'token')}"
             )
 
     @cached_property
     def _kept(self) -> NDArray[np.int64]:
         """Numbers of the examples with a target: what has none would be a row of nothing."""
-        asked = [e.trained[1 : self.context + 1].any() for e in self.examples]
+        asked = [e.loss_mask[1 : self.context_length + 1].any() for e in self.examples]
         return np.flatnonzero(np.array(asked, bool))
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
-        return np.array([min(len(self.examples[i]) - 1, self.context) for i in self._kept], np.int64)
+        return np.array([min(len(self.examples[i]) - 1, self.context_length) for i in self._kept], np.int64)
 
     @cached_property
     def _layout(self) -> list[list[int]]:
         """Which ranks, by length from the longest, stand in each row."""
         lengths = np.sort(self._lengths)[::-1].tolist()
-        return best_fit(lengths, self.context) if self.packed else [[i] for i in range(len(lengths))]
+        return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
 
     @property
-    def epoch(self) -> int:
+    def rows_per_epoch(self) -> int:
         """Rows in an epoch."""
         return len(self._layout)
 
     @property
-    def filled(self) -> float:
+    def fill_rate(self) -> float:
         """The share of packed rows that is no padding."""
-        return float(self._lengths.sum() / (self.epoch * self.context))
+        return float(self._lengths.sum() / (self.rows_per_epoch * self.context_length))
 
     def row(self, position: int) -> list[int]:
         """The numbers of the examples in the row at this position of the endless order."""
-        epoch, within = divmod(position, self.epoch)
-        ranks = self._layout[int(shuffled(np.array([within]), self.epoch, (self.seed, epoch))[0])]
+        epoch, within = divmod(position, self.rows_per_epoch)
+        ranks = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
         return [int(self._kept[i]) for i in self._ranked(epoch)[ranks]]
 
     def _ranked(self, epoch: int) -> NDArray[np.int64]:
         """The examples by length from the longest; those of one length in an order of this epoch's."""
         if epoch not in self._cache:
             # Another seed than that of the rows, which would otherwise be in the same order.
-            drawn = shuffled(np.arange(len(self._kept)), len(self._kept), (self.seed, -1 - epoch))
+            drawn = shuffle_index(np.arange(len(self._kept)), len(self._kept), (self.seed, -1 - epoch))
             self._cache.clear()
             self._cache[epoch] = [np.lexsort((drawn, -self._lengths))]
         return self._cache[epoch][0]
 
-    def positions(self, number: int) -> Batch:
+    def batch(self, number: int) -> Batch:
         """Batch `number` (0, 1, 2, ...), which runs on into the next epoch. Packed rows are all as wide as the
-        context, others as wide as the longest of them."""
-        rows = [self.row(number * self.batch + i) for i in range(self.batch)]
-        return collated([[self.examples[i] for i in row] for row in rows], self.context, full=self.packed)
+        context_length, others as wide as the longest of them."""
+        rows = [self.row(number * self.batch_size + i) for i in range(self.batch_size)]
+        return collate([[self.examples[i] for i in row] for row in rows], self.context_length, full=self.packed)
 
     def batches(self, start: int = 0) -> Iterator[Batch]:
         """Endless batches from number `start` on."""
         while True:
-            yield self.positions(start)
+            yield self.batch(start)
             start += 1
 
-    def once(self) -> Iterator[Batch]:
+    def one_epoch(self) -> Iterator[Batch]:
         """Each row of the first epoch once, the last batch perhaps with fewer: for evaluation."""
-        for start in range(0, self.epoch, self.batch):
-            rows = [self.row(i) for i in range(start, min(start + self.batch, self.epoch))]
-            yield collated([[self.examples[i] for i in row] for row in rows], self.context, full=self.packed)
+        for start in range(0, self.rows_per_epoch, self.batch_size):
+            rows = [self.row(i) for i in range(start, min(start + self.batch_size, self.rows_per_epoch))]
+            yield collate([[self.examples[i] for i in row] for row in rows], self.context_length, full=self.packed)
 
 
-def collated(rows: Sequence[Sequence[Example]], context: int, full: bool = False) -> Batch:
+def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
     """Rows of examples as a batch, `context` wide if `full`, else as the longest of them.
 
     Targets are the next ids of the same example, so that none crosses into the next one. Padding is told by its
     positions, and is no token: its id, 0, is never looked at.
     """
-    made = [_row(row, context) for row in rows]
-    width = context if full else max(len(ids) for ids, *_ in made)
-    filled = [
-        [_filled(part, width, value) for part, value in zip(row, (0, IGNORE, -1), strict=True)] for row in made
-    ]
+    made = [_row(row, context_length) for row in rows]
+    width = context_length if full else max(len(ids) for ids, *_ in made)
+    filled = [[_pad(part, width, value) for part, value in zip(row, (0, IGNORE, -1), strict=True)] for row in made]
     ids, targets, positions = (torch.from_numpy(np.stack(part)) for part in zip(*filled, strict=True))
     return ids, targets, positions
 
 
-def _row(row: Sequence[Example], context: int) -> tuple[NDArray[np.int64], ...]:
-    parts = [_parts(example, context) for example in row]
+def _row(row: Sequence[Example], context_length: int) -> tuple[NDArray[np.int64], ...]:
+    parts = [_parts(example, context_length) for example in row]
     return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
 
-def _parts(example: Example, context: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _parts(
+    example: Example, context_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Ids, targets and positions of one example, each at most `context` long."""
-    ids = example.ids[: context + 1].astype(np.int64)
-    targets = np.where(example.trained[1 : context + 1], ids[1:], IGNORE)
+    ids = example.ids[: context_length + 1].astype(np.int64)
+    targets = np.where(example.loss_mask[1 : context_length + 1], ids[1:], IGNORE)
     return ids[:-1], targets, np.arange(len(ids) - 1)
 
 
-def _filled(part: NDArray[Any], width: int, value: int) -> NDArray[Any]:
+def _pad(part: NDArray[Any], width: int, value: int) -> NDArray[Any]:
     assert len(part) <= width, "a row has more tokens than the context"
     return np.pad(part, (0, width - len(part)), constant_values=value)
 

@@ -20,7 +20,7 @@ FEW = 0.05
 
 
 @dataclass(frozen=True)
-class Report:
+class DataReport:
     """Counts of examples to learn from, except where `validation` is named.
 
     `texts` are windows of plain text, the others conversations. `tokens` counts what windows share once, `trained`
@@ -95,30 +95,30 @@ class Report:
         return found
 
 
-def report(
+def data_report(
     examples: Sequence[Example],
     validation: Sequence[Example],
     context: int,
     vocab: int,
     template: Template,
     tokenizer: Tokenizer,
-) -> Report:
+) -> DataReport:
     """What is known of the examples in rows of `context` tokens, for a model of `vocab` ids."""
     lengths = np.array([len(e) for e in examples], np.int64)
-    kept = [e.trained[1 : context + 1] for e in examples]
+    kept = [e.loss_mask[1 : context + 1] for e in examples]
     learnt = [e.ids.tobytes() for e in examples]
     distinct = set(learnt)
     every = [*examples, *validation]
     stops = np.array(sorted({template.stop_id(tokenizer), *tokenizer.stops}))
-    spoken = [(e, k) for e, k in zip(examples, kept, strict=True) if e.window is None]
+    spoken = [(e, k) for e, k in zip(examples, kept, strict=True) if e.window_index is None]
     ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in spoken]
-    return Report(
+    return DataReport(
         examples=len(examples),
         texts=len(examples) - len(spoken),
         validation=len(validation),
-        tokens=int(lengths.sum()) - sum(bool(e.window) for e in examples),
+        tokens=int(lengths.sum()) - sum(bool(e.window_index) for e in examples),
         trained=sum(int(k.sum()) for k in kept),
-        lost=sum(int(e.trained[context + 1 :].sum()) for e in examples),
+        lost=sum(int(e.loss_mask[context + 1 :].sum()) for e in examples),
         lengths=_quantiles(lengths),
         context=context,
         truncated=int((lengths > context + 1).sum()),
@@ -145,7 +145,7 @@ def _doubled(example: Example, begin: Sequence[int]) -> bool:
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
 
-def refuse(found: Report, limit: float = 0.05) -> None:
+def check_report(found: DataReport, limit: float = 0.05) -> None:
     """Raises ValueError for what cannot be meant; `limit` is the share of examples that may be cut."""
     if not found.examples:
         raise ValueError("there are no examples to learn from")

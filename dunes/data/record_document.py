@@ -8,9 +8,9 @@ from hashlib import blake2b
 import numpy as np
 
 from dunes.data.document import Document
-from dunes.data.examples import hashed, text_of, texts, validation_limit
+from dunes.data.examples import record_texts, split_hash, text_reader, validation_limit
 from dunes.data.files import SourceFile
-from dunes.data.records import JSON, LINES, TABLE, first_row, form
+from dunes.data.records import JSON, LINES, TABLE, file_format, first_row
 from dunes.plural import plural
 from dunes.text.templates import Turn
 
@@ -35,9 +35,9 @@ class RecordDocument(Document):
         """Each text as a block. Raises ValueError if the file is no longer what it was when it was collected."""
         seen, whole = blake2b(digest_size=16), False
         try:
-            for _, text in texts(self.path, self.fields):
+            for _, text in record_texts(self.path, self.fields):
                 seen.update(_delimited(text))
-                if text and (_place(text) < self.limit) == self.validates:
+                if text and (_split_hash(text) < self.limit) == self.validates:
                     yield text
             whole = seen.hexdigest() == self.whole
         except ValueError:
@@ -64,7 +64,7 @@ def holds_records(file: SourceFile) -> bool:
         is_object = isinstance(first_row(file.path), dict)
         if file.named:
             return is_object or name.endswith(JSON)
-        return is_object and form(file.path) == "a JSON list"
+        return is_object and file_format(file.path) == "a JSON list"
     except (ValueError, OSError):
         return False
 
@@ -75,13 +75,13 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
     A side without text is left out. Raises ValueError that names the file, the line and what was expected.
     """
     seen, places, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
-    for _, text in texts(file.path, fields):
+    for _, text in record_texts(file.path, fields):
         seen.update(_delimited(text))
         blank += not text
         if text:
-            places.append(_place(text))
+            places.append(_split_hash(text))
             sizes.append(len(text.encode()))
-    what, _ = text_of(first_row(file.path), fields)
+    what, _ = text_reader(first_row(file.path), fields)
     limit = validation_limit(min(places), max(places), share)
     below, size = np.array(places) < limit, np.array(sizes)
     whole, sides = seen.hexdigest(), []
@@ -93,21 +93,21 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
     return sides
 
 
-def taken(documents: Sequence[Document]) -> list[str]:
+def describe_records(documents: Sequence[Document]) -> list[str]:
     """What was taken as text from how many records, and how many have none, in lines."""
     sides = [d for d in documents if isinstance(d, RecordDocument)]
-    return [_taken(what, [d for d in sides if d.what == what]) for what in dict.fromkeys(d.what for d in sides)]
+    return [_describe(what, [d for d in sides if d.what == what]) for what in dict.fromkeys(d.what for d in sides)]
 
 
-def _taken(what: str, sides: Sequence[RecordDocument]) -> str:
+def _describe(what: str, sides: Sequence[RecordDocument]) -> str:
     count, blank, files = sum(d.count for d in sides), sum(d.blank for d in sides), len({d.path for d in sides})
     where = f" in {files} files" if files > 1 else ""
     without = f"; {blank} without text passed over" if blank else ""
     return f"learned from records: {what} ({plural(count + blank, 'record')}{where}{without})"
 
 
-def _place(text: str) -> float:
-    return hashed((Turn("text", text),))
+def _split_hash(text: str) -> float:
+    return split_hash((Turn("text", text),))
 
 
 def _delimited(text: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from dunes.data.files import open_plain
 
-LIMIT_ROW, LIMIT_LIST = 1 << 24, 1 << 31
+MAX_ROW_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 31
 """The longest line, and the longest file that is one JSON list, in bytes."""
 
 LINES, TABLE = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), ".parquet"
@@ -24,12 +24,12 @@ PARQUET_ROWS = 8192
 """Rows of a table in memory at a time."""
 
 
-def form(path: Path) -> str:
+def file_format(path: Path) -> str:
     """How the rows of a file are written: a JSON list, JSON lines or parquet. Raises OSError."""
-    if _is_table(path):
+    if _is_parquet(path):
         return "parquet"
     with _opened(path) as file:
-        return "a JSON list" if _first(file) == b"[" else "JSON lines"
+        return "a JSON list" if _first_byte(file) == b"[" else "JSON lines"
 
 
 def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
@@ -38,11 +38,11 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     Raises ValueError that names the file, the line or row, what was expected and what was found.
     """
     try:
-        if _is_table(path):
-            yield from _table(path, fields)
+        if _is_parquet(path):
+            yield from _parquet_rows(path, fields)
             return
         with _opened(path) as file:
-            yield from _listed(path, file) if _first(file) == b"[" else _lines(path, file)
+            yield from _list_rows(path, file) if _first_byte(file) == b"[" else _line_rows(path, file)
     except EOFError as error:
         raise ValueError(f"{path}: cannot be read: {error}; copy or download it again") from None
     except (OSError, zlib.error) as error:
@@ -52,12 +52,12 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
 def first_row(path: Path) -> Any:
     """The first row of a file, without reading what follows it. Raises ValueError if it begins with none."""
     try:
-        if _is_table(path):
-            return next(_table(path, ()))[1]
+        if _is_parquet(path):
+            return next(_parquet_rows(path, ()))[1]
         with _opened(path) as file:
-            if _first(file) != b"[":
-                return next(_lines(path, file))[1]
-            text = file.read(LIMIT_ROW).decode("utf-8-sig", "ignore")
+            if _first_byte(file) != b"[":
+                return next(_line_rows(path, file))[1]
+            text = file.read(MAX_ROW_BYTES).decode("utf-8-sig", "ignore")
         return json.JSONDecoder().raw_decode(text.lstrip()[1:].lstrip())[0]
     except (OSError, EOFError, zlib.error, StopIteration, RecursionError) as error:
         raise ValueError(f"{path}: begins with no row: {error}") from None
@@ -74,34 +74,34 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield buffered
 
 
-def _is_table(path: Path) -> bool:
+def _is_parquet(path: Path) -> bool:
     with open_plain(path) as file:
         return file.read(4) == b"PAR1" or path.name.lower().endswith(TABLE)
 
 
-def _first(file: BinaryIO) -> bytes:
+def _first_byte(file: BinaryIO) -> bytes:
     """The first byte that is neither blank nor of a byte order mark; the file begins anew afterwards."""
     start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     file.seek(0)
     return start
 
 
-def _listed(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    data = file.read(LIMIT_LIST + 1)
-    if len(data) > LIMIT_LIST:
-        raise ValueError(f"{path}: a list of more than {LIMIT_LIST} bytes; write one JSON object a line")
+def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    data = file.read(MAX_LIST_BYTES + 1)
+    if len(data) > MAX_LIST_BYTES:
+        raise ValueError(f"{path}: a list of more than {MAX_LIST_BYTES} bytes; write one JSON object a line")
     listed = _json(str(path), data)
     for i, row in enumerate(listed, 1):
         yield f"{path}, row {i}", row
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     number = 0
-    while line := file.readline(LIMIT_ROW + 1):
+    while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
         place = f"{path}, line {number}"
-        if len(line) > LIMIT_ROW:
-            raise ValueError(f"{place}: more than {LIMIT_ROW} bytes; expected a JSON object a line")
+        if len(line) > MAX_ROW_BYTES:
+            raise ValueError(f"{place}: more than {MAX_ROW_BYTES} bytes; expected a JSON object a line")
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
@@ -117,7 +117,7 @@ def _json(place: str, data: bytes) -> Any:
         raise ValueError(f"{place}: not JSON: {error}; expected a JSON object a line, or one list") from None
 
 
-def _table(path: Path, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
     polars = _polars(path)
     try:
         table = polars.scan_parquet(path.absolute(), glob=False, hive_partitioning=False)

@@ -45,12 +45,12 @@ class Shard:
         return np.memmap(self.folder / "tokens.bin", _dtype(self.vocab), "r", shape=(self.length,))
 
     @cached_property
-    def row(self) -> "Row":
+    def token_file(self) -> "TokenFile":
         """The same ids, read from the file as they are asked for."""
-        return Row(self.folder / "tokens.bin", _dtype(self.vocab), self.length)
+        return TokenFile(self.folder / "tokens.bin", _dtype(self.vocab), self.length)
 
 
-class Row:
+class TokenFile:
     """Ids in a file that is read where it is asked: it costs no memory, and is never touched unseen.
 
     A mapped file that somebody shortens kills the process that reads it; this one raises ValueError as
@@ -61,14 +61,14 @@ class Row:
         self.path, self.dtype, self.length = path, dtype, length
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self._opened = self._state()
+        self._initial_stat = self._stat()
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
         """Ids at an index (N, T), whose rows are read each from its least to its greatest place."""
-        if self._state() != self._opened:
+        if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens were changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
 
@@ -79,7 +79,7 @@ class Row:
             raise ValueError(f"{self.path}: ends inside token {start + len(data) // width}; start again")
         return np.frombuffer(data, self.dtype)
 
-    def _state(self) -> tuple[int, int]:
+    def _stat(self) -> tuple[int, int]:
         found = os.fstat(self._file)
         return found.st_size, found.st_mtime_ns
 
@@ -92,13 +92,13 @@ def default_cache() -> Path:
     return Path(home) / "tokens"
 
 
-def cached(
+def token_shard(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     cache: Path | None = None,
-    told: Callable[[int], None] = lambda size: None,
+    progress: Callable[[int], None] = lambda size: None,
 ) -> Shard:
-    """The shard of these documents, from the cache or written now; `told` hears of bytes as they are done.
+    """The shard of these documents, from the cache or written now; `progress` hears of bytes as they are done.
 
     Raises ValueError if a document changes under our hands.
     """
@@ -109,7 +109,7 @@ def cached(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(folder) as made:
         made.chmod(0o700)
-        _write(made, documents, tokenizer, card, told)
+        _write(made, documents, tokenizer, card, progress)
         with folder_lock(folder.parent):
             if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
@@ -146,7 +146,7 @@ def _write(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     card: dict[str, str | int],
-    told: Callable[[int], None],
+    progress: Callable[[int], None],
 ) -> None:
     dtype, end, length, digest = _dtype(tokenizer.vocab), tokenizer.eos, 0, sha256()
     path = folder / "tokens.bin"
@@ -158,7 +158,7 @@ def _write(
                 length += len(ids)
                 digest.update(data := np.array(ids, dtype).tobytes())
                 file.write(data)
-            told(document.size)
+            progress(document.size)
         file.flush()
         os.fsync(file.fileno())
     path.chmod(0o400)
@@ -183,13 +183,13 @@ def _groups(document: Document) -> Iterator[list[tuple[str, bool]]]:
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
     """The shard in this folder, if it is whole and the card's."""
     try:
-        shard = opened(folder)
+        shard = open_shard(folder)
     except ValueError:
         return None
     return shard if all(getattr(shard, k) == v for k, v in card.items() if k != "format") else None
 
 
-def opened(folder: Path) -> Shard:
+def open_shard(folder: Path) -> Shard:
     """The shard in a folder. Raises ValueError that names what is not as it was written: the card, the
     size, the digest, or the first id that the vocabulary does not have."""
     try:

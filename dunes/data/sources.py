@@ -12,7 +12,7 @@ from typing import Literal
 
 from dunes.data.document import Document, plain_document
 from dunes.data.files import SourceFile, Walk, passed_over
-from dunes.data.record_document import RecordDocument, holds_records, record_documents, taken
+from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
 from dunes.plural import plural
 
 SHOWN = 5
@@ -40,7 +40,7 @@ class Corpus:
         return f"{kept}; {passed_over(self.skipped)}"
 
 
-def collect(
+def collect_corpus(
     sources: Sequence[str | Path],
     share: float = 0.05,
     *,
@@ -72,7 +72,7 @@ def collect(
     corpus.notes[SHOWN:] = (
         [f"passed over: {plural(len(unread), 'more file', 'more files')} of records"] if unread else []
     )
-    corpus.notes[:0] = taken([*documents.values()])
+    corpus.notes[:0] = describe_records([*documents.values()])
     _divide(corpus, [*documents.values()], share)
     return corpus
 
@@ -96,9 +96,11 @@ def _documents(
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
     """Share out the documents: files by their places, one of several at least unless records are held out."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
-    order = sorted((d for d in documents if not isinstance(d, RecordDocument)), key=lambda d: (d.place, d.name))
+    order = sorted(
+        (d for d in documents if not isinstance(d, RecordDocument)), key=lambda d: (d.split_hash, d.name)
+    )
     held: list[Document] = [d for d in records if d.validates]
-    count = max(0, min(max(sum(d.place < share for d in order), not held), len(order) - 1))
+    count = max(0, min(max(sum(d.split_hash < share for d in order), not held), len(order) - 1))
     corpus.valid = sorted([*order[:count], *held], key=_name)
     corpus.train = sorted([*order[count:], *(d for d in records if not d.validates)], key=_name)
 

@@ -21,8 +21,8 @@ from dunes.plural import plural
 ROUNDS = 4
 
 
-class Ids(Protocol):
-    """A long row of ids: an array, or a `Row` of a file."""
+class TokenIds(Protocol):
+    """A long row of ids: an array, or a `TokenFile` of a file."""
 
     def __len__(self) -> int: ...
 
@@ -37,9 +37,9 @@ class Windows:
     windows, and met in other epochs. Raises ValueError if there is not one window.
     """
 
-    tokens: Ids
+    tokens: TokenIds
     length: int
-    batch: int
+    batch_size: int
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,34 +49,36 @@ class Windows:
             )
 
     @property
-    def epoch(self) -> int:
+    def windows_per_epoch(self) -> int:
         """Windows in an epoch. The cut moves from epoch to epoch, which costs up to one window."""
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the windows begin that stand at these positions of the endless order."""
-        epochs, within = np.divmod(positions, self.epoch)
+        epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            slack = len(self.tokens) - 1 - self.epoch * self.length
+            slack = len(self.tokens) - 1 - self.windows_per_epoch * self.length
             cut = _hash(self.seed, int(epoch), 0) % (slack + 1)
-            starts[here] = cut + self.length * shuffled(within[here], self.epoch, (self.seed, int(epoch)))
+            starts[here] = cut + self.length * shuffle_index(
+                within[here], self.windows_per_epoch, (self.seed, int(epoch))
+            )
         return starts
 
-    def at(self, number: int) -> Tensor:
+    def batch(self, number: int) -> Tensor:
         """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64."""
-        starts = self.starts(np.arange(number * self.batch, (number + 1) * self.batch, dtype=np.int64))
+        starts = self.starts(np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64))
         return torch.from_numpy(self.tokens[starts[:, None] + np.arange(self.length + 1)].astype(np.int64))
 
     def batches(self, start: int = 0) -> Iterator[Tensor]:
         """Endless batches from number `start` on."""
         while True:
-            yield self.at(start)
+            yield self.batch(start)
             start += 1
 
 
-def shuffled(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
+def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
     """Where a permutation of 0..size-1 sends these indices, without writing the permutation down.
 
     A Feistel network over the next power of four, walked until it falls below `size`.
@@ -90,13 +92,13 @@ def shuffled(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArr
     while outside.any():
         left, right = x[outside] >> np.uint64(half), x[outside] & mask
         for k in keys:
-            left, right = right, left ^ (_mixed(right ^ k) & mask)
+            left, right = right, left ^ (_mix(right ^ k) & mask)
         x[outside] = (left << np.uint64(half)) | right
         outside = x >= size
     return x.astype(np.int64)
 
 
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finisher: every bit of the input moves every bit of the output."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import tree
-from dunes.data import Ids
+from dunes.data import TokenIds
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.train import IGNORE
@@ -50,7 +50,7 @@ def widths(pieces: list[bytes]) -> NDArray[np.int64]:
 
 def evaluate(
     model: Decoder,
-    tokens: Ids,
+    tokens: TokenIds,
     width: NDArray[np.int64],
     context: int,
     dtype: torch.dtype = torch.float32,
@@ -62,7 +62,7 @@ def evaluate(
     there are fewer than two tokens.
     """
     if len(tokens) < 2:
-        raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; two are needed at least")
+        raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; at least two are needed")
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
@@ -92,8 +92,8 @@ def score_batches(
     return Score(nats, count, size)
 
 
-def _rectangle(tokens: Ids, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and targets (B, T) of windows; what lies past the end of the text is not asked."""
+def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """TokenIds and targets (B, T) of windows; what lies past the end of the text is not asked."""
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
     ids, targets = window[:, :-1], window[:, 1:].clone()

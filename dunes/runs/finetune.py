@@ -9,8 +9,8 @@ import torch
 from dunes import checkpoint, measure
 from dunes.augment import base_model
 from dunes.checkpoint.adapter import architecture_digest, joined_factors
-from dunes.data import Ids
-from dunes.data.examples import coloured
+from dunes.data import TokenIds
+from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.config import RunOptions
@@ -36,13 +36,13 @@ def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: i
     """
     going = RunOptions(**options)
     if idle := unused_options(config, going.asked or ()):
-        raise ValueError(f"--{idle[0]} is of adapters, and --method {config.method} has none; leave it out")
+        raise ValueError(f"--{idle[0]} applies to adapters, and --method {config.method} trains none; omit it")
 
     def prepared(config: FinetuneConfig, timings: Timings) -> Make | None:
         with timings("reading the examples"):
             data = FinetuneData.read(config, show)
         for example in data.train[:examples]:
-            show.print_highlighted(f"--- {example.place}", coloured(example, data.tokenizer))
+            show.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("choosing"):
             ready, known = data.chosen(show), domain(data, show)
         return None if going.dry_run else lambda: prepare(ready, known, folder, show)
@@ -50,7 +50,7 @@ def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: i
     return go(config, folder, show, going, prepared)
 
 
-def prepare(data: FinetuneData, known: Ids | None, folder: Path, show: Display) -> Run:
+def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, show: Display) -> Run:
     """A run at its first step; `known` is text of the base's own domain."""
     config, device = data.config, measure.device()
     assert config.dtype, "chosen before"
@@ -88,10 +88,10 @@ def _asked(task: FinetuneTask, model: Decoder, path: Path, show: Display) -> Bas
     dtype = getattr(torch, task.config.dtype or "float32")
     before = _earlier(path, show)
     if before is None:
-        show.detail("asking the base first")
+        show.detail("evaluating the base model")
         before = task.able(model, dtype)
     elif before.text != task.text:
-        show.detail("the text of the base's own domain is another one now: asking the base again")
+        show.detail("the text to measure forgetting on changed: evaluating the base model again")
         before = replace(before, domain=task.known(model, dtype), text=task.text)
     else:
         return before
@@ -110,7 +110,7 @@ def _earlier(path: Path, show: Display) -> Baseline | None:
         return None
 
 
-def domain(data: FinetuneData, show: Display) -> Ids | None:
+def domain(data: FinetuneData, show: Display) -> TokenIds | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
     tokenizer = data.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"
@@ -120,7 +120,9 @@ def domain(data: FinetuneData, show: Display) -> Ids | None:
     except (ValueError, OSError):
         if data.config.forgetting_data:
             raise
-        show.line("what is forgotten is not measured: name text of the base's own domain with --forgetting-data")
+        show.line(
+            "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
+        )
         return None
-    show.detail(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
+    show.detail(f"forgetting is measured on {plural(files, 'file')} of the base model's own text")
     return ids

@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from dunes import checkpoint, measure
 from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
-from dunes.data.examples import Example, Record, split, tokenized
-from dunes.data.packing import Batch, Batches, collated
-from dunes.data.preflight import refuse, report
-from dunes.data.text_windows import large_texts, tails, windows
+from dunes.data.examples import Example, Record, split_records, tokenize_records
+from dunes.data.packing import Batch, Batches, collate
+from dunes.data.preflight import check_report, data_report
+from dunes.data.text_windows import large_texts, split_tails, split_windows
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.autosize import with_hardware
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import (
@@ -63,7 +62,9 @@ class FinetuneData:
     def read(cls, config: FinetuneConfig, show: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
         if is_adapter(folder := checkpoint.locate_model(config.model).folder):
-            raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
+            raise ValueError(
+                f"{folder}: an adapter, not a base model; merge it first: dunes augment merge {folder} OUT"
+            )
         files, lines = read_dataset(config.data, config.text_field, config.follow_links)
         others, more = (
             read_dataset(config.val_data, config.text_field, config.follow_links) if config.val_data else ([], [])
@@ -75,20 +76,18 @@ class FinetuneData:
         template = choose_template(config, records, tokenizer, base.card)
         show.detail(f"template: {template.name}")
         own = taught(base)
-        if own is None or config.template or records.kind not in PLAIN_KINDS:
+        if own is None or config.template or records.format not in PLAIN_KINDS:
             tokenizer = templates.attach_template(template, tokenizer)
             if own not in (None, template.name):
-                show.line(f"look: it takes the place of the template that the base was taught with: {own}")
-        write = partial(_written, config, template, records.kind not in PLAIN_KINDS, tokenizer)
+                show.line(f"warning: it replaces the template that the base model was trained with: {own}")
+        write = partial(_written, config, template, records.format not in PLAIN_KINDS, tokenizer)
         rows, held = ([row for r in side for row in r.rows] for side in (files, others))
         if held:
             learn, valid = write(rows), write(held)
         else:
             learn, valid, held = _divided(rows, config.val_fraction, write)
         if not held:
-            raise ValueError(
-                f"{config.data}: no example is left for validation; give more, or others with --val-data"
-            )
+            raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
         context = _context(config, [*learn, *valid], base)
         learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
         return cls(replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, held)
@@ -101,15 +100,16 @@ class FinetuneData:
         context = self.config.context_length
         if context > self.base.context_length:
             show.line(
-                f"look: the base knows {self.base.context_length} tokens; what lies beyond is learned here alone"
+                f"warning: the base model was trained on {self.base.context_length} tokens; longer "
+                "contexts are learned from this data alone"
             )
-        found = report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
+        found = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
         for line in found.lines():
             show.detail(line)
-        refuse(found, self.config.max_truncated)
+        check_report(found, self.config.max_truncated)
         for line in found.warnings():
-            show.line(f"look: {line}")
-        rows = Batches(self.train, context, 1, packed=self.config.packing).epoch
+            show.line(f"warning: {line}")
+        rows = Batches(self.train, context, 1, packed=self.config.packing).rows_per_epoch
         batch = choose_batch(self.config, context, rows)
         steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, self._width)
         config = with_hardware(replace(self.config, batch=batch, steps=steps, lr=lr))
@@ -142,9 +142,9 @@ def _written(
 ) -> list[Example]:
     """The rows as ids; beside conversations, which are `spoken`, other rows keep a template of their own."""
     examples: list[Example] = []
-    for plain, group in groupby(rows, key=lambda row: spoken and row.kind in PLAIN_KINDS):
+    for plain, group in groupby(rows, key=lambda row: spoken and row.format in PLAIN_KINDS):
         form = templates.get_template("plain") if plain else template
-        examples += tokenized([*group], form, tokenizer, config.train_on)
+        examples += tokenize_records([*group], form, tokenizer, config.train_on)
     return examples
 
 
@@ -154,9 +154,9 @@ def _divided(
     """Examples to learn from and to validate on, and the rows of the latter: whole ones by their hashes, but of
     texts that are a large part of all their ends."""
     large = large_texts(rows, share)
-    heads, ends = tails(write(large), share)
+    heads, ends = split_tails(write(large), share)
     whole = {id(row) for row in large} if ends else set()
-    learn, held = split([row for row in rows if id(row) not in whole], share)
+    learn, held = split_records([row for row in rows if id(row) not in whole], share)
     if not ends:
         return write(learn), write(held), held
     return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
@@ -164,15 +164,15 @@ def _divided(
 
 def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
     """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
-    sizes = (len(e) if e.window is None else min(len(e), base.context_length + 1) for e in examples)
+    sizes = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(sizes, default=0)
     context = choose_context_length(config, longest, base.model, base.context_length)
-    spoken = any(e.window is None for e in examples)
+    spoken = any(e.window_index is None for e in examples)
     return context if config.context_length or spoken else min(context, base.context_length)
 
 
 def _in_windows(example: Example, context: int) -> Iterable[Example]:
-    return [example] if example.window is None else windows(example, context)
+    return [example] if example.window_index is None else split_windows(example, context)
 
 
 def taught(base: checkpoint.LoadedModel) -> str | None:
@@ -188,16 +188,14 @@ def _fitting(data: FinetuneData, show: Display) -> FinetuneConfig:
     config, free = data.config, measure.free_memory(measure.device())
     at_once = config.micro_batch or config.batch
     if config.batch % at_once:
-        raise ValueError(
-            f"--micro-batch is {at_once}, which does not divide the {plural(config.batch, 'row')} of a step"
-        )
+        raise ValueError(f"--micro-batch is {at_once}, which does not divide --batch {config.batch}")
     parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
     while not config.micro_batch and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if config.batch % n == 0)
         parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
     show.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
-        show.line("look: that may not fit; --method qlora, a smaller --context-length or --micro-batch needs less")
+        show.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
     return replace(config, micro_batch=at_once)
 
 
@@ -220,7 +218,7 @@ def _rows(config: FinetuneConfig) -> Batch:
     """A batch as full as can be: two examples in each row, all trained on."""
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
-    return collated(
+    return collate(
         [[example] * (2 if config.packing else 1)] * config.micro_batch, config.context_length, full=True
     )
 

@@ -70,7 +70,7 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
 def main_records(files: Sequence[Records]) -> Records:
     """The records by which a template is chosen: conversations, which one for single answers could not write, then
     single answers, then those that are written as they should be read."""
-    order = sorted(files, key=lambda r: (r.kind in PLAIN_KINDS, r.kind == "alpaca"))
+    order = sorted(files, key=lambda r: (r.format in PLAIN_KINDS, r.format == "alpaca"))
     return order[0]
 
 
@@ -80,11 +80,11 @@ def choose_template(
     """The template: the one asked for, the model's own, or the usual one for such records."""
     if config.template:
         return templates.get_template(config.template)
-    own = None if records.kind in PLAIN_KINDS else templates.find_template(tokenizer, card)
+    own = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
     if own is not None:
         return own
     known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
-    return templates.get_template(DEFAULT_TEMPLATES.get(records.kind, "chatml" if known else "mistral"))
+    return templates.get_template(DEFAULT_TEMPLATES.get(records.format, "chatml" if known else "mistral"))
 
 
 def changed(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, 
     """
     most = known if model.embed.place is not None else max(known, MAX_CONTEXT)
     if config.context_length > most:
-        raise ValueError(f"--context-length is {config.context_length}; this model looks at {most} tokens")
+        raise ValueError(f"--context-length is {config.context_length}; this model supports at most {most} tokens")
     return config.context_length or min(
         most, MAX_CONTEXT, max(MIN_CONTEXT, 1 << (max(1, longest - 2)).bit_length())
     )

@@ -67,7 +67,7 @@ class Saver:
         except (OSError, ValueError) as error:
             if self.strict:
                 raise
-            self.told(f"not saved: {error}; the state before it stands")
+            self.told(f"warning: saving the state failed: {error}; the previous state is kept")
             return False
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dunes import checkpoint, measure
-from dunes.data import Document, Ids, collect
+from dunes.data import Document, TokenIds, collect_corpus
 from dunes.runs.corpus import tail_start
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.text import Tokenizer
@@ -33,23 +33,23 @@ def score_folder(
 
 def held_out(
     tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = (), **how: Any
-) -> tuple[Ids, int]:
+) -> tuple[TokenIds, int]:
     """The ids of all text in the sources, and how many files that is; without sources, of what the training in
     the card held out. Raises ValueError if the card does not say what that is."""
     trained = card.get("trained", {})
     if sources:
-        corpus = collect(sources, **how)
+        corpus = collect_corpus(sources, **how)
         return _ids(tokenizer, corpus.valid + corpus.train, True), len(corpus.valid + corpus.train)
     if trained.get("split") not in ("files", "tails"):
-        raise ValueError("does not say which files were held out; name the sources to score")
+        raise ValueError("does not record its validation files; pass the sources to score")
     told = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
-    corpus = collect(trained["sources"], **told | how)
+    corpus = collect_corpus(trained["sources"], **told | how)
     whole = trained["split"] == "files"
     documents = corpus.valid if whole else corpus.train + corpus.valid
     return _ids(tokenizer, documents, whole), len(documents)
 
 
-def _ids(tokenizer: Tokenizer, documents: Sequence[Document], whole: bool) -> Ids:
+def _ids(tokenizer: Tokenizer, documents: Sequence[Document], whole: bool) -> TokenIds:
     """The ids of the texts in the documents, or of their last tenths: as in training, where that held them out."""
     # Where a document begins after the end of the one before, that end is there already.
     begin = [i for i in tokenizer.document_start if i != tokenizer.eos] if whole else []
