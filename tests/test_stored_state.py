@@ -131,7 +131,7 @@ def resealed(run, change):
     save_file(tensors, folder / "tensors.safetensors")
     (folder / "state.json").write_text(json.dumps(content).replace('"1e400"', "1e400"))
     (folder / "manifest.json").unlink()
-    atomic._seal_folder(folder, {"tensors.safetensors": tensors})
+    atomic._write_manifest(folder, {"tensors.safetensors": tensors})
     assert checkpoint.latest_state(run) == folder, "its digests are right"
     return folder
 
@@ -251,7 +251,7 @@ def test_a_state_that_is_none_is_refused_by_name(text, run):
     folder = checkpoint.latest_state(run)
     (folder / "state.json").write_text(text)
     (folder / "manifest.json").unlink()
-    atomic._seal_folder(folder, {})
+    atomic._write_manifest(folder, {})
     assert str(folder) in refused(resumed, run)
 
 

@@ -41,7 +41,7 @@ def judge(source: Source) -> Verdict:
     if differences := source.comparison[1]:
         reasons.append(_count_kinds(differences))
     try:
-        card.check(source.folder, card.read(source.folder), math.inf)
+        card.check_files(source.folder, card.read_card(source.folder), math.inf)
     except ValueError as error:
         reasons.append(str(error))
     try:

@@ -67,7 +67,7 @@ def _write_file(path: Path, weights: Weights) -> None:
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with atomic.naming(path), path.open("wb") as file:
+    with atomic.add_path_to_errors(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in order:
             tensor = weights[key].read()
