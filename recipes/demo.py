@@ -38,7 +38,7 @@ def main(minutes: float = 3.0) -> int:
     loaded = checkpoint.load(run)
     print("\nThree lines from files it has not seen, cut at a random place:")
     for place, before, truth in unseen_lines(3, seed=time.time_ns()):
-        guess = complete_line(loaded.model, loaded.tokenizer, loaded.context, before)
+        guess = complete_line(loaded.model, loaded.tokenizer, loaded.context_length, before)
         print(f"\n  {place}\n    {split_lines(before)[-1].strip()}▏\n    it says:  {guess}\n    it was:   {truth}")
     print(f"\nThe picture of its learning: {run}/loss.png\nWhat it wrote on the way:    {run}/samples.md")
     print(f"The model, which Hugging Face's tools open too: {run}\n\nTry your own code next:")

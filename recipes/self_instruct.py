@@ -34,15 +34,15 @@ def folder(path: str, limit: int = TOKENS) -> Ask:
 
     def one(prompt: str) -> tuple[str, bool]:
         length = len(loaded.tokenizer.prompt(prompt))
-        room = min(limit, loaded.context - length)
+        room = min(limit, loaded.context_length - length)
         if room < 1:
             needed = 1 << (2 * length - 1).bit_length()
             raise ValueError(
-                f"{path}: it looks at {loaded.context} tokens, and a prompt has {length}; use a model that looks "
+                f"{path}: it looks at {loaded.context_length} tokens, and a prompt has {length}; use a model that looks "
                 f"at {needed} or more, half of them for the answer (dunes train --context-length {needed})"
             )
         sample = sampler(1.0, seed=zlib.crc32(prompt.encode()))
-        return stopped(write(loaded.model, loaded.tokenizer, loaded.context, prompt, room, sample), room)
+        return stopped(write(loaded.model, loaded.tokenizer, loaded.context_length, prompt, room, sample), room)
 
     return lambda prompts: [one(prompt) for prompt in prompts]
 

@@ -120,7 +120,7 @@ def test_pages_are_given_back_between_tensors(tmp_path):
     for stored in header.tensors(mapped).values():
         tensor = stored.read()
         assert tensor.sum() == 8 << 20
-        mapped.forget()
+        mapped.release()
         assert measure.resident() - before < 16 << 20
     assert tensor[-1] == 1
 

@@ -113,7 +113,7 @@ def fill(
     with torch.no_grad():
         for key, stored in files.items():
             state[key].copy_(stored.read())
-            stored.forget()
+            stored.release()
     return model
 
 

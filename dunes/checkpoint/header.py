@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
     """The tensors of a safetensors file by name, in the file's order; their numbers are mapped when they are read.
 
-    Who streams a file greater than memory passes a `MappedFile` and calls its `forget` between tensors.
+    Who streams a file greater than memory passes a `MappedFile` and calls its `release` between tensors.
     Raises ValueError, on one line, if the safetensors library refuses the header, a name stands twice or could
     harm (see `named`), or there are more than 8 dimensions or 100,000 tensors.
     """
@@ -117,4 +117,4 @@ def _stored(mapped: MappedFile, begin: int, name: str, entry: Any) -> LazyTensor
     if reason := shape_error(shape):
         raise ValueError(f"tensor {quote(name)} {reason}")
     read = partial(mapped.tensor, begin + entry["data_offsets"][0], shape, dtype)
-    return LazyTensor(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.forget)
+    return LazyTensor(shape, dtype, f"{mapped.path.name}: {name}", read, mapped.release)

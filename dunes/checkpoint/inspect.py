@@ -124,7 +124,7 @@ def odd_values(weights: Weights) -> Iterator[str]:
             counts = np.sum([[0, 0, 0], *pool.map(partial(_odd, tensor.dtype), _chunks(tensor))], 0)
             if tensor.dim() < 2:
                 counts[2] = 0
-            stored.forget()
+            stored.release()
             told = zip(counts, ODD.items(), strict=True)
             if said := ", ".join(f"{n:,} {noun if n == 1 else nouns}" for n, (noun, nouns) in told if n):
                 yield f"{name}: {said}"

@@ -15,14 +15,14 @@ from dunes.models.names import Conversion
 class LazyTensor:
     """One tensor of a file. `origin` says where it lies, for messages; `read` brings its numbers.
 
-    `forget` gives back the memory that a mapped file takes after reading; nobody may use the tensor then.
+    `release` gives back the memory that a mapped file takes after reading; nobody may use the tensor then.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     origin: str
     read: Callable[[], Tensor]
-    forget: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -53,26 +53,26 @@ def _made(move: Conversion, sources: list[LazyTensor]) -> LazyTensor:
     def read() -> Tensor:
         return move.make([s.read() for s in sources]).contiguous()
 
-    def forget() -> None:
+    def release() -> None:
         for source in sources:
-            source.forget()
+            source.release()
 
-    return LazyTensor(shape, sources[0].dtype, origin, read, forget)
+    return LazyTensor(shape, sources[0].dtype, origin, read, release)
 
 
 def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:
     """The same tensors; `tick` is told the bytes of each when it is let go."""
 
-    def forget(stored: LazyTensor) -> None:
-        stored.forget()
+    def release(stored: LazyTensor) -> None:
+        stored.release()
         tick(stored.nbytes)
 
-    return {k: replace(w, forget=partial(forget, w)) for k, w in weights.items()}
+    return {k: replace(w, release=partial(release, w)) for k, w in weights.items()}
 
 
 def cast(weights: Weights, dtype: torch.dtype) -> dict[str, LazyTensor]:
     """The same tensors in another dtype."""
     return {
-        key: LazyTensor(w.shape, dtype, w.origin, lambda w=w: w.read().to(dtype), w.forget)  # type: ignore[misc]
+        key: LazyTensor(w.shape, dtype, w.origin, lambda w=w: w.read().to(dtype), w.release)  # type: ignore[misc]
         for key, w in weights.items()
     }

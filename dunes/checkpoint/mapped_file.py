@@ -78,7 +78,7 @@ class MappedFile:
         steps = tuple(step if size > 1 else 1 for size, step in zip(shape, steps, strict=True))
         return numbers.view(dtype).as_strided(shape, steps)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Give the pages back to the system, so that a file greater than memory can pass through.
 
         Tensors stay valid and read their numbers from the file again. Only for tensors that nobody wrote into:

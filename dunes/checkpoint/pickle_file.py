@@ -114,7 +114,7 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
                 held.storage.dtype,
                 f"{mapped.path.name}: {name}",
                 _reader(mapped, held, places),
-                mapped.forget,
+                mapped.release,
             )
             for name, held in _named(found).items()
         }

@@ -73,7 +73,7 @@ def _write_file(path: Path, weights: Weights) -> None:
             tensor = weights[key].read()
             assert (tuple(tensor.shape), tensor.dtype) == (weights[key].shape, weights[key].dtype), key
             file.write(_bytes(tensor))
-            weights[key].forget()
+            weights[key].release()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

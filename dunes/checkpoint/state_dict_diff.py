@@ -122,8 +122,8 @@ def _second_head(name: str, head: LazyTensor, embedding: LazyTensor | None) -> D
     if embedding is None:
         return None
     same = head.shape == embedding.shape and torch.equal(head.read(), embedding.read())
-    head.forget()
-    embedding.forget()
+    head.release()
+    embedding.release()
     if same:
         return None
     return Difference("head", name, "the embedding (tie_word_embeddings is true)", f"another matrix {head.shape}")
