@@ -470,7 +470,7 @@ def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
     other = tmp_path / "valid.jsonl"
     other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))
     out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run")
-    assert "90 examples, 4 for validation; 0 are copies of others, 3 of those for validation are also" in out
+    assert "90 examples, 4 for validation; 0 duplicates, 3 validation examples are in the training data" in out
     assert "look: 3 validation examples are in the training data" in out
 
 
@@ -520,7 +520,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     # An epoch asks for each of them once, and nothing is left out of a row.
     epoch = [
         t
-        for _, targets, _ in map(rows.positions, range(rows.rows_per_epoch))
+        for _, targets, _ in map(rows.batch, range(rows.rows_per_epoch))
         for t in targets[targets >= 0].tolist()
     ]
     assert sorted(epoch) == sorted(asked_for)

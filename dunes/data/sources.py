@@ -23,7 +23,7 @@ SHOWN = 5
 class Corpus:
     """The documents of a corpus for training and validation, and the names of skipped files by reason.
 
-    `notes` tell what was read from files of records, and why some were not. `split` tells what validation is: whole
+    `notes` tell what was read from files of records, and what was not. `split` tells what validation is: whole
     `files` and records, or the `tails` of all.
     """
 
