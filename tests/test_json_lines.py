@@ -253,7 +253,7 @@ def test_a_result_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, 
     seed = {"instruction": "Name a colour.", "input": "", "output": "Red."}
     seeds.write_text("".join(json.dumps(seed) + "\n" for _ in range(3)))
     (tmp_path / "out.json.rounds.jsonl").touch()
-    monkeypatch.setattr(atomic, "sync", full)
+    monkeypatch.setattr(atomic, "fsync_path", full)
     with pytest.raises(OSError, match="No space"):
         module.main(str(seeds), str(out), lambda prompts: [], 0)
     assert out.read_text() == "[1]"

@@ -131,7 +131,7 @@ def resealed(run, change):
     save_file(tensors, folder / "tensors.safetensors")
     (folder / "state.json").write_text(json.dumps(content).replace('"1e400"', "1e400"))
     (folder / "manifest.json").unlink()
-    atomic._seal_folder(folder, {"tensors.safetensors": tensors})
+    atomic._write_manifest(folder, {"tensors.safetensors": tensors})
     assert checkpoint.latest_state(run) == folder, "its digests are right"
     return folder
 
@@ -251,7 +251,7 @@ def test_a_state_that_is_none_is_refused_by_name(text, run):
     folder = checkpoint.latest_state(run)
     (folder / "state.json").write_text(text)
     (folder / "manifest.json").unlink()
-    atomic._seal_folder(folder, {})
+    atomic._write_manifest(folder, {})
     assert str(folder) in refused(resumed, run)
 
 
@@ -264,7 +264,8 @@ def test_a_state_that_is_resealed_as_it_was_goes_on(run):
 
 FORMAT_1 = {
     "context": 32, "batch": 4, "steps": 12, "minutes": 15.0, "seed": 0, "lr": None, "device": None,
-    "dtype": "float32", "threads": 1, "matmul": None, "sources": ["/home/me/code"], "text_field": [], "follow_links": False,
+    "dtype": "float32", "threads": 1, "matmul": None, "sources": ["/home/me/code"], "text_field": [],
+    "follow_links": False,
     "family": "arcee", "tokenizer": "bpe", "vocab": 300, "size": 60_000, "depth": 0, "width": 0, "split": "files",
 }  # fmt: skip
 """The plan.json of a run before its keys were renamed."""

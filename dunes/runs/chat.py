@@ -174,7 +174,7 @@ def _label(folder: Path) -> str:
 
 def _alike(folders: Sequence[Path]) -> None:
     """Raise ValueError unless the same was done to the base of all these adapters."""
-    found = [[c for c in cards.read(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
+    found = [[c for c in cards.read_card(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
     for path, changes in zip(folders, found, strict=True):
         if changes != found[0]:
             raise ValueError(

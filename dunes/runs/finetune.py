@@ -8,7 +8,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.augment import base_model
-from dunes.checkpoint.adapter import architecture, joined_factors
+from dunes.checkpoint.adapter import architecture_digest, joined_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
@@ -60,7 +60,7 @@ def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, show: Disp
     task = FinetuneTask(data, known, stored)
     before = _asked(task, model, folder / BASELINE, show)
     model, notes, base = _changed(model, config)
-    task = replace(task, before=before, notes=notes, base=base, settings=architecture(base_model(model)))
+    task = replace(task, before=before, notes=notes, base=base, settings=architecture_digest(base_model(model)))
     kept(model, config)
     schedule = build_schedule(config)
     how: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from dunes import checkpoint
-from dunes.checkpoint.atomic import sync
+from dunes.checkpoint.atomic import fsync_path
 from dunes.runs.run import METRICS, Run, run_state
 
 
@@ -73,5 +73,5 @@ class Saver:
 
 def _write(folder: Path, step: int, taken: checkpoint.Snapshot) -> Path:
     if (folder / METRICS).exists():
-        sync(folder / METRICS)  # the losses up to a state belong to it
+        fsync_path(folder / METRICS)  # the losses up to a state belong to it
     return checkpoint.save_state(folder, step, taken)
