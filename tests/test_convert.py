@@ -215,7 +215,7 @@ def test_numbers_too_large_for_the_dtype_are_refused(tmp_path):
     assert not (tmp_path / "narrow").exists()
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
     save_file(weights, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(ValueError, match="its logits are not finite; look with"):
+    with pytest.raises(ValueError, match="its logits are not finite; list the weights"):
         convert(open_source(tmp_path / "hf"), tmp_path / "new" / "deep" / "same")
     assert not (tmp_path / "new").exists()
 
@@ -225,14 +225,14 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
     before = digests(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     for out in (tmp_path / "hf", tmp_path / "hf" / "inside", tmp_path):
-        with pytest.raises(ValueError, match="must not lie in each other"):
+        with pytest.raises(ValueError, match="must not contain each other"):
             convert(source, out)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.txt").write_text("x")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for name, words in {
-        "there": "is there already",
+        "there": "exists already",
         "file": "not a folder",
         "file/below": "not a folder",
         "link": "not a folder",
@@ -288,7 +288,7 @@ def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
         if not out.exists() or all(p.name.startswith(".") for p in out.iterdir()):
             convert(open_source(tmp_path / "hf"), out)
         else:  # the kill came while the last names were given
-            with pytest.raises(ValueError, match="is there already"):
+            with pytest.raises(ValueError, match="exists already"):
                 convert(open_source(tmp_path / "hf"), out)
         assert digests(out) == whole, f"killed after {after} of {steps} steps"
         for path in out.iterdir():
@@ -437,7 +437,7 @@ def test_a_table_of_foreign_names(tmp_path):
     (tmp_path / "names.json").write_text(json.dumps(names))
     convert(open_source(foreign, read_name_table(tmp_path / "names.json")), tmp_path / "out")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
-    for broken, words in {'{"a": 1}': "'a' must stand for a name", '{"{i}": "{j}"}': "j"}.items():
+    for broken, words in {'{"a": 1}': "the value of 'a' must be a name", '{"{i}": "{j}"}': "j"}.items():
         (tmp_path / "names.json").write_text(broken)
         with pytest.raises(ValueError, match=words):
             read_name_table(tmp_path / "names.json")
@@ -588,7 +588,7 @@ def test_the_commands(tmp_path, capsys):
     status, _, err = command(capsys, "convert", tmp_path / "native", tmp_path / "back")
     assert status == 2
     assert err.count("\n") == 1
-    assert "is there already" in err
+    assert "exists already" in err
     status, _, err = command(capsys, "inspect", tmp_path / "nothing")
     assert (status, err.count("\n")) == (2, 1)
 

@@ -79,7 +79,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     score, files = score_folder(folder)
     assert files == len(collect_corpus([code]).valid)
     assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
-    assert "bits a byte" in out.getvalue()
+    assert "bits/byte" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
 
 
@@ -165,18 +165,18 @@ def refused(config, folder, resume=False):
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     folder = tmp_path / "run"
-    assert "no run to go on with" in refused(toy(code), folder, resume=True)
+    assert "no run to resume" in refused(toy(code), folder, resume=True)
     assert "no sources" in refused(TrainConfig(sources=()), folder)
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
-    assert "holds a run already" in refused(toy(code), folder)
+    assert "already contains a run" in refused(toy(code), folder)
     changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
     assert "size was '60k', now '70k'" in changed
     assert "family was 'arcee', now 'gpt2'" in changed
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     words = refused(TrainConfig(sources=()), folder, resume=True)
-    assert "cannot go on: the text to validate on changed; " in words
-    assert words.endswith("or say --override corpus")
+    assert "cannot resume: the validation text changed; " in words
+    assert words.endswith("or pass --override corpus")
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
 
@@ -186,7 +186,7 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     train(toy(code, steps=10), folder, display()[0])
     longer = toy(code, steps=25)
     assert "steps was 10, now 25" in refused(longer, folder, resume=True)
-    with pytest.raises(ValueError, match="--override size: cannot be changed in a run; sources"):
+    with pytest.raises(ValueError, match="--override size: cannot be changed when resuming; only sources"):
         train(toy(code), folder, display()[0], resume=True, override=["size"])
     assert train(longer, folder, display()[0], resume=True, override=["steps"]) == 0
     lines = records(folder / "metrics.jsonl")
@@ -200,12 +200,12 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
 
 def test_a_run_has_one_end(code, tmp_path):
     folder, show = tmp_path / "run", display()[0]
-    with pytest.raises(ValueError, match="--steps and --minutes are two ends of one run"):
+    with pytest.raises(ValueError, match="--steps and --minutes exclude each other"):
         train(toy(code, steps=2, minutes=1.0), folder, show, asked={"steps": 2, "minutes": 1.0})
     train(toy(code, steps=2), folder, show)
     later = TrainConfig(sources=(), minutes=1.0)
     with pytest.raises(
-        ValueError, match=r"it ends after 2 steps, not by the clock; say --steps N --override steps"
+        ValueError, match=r"the run stops after 2 steps, not after a time; use --steps N --override steps"
     ):
         train(later, folder, show, resume=True, override=["minutes"], asked={"minutes": 1.0})
     longer = TrainConfig(sources=(), steps=4)
@@ -238,7 +238,7 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     words = out.getvalue()
     assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
     assert re.search(r"chosen for 1 minute: \S+ parameters, batch size \d+, context length \d+", words)
-    assert re.search(r"this run needs about \d\.\d GB, of which", words)
+    assert re.search(r"this run needs about \d\.\d GB, including", words)
 
 
 def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(code, tmp_path, monkeypatch):
@@ -313,7 +313,7 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
     with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
         other.stdout.readline()
         patch.setattr(train_module, "gather", lambda config: pytest.fail("the text was read before"))
-        assert "another process is training here" in refused(toy(code), tmp_path / "run")
+        assert "in use by another training process" in refused(toy(code), tmp_path / "run")
         other.kill()
     assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
 
@@ -321,10 +321,10 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
 CORPORA = {
     "nothing": ({}, "no text to learn from"),
     "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to learn from .*2 empty"),
-    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to learn from, and 33 are needed"),
+    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to train on, at least 33 needed"),
     "shorter than a window": (
         {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
-        "tokens to learn from, and 33 are needed at least; give more text",
+        "tokens to train on, at least 33 needed; add text",
     ),
     "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to learn from .*1 binary"),
     "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to learn from .*1 not UTF-8"),
@@ -351,7 +351,7 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
     with monkeypatch.context() as patch:
         stopping_at(3, patch)
         assert train(config, run, show) == 130
-    assert ("its last 10% are held out" in out.getvalue()) == (split is None)
+    assert ("its last 10% is used for validation" in out.getvalue()) == (split is None)
     assert train(TrainConfig(), run, display()[0], resume=True, asked={}) == 0
     card = checkpoint.load(run).card
     assert card["trained"]["split"] == "tails"
@@ -491,7 +491,7 @@ def test_nonsense_in_a_plan_is_refused_by_name():
     for words in ("0x256", "4x250", "4x0"):
         with pytest.raises(ValueError, match="like 4x256"):
             TrainConfig(sources=("x",), size=words)
-    with pytest.raises(ValueError, match="--vocab-size is 300, and bytes"):
+    with pytest.raises(ValueError, match="--vocab-size is 300, but a bytes tokenizer"):
         TrainConfig(sources=("x",), vocab_size=300, tokenizer="bytes")
     nonsense = {"lr": float("nan"), "device": "tpu", "vocab_size": 0, "steps": 0}
     nonsense |= {"minutes": 0, "context_length": 1, "family": "rnn", "split": "lines"}
@@ -515,7 +515,7 @@ def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, term
     train(toy(code, steps=6), tmp_path / "run", Display(console, quiet=True))
     assert out.getvalue().lstrip().startswith("done after 6 steps")
     assert "dunes generate" in out.getvalue()
-    assert "it writes" not in out.getvalue()
+    assert "--- sample" not in out.getvalue()
 
 
 def test_depth_and_width_can_be_asked_for(code, tmp_path):

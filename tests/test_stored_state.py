@@ -131,7 +131,7 @@ def resealed(run, change):
     save_file(tensors, folder / "tensors.safetensors")
     (folder / "state.json").write_text(json.dumps(content).replace('"1e400"', "1e400"))
     (folder / "manifest.json").unlink()
-    atomic._seal_folder(folder, {"tensors.safetensors": tensors})
+    atomic._write_manifest(folder, {"tensors.safetensors": tensors})
     assert checkpoint.latest_state(run) == folder, "its digests are right"
     return folder
 
@@ -178,7 +178,7 @@ def option(old, new):
 
 
 WRONG_STATES = {
-    "another step": (setting("number", 7), "it is of step 7"),
+    "another step": (setting("number", 7), "it belongs to step 7"),
     "text for a step": (setting("number", "12"), "number is '12'"),
     "an endless step": (setting("number", "1e400"), "number is inf"),
     "a step below none": (setting("number", -1), "number is -1"),
@@ -199,7 +199,7 @@ WRONG_STATES = {
     "plan's number": (setting("plan", {"dict": [["steps", "12"]]}), "--steps is '12'"),
     "corpus": (setting("corpus", None), "corpus is None"),
     "weights": (setting("weights", {"list": []}), "weights is []"),
-    "weights of another": (setting("weights", {"dict": []}), "the state is of another model"),
+    "weights of another": (setting("weights", {"dict": []}), "the state belongs to another model"),
     "no optimizer": (setting("optimizer", {"dict": []}), "an optimizer's state is missing"),
     "a missing weight": (without("weights."), "is missing, in it or in tensors.safetensors"),
     "a missing best weight": (without("best_weights."), "is missing, in it or in tensors.safetensors"),
@@ -207,12 +207,12 @@ WRONG_STATES = {
     "a momentum unnamed": (entry_gone, "the optimizer's parameters have different entries"),
     "a shape that broadcasts": (
         replaced("weights.", lambda t: t[:1], "norm"),
-        "the state is of another model: the shape",
+        "the state belongs to another model: the shape",
     ),
-    "another dtype": (replaced("weights.", lambda t: t.double()), "the state is of another model: the dtype"),
+    "another dtype": (replaced("weights.", lambda t: t.double()), "the state belongs to another model: the dtype"),
     "best of another shape": (
         replaced("best_weights.", lambda t: t[:1]),
-        "the state is of another model: the shape",
+        "the state belongs to another model: the shape",
     ),
     "a weight that is none": (replaced("weights.", lambda t: t * nan), "not finite"),
     "a best weight that is none": (replaced("best_weights.", lambda t: t * nan), "not finite"),
@@ -251,7 +251,7 @@ def test_a_state_that_is_none_is_refused_by_name(text, run):
     folder = checkpoint.latest_state(run)
     (folder / "state.json").write_text(text)
     (folder / "manifest.json").unlink()
-    atomic._seal_folder(folder, {})
+    atomic._write_manifest(folder, {})
     assert str(folder) in refused(resumed, run)
 
 
@@ -371,17 +371,17 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
     said = dry(config, run)
-    assert f"warning: {run}: holds a run already; go on with --resume, or choose another --out" in said
-    assert "newest state is of step 12" in said
+    assert f"warning: {run}: already contains a run; continue it with --resume, or choose another --out" in said
+    assert "last saved state: step 12" in said
     assert "chosen for 1 minute" in said
     assert "chosen for" not in dry(TrainConfig(), run), "nothing was asked but what is there"
     again = dry(TrainConfig(), run, resume=True)
-    assert "holds a run already" not in again
-    assert "newest state is of step 12" in again
-    assert "goes on from there to its end after 12 steps" in again
+    assert "already contains a run" not in again
+    assert "last saved state: step 12" in again
+    assert "--resume continues from there up to 12 steps" in again
     with alone(run):
-        assert "another process is training here" in dry(config, run)
-        assert "another process is training here" in dry(TrainConfig(), run, resume=True)
+        assert "in use by another training process" in dry(config, run)
+        assert "in use by another training process" in dry(TrainConfig(), run, resume=True)
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"} == {
         p: t for p, t in before.items() if p.name != "lock"
     }
@@ -394,4 +394,4 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
 def test_a_dry_run_into_a_run_that_never_saved_says_so(run):
     shutil.rmtree(checkpoint.latest_state(run))
     shutil.rmtree(checkpoint.latest_state(run), ignore_errors=True)
-    assert "nothing was saved yet" in dry(TrainConfig(), run, resume=True)
+    assert "nothing saved yet" in dry(TrainConfig(), run, resume=True)

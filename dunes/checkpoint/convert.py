@@ -1,4 +1,4 @@
-"""A model from one folder to another: another form, other names, another dtype; streamed, whole and verified."""
+"""Convert a model folder into a Hugging Face folder, in another dtype if asked: streamed, atomic and verified."""
 
 import json
 import shutil
@@ -20,10 +20,11 @@ from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
-"""Keys of a config.json that are not carried over: they speak of code, or of what we write anew."""
+"""Keys of a config.json that are not copied: they refer to code, or to what is written anew."""
 
 
 Show = Callable[[str, float], None]
+"""Called with what is going on and the share of the work that is done."""
 
 
 def convert(
@@ -34,30 +35,29 @@ def convert(
     facts: Mapping[str, Any] | None = None,
     show: Show = lambda what, share: None,
 ) -> Verification:
-    """Write the source's model as a new folder, in Hugging Face's form.
+    """Write the source's model as a new Hugging Face folder.
 
-    Tensor by tensor, so that no more than one of them has to be in memory; under another name until all
-    is written, read again and found equal. `facts` about the source go into the card, `show` is told what
-    is going on and which share is done. Raises ValueError before anything is written for a source that is
-    not whole or an `out` that is there, and after it if the result is another model.
+    This goes tensor by tensor, with no more than one in memory, into a temporary folder until all is written, read
+    again and found equal. `facts` about the source go into the card. Raises ValueError before anything is written
+    for an incomplete source or an existing `out`, and afterwards if the result is another model.
     """
     require_new_folder(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = _tokenizer(source)
-    said = _json_files(source, dtype, tokenizer)
-    moves, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
+    json_files = _json_files(source, dtype, tokenizer)
+    conversions, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
     assert not unknown, "a family has a name for each of its weights"
-    theirs = renamed(moves, weights)
+    theirs = renamed(conversions, weights)
     size, before = (sum(w.nbytes for w in part.values()) for part in (theirs, source.files))
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
-    tick = _ticking(2 * size + before + (size if rounded else 0), show)
+    tick = _progress(2 * size + before + (size if rounded else 0), show)
     verified: list[Verification] = []
 
     def fill(staged: Path) -> None:
         safetensors_writer.write_tensors(staged, track_reads(theirs, partial(tick, "writing")))
-        for name, content in said.items():
+        for name, content in json_files.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
-        _copied(source.folder, staged)
+        _copy_tokenizers(source.folder, staged)
         if tokenizer is not None:
             tokenizer.save(staged)
         verified.append(verify(source, open_source(staged), rounded, partial(tick, "comparing")))
@@ -70,9 +70,9 @@ def convert(
 
 @contextmanager
 def exclusive_folder(out: Path) -> Iterator[None]:
-    """The folder exists, and no other process writes into it; one that was made for nothing is removed.
+    """Create the folder and lock it against other processes; after an error, what was created is removed.
 
-    Raises ValueError if another one does.
+    Raises ValueError if another process holds the lock.
     """
     made = [p for p in (out, *out.parents) if not p.exists()]
     out.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
         raise
 
 
-def _ticking(total: int, show: Show) -> Callable[[str, int], None]:
+def _progress(total: int, show: Show) -> Callable[[str, int], None]:
     done = 0
 
     def tick(what: str, size: int) -> None:
@@ -100,72 +100,72 @@ def _ticking(total: int, show: Show) -> Callable[[str, int], None]:
 
 
 def require_new_folder(source: Path, out: Path) -> None:
-    """Raise ValueError unless `out` is a new or empty folder, apart from the source."""
+    """Raise ValueError unless `out` is a new or empty folder, neither inside nor around the source."""
     a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
-        raise ValueError(f"{out}: source and result must not lie in each other; choose another folder")
-    there = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
-    if not there.is_dir():
-        raise ValueError(f"{there}: is there, and not a folder; choose another name")
+        raise ValueError(f"{out}: source and result must not contain each other; choose another folder")
+    existing = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
+    if not existing.is_dir():
+        raise ValueError(f"{existing}: exists and is not a folder; choose another name")
     if (ready := out / folder.READY).is_dir():
-        # Written whole, but not moved yet: all of it is there still, or the rest is moved now.
+        # Complete, but not moved yet: drop it if nothing was moved, else move the rest now.
         shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
     if out.exists() and not _empty(out):
-        raise ValueError(f"{out}: is there already; choose another name, or remove it")
+        raise ValueError(f"{out}: exists already; choose another name, or remove it")
 
 
 def _empty(path: Path) -> bool:
-    """What a conversion that was cut short left begins with a dot."""
+    """Whether nothing is in the folder but what an interrupted conversion left, whose names begin with a dot."""
     return all(p.name.startswith(".") for p in path.iterdir())
 
 
-def _words(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config.json to write: what the source's says beside the model, and the model as we read it."""
-    kinds = [w.dtype for w in source.files.values()]
-    kind = str(dtype or max(set(kinds), key=kinds.count)).removeprefix("torch.")
-    kept = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
-    said: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
-    return kept | said | {"dtype": kind, "torch_dtype": kind}
+def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The config.json to write: the keys of our config, and what else the source's has."""
+    dtypes = [w.dtype for w in source.files.values()]
+    name = str(dtype or max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
+    others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
+    ours: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
+    return others | ours | {"dtype": name, "torch_dtype": name}
 
 
 def _json_files(
     source: Source, dtype: torch.dtype | None, tokenizer: Tokenizer | None
 ) -> dict[str, dict[str, Any]]:
     """The JSON files of the result by name."""
-    words = _words(source, dtype)
+    config = _hf_config(source, dtype)
     if tokenizer is None:
-        return {CONFIG: words}
+        return {CONFIG: config}
     ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
-    return {CONFIG: ids | words, **folder.tokenizer_configs(tokenizer, source.config.context_length)}
+    return {CONFIG: ids | config, **folder.tokenizer_configs(tokenizer, source.config.context_length)}
 
 
 def _tokenizer(source: Source) -> Tokenizer | None:
-    """The source's tokenizer; weights may come without one. Raises ValueError for one that does not open."""
-    there = any((source.folder / name).exists() for name in ("tokenizer.json", "tekken.json"))
-    return Tokenizer.load(source.folder) if there or [*source.folder.glob("tokenizer.model*")] else None
+    """The source's tokenizer, or None without one. Raises ValueError for one that cannot be read."""
+    present = any((source.folder / name).exists() for name in ("tokenizer.json", "tekken.json"))
+    return Tokenizer.load(source.folder) if present or [*source.folder.glob("tokenizer.model*")] else None
 
 
-def _copied(source: Path, staged: Path) -> None:
-    """The tokenizer in the form that it came in, beside the one that we write."""
+def _copy_tokenizers(source: Path, staged: Path) -> None:
+    """Copy the tokenizer in its original form, too, beside the one that is written."""
     for path in (*source.glob("tokenizer.model*"), source / "tekken.json"):
         if path.is_file():
             shutil.copyfile(path, staged / path.name)
 
 
 def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What the result's card says: all that the source's own did, and how the result came to be."""
+    """The entries of the result's card: the source's own, and how the result was made."""
     card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
-    made = {"form": source.form, "notes": list(source.notes), **facts, "verified": verified.card()}
-    before = {"before": card["converted"]} if "converted" in card else {}
+    converted = {"form": source.form, "notes": list(source.notes), **facts, "verified": verified.card()}
+    earlier = {"before": card["converted"]} if "converted" in card else {}
     known = {"family": source.family, "context": source.config.context_length, "changes": []}
-    return known | card | {"converted": made | before}
+    return known | card | {"converted": converted | earlier}
 
 
 def read_name_table(path: Path) -> dict[str, str]:
-    """A table of foreign names: a JSON object, their name to Hugging Face's, both with `{i}` for a number."""
+    """A table of foreign names: a JSON object from their names to Hugging Face's, both with `{i}` for a number."""
     content = json_file.read(path)
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
-        raise ValueError(f"{path}: {wrong[0]!r} must stand for a name in quotes")
+        raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")
     if wrong := [k for k, v in content.items() if fields(v) - fields(k)]:
-        raise ValueError(f"{path}: {content[wrong[0]]!r} has other letters in braces than {wrong[0]!r}")
+        raise ValueError(f"{path}: {content[wrong[0]]!r} has fields in braces that {wrong[0]!r} has not")
     return content

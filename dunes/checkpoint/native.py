@@ -261,13 +261,13 @@ def _join(parts: list[LazyTensor], whole: tuple[int, ...] | None) -> LazyTensor:
         return first
     dim = next((d for d in range(len(first.shape)) if _concatenated_shape(parts, d) == whole), 0)
 
-    def forget() -> None:
+    def release() -> None:
         for part in parts:
-            part.forget()
+            part.release()
 
     shape = _concatenated_shape(parts, dim) or first.shape
 
-    return LazyTensor(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], dim), forget)
+    return LazyTensor(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], dim), release)
 
 
 def _concatenated_shape(parts: Sequence[LazyTensor], dim: int) -> tuple[int, ...] | None:

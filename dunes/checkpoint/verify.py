@@ -1,4 +1,4 @@
-"""Whether two folders hold one model: logits on fixed prompts, a part of one matrix in memory at a time."""
+"""Verify that two folders hold the same model, by logits; no more than part of a matrix is in memory at a time."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,19 +26,19 @@ Tick = Callable[[int], None]
 
 PROMPTS, TOKENS = 2, 16
 EXACT = 1e-4
-"""Of the logits' size: what other orders of the same float32 operations differ by, with room to spare."""
+"""Tolerance, relative to the logits: more than another order of the same float32 operations changes them by."""
 ROUNDED = 32
-"""Times the relative step of a narrower dtype: rounding every weight moves the logits less than that."""
+"""In units of a narrower dtype's epsilon: rounding every weight changes the logits by less than that."""
 BLOCK = 1 << 24
-"""Numbers of a matrix that are made float32 at a time."""
+"""Elements of a matrix that are converted to float32 at a time."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Logits of the source and of the result, in float32: `size` is the source's root mean square.
+    """How the logits of source and result differ, in float32; `size` is the root mean square of the source's.
 
-    `agree` is the share of positions whose likeliest token is the same. Where the weights were rounded,
-    the difference is from the source with its weights rounded, and `rounding` that from the source itself.
+    `agree` is the share of positions with the same top-1 token. If the weights were rounded, `largest_difference`
+    is from the source with its weights rounded alike, and `rounding` is the one from the source itself.
     """
 
     largest_difference: float
@@ -53,29 +53,29 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """What a comparison that passed says in words: how far the result is from the source, with rounding."""
-        moved = max(self.largest_difference, self.rounding or 0.0)
-        return f"equal within rounding: {moved / (self.size or 1.0):.1e} relative" if moved else "equal"
+        """A comparison that passed in one phrase: how far the result is from the source, with rounding."""
+        largest = max(self.largest_difference, self.rounding or 0.0)
+        return f"equal within rounding: {largest / (self.size or 1.0):.1e} relative" if largest else "equal"
 
     def card(self) -> dict[str, Any]:
         return asdict(self) | {"tolerance": EXACT}
 
     def __str__(self) -> str:
-        rounded = "" if self.rounding is None else f"; rounding moved them by up to {self.rounding:.1e}"
+        rounded = "" if self.rounding is None else f"; rounding changed them by up to {self.rounding:.1e}"
         return (
             f"logits of {plural(self.tokens, 'token')} differ by {self.largest_difference:.1e} at most, "
-            f"{self.relative:.1e} of their size (allowed: {EXACT:.1e}){rounded}; "
-            f"the likeliest token agrees at {self.agree:.0%}"
+            f"{self.relative:.1e} relative (tolerance: {EXACT:.1e}){rounded}; "
+            f"top-1 tokens agree at {self.agree:.0%} of positions"
         )
 
 
 def verify(
     source: Source, result: Source, dtype: torch.dtype | None = None, tick: Tick = lambda size: None
 ) -> Verification:
-    """Compare two models, whose weights were rounded to `dtype` on the way if that is given.
+    """Compare two models; the result's weights were rounded to `dtype` if that is given.
 
-    `tick` is told the bytes of each tensor that was used. Raises ValueError if they differ by more than
-    other orders of operations do, or rounding moved them by more than it can.
+    `tick` is called with the bytes of each tensor after its use. Raises ValueError if they differ by more than
+    another order of operations explains, or more than rounding explains.
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config reads {result.config}, not {source.config}")
@@ -84,24 +84,28 @@ def verify(
     agree = float((after.argmax(-1) == plain.argmax(-1)).float().mean())
     size = float(plain.square().mean().sqrt())
     rounding = None if dtype is None else float((after - plain).abs().max())
-    found = Verification(float((after - before).abs().max()), size, agree, rounding)
-    _pass(found, source.folder, plain, dtype, bool(before.isfinite().all()))
-    return found
+    verification = Verification(float((after - before).abs().max()), size, agree, rounding)
+    _check(verification, source.folder, plain, dtype, bool(before.isfinite().all()))
+    return verification
 
 
-def _pass(found: Verification, folder: Path, plain: Tensor, dtype: torch.dtype | None, finite: bool) -> None:
-    """Raise ValueError, which says why, for a result that must not be; `finite` are its numbers in that dtype."""
+def _check(
+    verification: Verification, folder: Path, plain: Tensor, dtype: torch.dtype | None, finite: bool
+) -> None:
+    """Raise ValueError if a result is not the source; `finite` says whether the dtype can hold its logits."""
     if not plain.isfinite().all():
-        raise ValueError(f"{folder}: its logits are not finite; look with: dunes inspect --values")
-    if finite and not found.relative <= EXACT:  # also where it is not a number
-        raise ValueError(f"{folder}: the result is another model: {found}; nothing was written")
-    if dtype is not None and not (found.rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * found.size:
-        raise ValueError(f"{folder}: {dtype} cannot hold these weights: {found}; nothing was written")
+        raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
+    if finite and not verification.relative <= EXACT:  # also if it is NaN
+        raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
+    if dtype is None:
+        return
+    if not (verification.rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
+        raise ValueError(f"{folder}: {dtype} cannot hold these weights: {verification}; nothing was written")
 
 
 @dataclass(frozen=True, eq=False)
 class UnmergedLogits:
-    """Logits of a model with an adapter: as it is, folded in float32, and folded and rounded to `dtype`."""
+    """Logits of a model with an adapter: unmerged, merged in float32, and merged and rounded to `dtype`."""
 
     folder: Path
     dtype: torch.dtype
@@ -116,45 +120,46 @@ class UnmergedLogits:
         return cls(folder, dtype, model_logits(model, context_length), exact, rounded)
 
     def verify(self, result: Source) -> Verification:
-        """Compare with the merged model as it lies in a folder.
+        """Compare with the merged model in a folder.
 
-        Raises ValueError if folding, or what was written, differs by more than other orders of operations do,
-        or rounding moved the logits by more than it can.
+        Raises ValueError if merging, or what was written, differs by more than another order of operations
+        explains, or more than rounding explains.
         """
         after = source_logits(result)
-        apart = max(float((a - b).abs().max()) for a, b in ((self.exact, self.plain), (after, self.rounded)))
+        largest = max(float((a - b).abs().max()) for a, b in ((self.exact, self.plain), (after, self.rounded)))
         rounding = None if self.dtype == torch.float32 else float((after - self.plain).abs().max())
         agree = float((after.argmax(-1) == self.plain.argmax(-1)).float().mean())
-        found = Verification(apart, float(self.plain.square().mean().sqrt()), agree, rounding)
+        verification = Verification(largest, float(self.plain.square().mean().sqrt()), agree, rounding)
         dtype = None if rounding is None else self.dtype
-        _pass(found, self.folder, self.plain, dtype, dtype is None or bool(self.rounded.isfinite().all()))
-        return found
+        _check(verification, self.folder, self.plain, dtype, dtype is None or bool(self.rounded.isfinite().all()))
+        return verification
 
 
-def model_logits(model: nn.Module, context_length: int, folded: torch.dtype | None = None) -> Tensor:
-    """Logits of a model in memory on the fixed prompts, in float32 whatever its numbers are kept as.
+def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | None = None) -> Tensor:
+    """Logits of a model in memory on the fixed prompts, in float32 whatever the dtype of its weights.
 
-    With `folded`, the adapter that acts is made part of its matrix, and all weights are rounded to that dtype.
+    With `merged`, the active adapter is merged, and all weights are rounded to that dtype.
     """
     twin = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     assert isinstance(twin, Decoder)
-    kind, vocab = folded or torch.float32, sides(twin.embed.token)[0]
+    dtype, vocab = merged or torch.float32, sides(twin.embed.token)[0]
     if twin.head is None:
-        twin.head = _Linear(_own(twin.embed.token, kind))
+        twin.head = _LazyLinear(_parameters_of(twin.embed.token, dtype))
     for place in list(tree.places(twin)):
         inner = tree.innermost(place.module)
-        if folded is not None and isinstance(place.module, Adapted):
-            setattr(place.parent, place.key, (_Rows if is_embedding(inner) else _Linear)(_own(place.module, kind)))
+        if merged is not None and isinstance(place.module, Adapted):
+            lazy = _LazyEmbedding if is_embedding(inner) else _LazyLinear
+            setattr(place.parent, place.key, lazy(_parameters_of(place.module, dtype)))
         elif isinstance(inner, Quantized):
-            tree.replace(twin, [place.name], lambda m: _Linear(_own(m, kind)), reach="inner")
-    _read_when_used(twin, cast(in_memory(twin.state_dict()), kind))
+            tree.replace(twin, [place.name], lambda m: _LazyLinear(_parameters_of(m, dtype)), reach="inner")
+    _make_lazy(twin, cast(in_memory(twin.state_dict()), dtype))
     with torch.no_grad():
         result: Tensor = twin(_prompts(vocab, context_length))
     return result
 
 
-def _own(module: nn.Module, dtype: torch.dtype) -> Weights:
-    """Matrix and bias of a map or an embedding, of an adapted one with the update."""
+def _parameters_of(module: nn.Module, dtype: torch.dtype) -> Weights:
+    """Weight and bias of a linear map or an embedding, with the active adapter merged into them."""
     adapter = module.active_adapter if isinstance(module, Adapted) else None
     updated = None if adapter is None else partial(adapter.updated, tree.innermost(module))
 
@@ -169,9 +174,9 @@ def _own(module: nn.Module, dtype: torch.dtype) -> Weights:
 
 
 def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
-    """Logits (PROMPTS, TOKENS, V) of the fixed prompts, with a part of one matrix in memory at a time.
+    """Logits (PROMPTS, TOKENS, V) of the fixed prompts, with part of one matrix in memory at a time.
 
-    A native model runs as its own code runs it: weights as they lie, rotary positions on adjacent pairs.
+    A native model runs as its own code runs it: weights in their order, rotary positions on adjacent pairs.
     """
     model = build_on_meta(source.family, source.config).eval()
     names = source.names
@@ -184,63 +189,63 @@ def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     if model.head is None:
         model.head = nn.Linear(1, 1, bias=False, device="meta")
         weights["head.weight"] = weights["embed.token.weight"]
-    _read_when_used(model, weights)
+    _make_lazy(model, weights)
     with torch.no_grad():
         result: Tensor = model(_prompts(source.config.vocab, source.config.context_length))
     return result
 
 
 def _prompts(vocab: int, context_length: int) -> Tensor:
-    """The same for every model of these sizes."""
+    """Random ids, the same for all models of these sizes."""
     draw = torch.Generator().manual_seed(0)
     return torch.randint(vocab, (PROMPTS, min(TOKENS, context_length)), generator=draw)
 
 
-def _read_when_used(model: nn.Module, weights: Weights) -> None:
-    """Put modules that read their weights at each use in the place of matrices, and fill all others."""
+def _make_lazy(model: nn.Module, weights: Weights) -> None:
+    """Replace linear maps and embeddings by modules that read their weights at each use, and fill all others."""
     for place, module in list(model.named_modules()):
-        own = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
+        parameters = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
         if isinstance(module, nn.Linear | nn.Embedding):
-            kind = _Rows if isinstance(module, nn.Embedding) else _Linear
+            lazy = _LazyEmbedding if isinstance(module, nn.Embedding) else _LazyLinear
             parent, _, key = place.rpartition(".")
-            setattr(model.get_submodule(parent), key, kind(own))
+            setattr(model.get_submodule(parent), key, lazy(parameters))
         else:
-            for name, stored in own.items():
-                module._parameters[name] = nn.Parameter(stored.read().float(), requires_grad=False)
-                stored.forget()
+            for name, tensor in parameters.items():
+                module._parameters[name] = nn.Parameter(tensor.read().float(), requires_grad=False)
+                tensor.release()
 
 
-class _Linear(nn.Module):
+class _LazyLinear(nn.Module):
     """A linear layer whose weights are in a file."""
 
-    def __init__(self, own: Weights) -> None:
+    def __init__(self, parameters: Weights) -> None:
         super().__init__()
-        self.own = own
+        self.lazy = parameters
 
     @property
     def bias(self) -> Tensor | None:
-        return self.own["bias"].read().float() if "bias" in self.own else None
+        return self.lazy["bias"].read().float() if "bias" in self.lazy else None
 
     def dense(self) -> Tensor:
-        return self.own["weight"].read().float()
+        return self.lazy["weight"].read().float()
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.own["weight"].read()
+        weight = self.lazy["weight"].read()
         rows = max(1, BLOCK // weight.shape[1])
         y = torch.cat([F.linear(x, part.float()) for part in torch.split(weight, rows)], -1)
         y = y if self.bias is None else y + self.bias
-        self.own["weight"].forget()
+        self.lazy["weight"].release()
         return y
 
 
-class _Rows(nn.Module):
+class _LazyEmbedding(nn.Module):
     """An embedding whose vectors are in a file."""
 
-    def __init__(self, own: Weights) -> None:
+    def __init__(self, parameters: Weights) -> None:
         super().__init__()
-        self.own, self.num_embeddings = own, own["weight"].shape[0]
+        self.lazy, self.num_embeddings = parameters, parameters["weight"].shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = self.own["weight"].read()[ids].float()
-        self.own["weight"].forget()
-        return found
+        vectors = self.lazy["weight"].read()[ids].float()
+        self.lazy["weight"].release()
+        return vectors

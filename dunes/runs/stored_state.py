@@ -28,7 +28,7 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
         if name not in state or not fits(state[name]):
             raise wrong_state(folder, f"{name} is {repr(state.get(name))[:60]}; expected {expected}")
     if state["number"] != int(folder.name.removeprefix("step-")):
-        raise wrong_state(folder, f"it is of step {state['number']}")
+        raise wrong_state(folder, f"it belongs to step {state['number']}")
     try:
         config = kind.of(state["plan"])
     except ValueError as error:
@@ -39,7 +39,7 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
 
 def wrong_state(folder: Path, words: str) -> ValueError:
     """An error that says what is wrong with a state, and what may be done."""
-    return ValueError(f"{folder}: {words}; remove this state to go on from an older one")
+    return ValueError(f"{folder}: {words}; remove this state to resume from an older one")
 
 
 def _is_number(value: Any) -> bool:
@@ -91,7 +91,9 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless both hold the same names, shapes and dtypes, and finite numbers are stored."""
     if odd := sorted(expected.keys() ^ stored.keys()):
-        raise ValueError(f"the state is of another model: {odd[0]} is in only one of them, of {len(odd)}")
+        raise ValueError(
+            f"the state belongs to another model: {odd[0]} is in only one of them ({len(odd)} such names)"
+        )
     for name, tensor in stored.items():
         _check_tensor(name, tensor, expected[name])
 
@@ -100,9 +102,9 @@ def _check_tensor(name: str, tensor: Tensor, expected: Tensor) -> None:
     for what in ("shape", "dtype"):
         if getattr(tensor, what) != getattr(expected, what):
             found, wanted = getattr(tensor, what), getattr(expected, what)
-            raise ValueError(f"the state is of another model: the {what} of {name} is {found}, not {wanted}")
+            raise ValueError(f"the state belongs to another model: the {what} of {name} is {found}, not {wanted}")
     if not torch.isfinite(tensor).all():
-        raise ValueError(f"{name} holds numbers that are not finite")
+        raise ValueError(f"{name} contains values that are not finite")
 
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -139,7 +141,7 @@ def _check_entry(name: str, value: Any, parameter: Tensor) -> None:
     if value.dim() and value.shape != parameter.shape:
         raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
     if not torch.isfinite(value).all():
-        raise ValueError(f"{name} holds numbers that are not finite")
+        raise ValueError(f"{name} contains values that are not finite")
 
 
 def _same_options(fresh: dict[str, Any], stored: Any) -> bool:
