@@ -38,8 +38,8 @@ def folder(path: str, limit: int = TOKENS) -> Ask:
         if room < 1:
             needed = 1 << (2 * length - 1).bit_length()
             raise ValueError(
-                f"{path}: it looks at {loaded.context_length} tokens, and a prompt has {length}; use a model that looks "
-                f"at {needed} or more, half of them for the answer (dunes train --context-length {needed})"
+                f"{path}: its context length is {loaded.context_length}, and a prompt has {length} tokens; use a "
+                f"model with {needed} or more, half of them for the answer (dunes train --context-length {needed})"
             )
         sample = sampler(1.0, seed=zlib.crc32(prompt.encode()))
         return stopped(write(loaded.model, loaded.tokenizer, loaded.context_length, prompt, room, sample), room)

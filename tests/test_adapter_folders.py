@@ -301,7 +301,7 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: says nothing of its base's weights")
     assert written.stderr.count("\n") == 1
     assert verbs.evaluate(str(folder), (str(tmp_path / "text.txt"),)) in (0, None)
-    assert "bits a byte" in capsys.readouterr().out
+    assert "bits/byte" in capsys.readouterr().out
     assert verbs.inspect(str(folder)) == 0
     printed = capsys.readouterr().out
     for line in ("LoRA, rank 4, alpha 32", "q_proj 2 times", "template    chatml", str(tmp_path / "base")):

@@ -75,7 +75,7 @@ def test_what_is_open_is_chosen_and_explained(monkeypatch):
     assert (config.dtype, config.threads, config.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
-    assert "a larger model would see too few" in lines[2]
+    assert "a larger model would be undertrained" in lines[2]
     assert chosen(config, STDLIB) == (config, []), "and stays so"
     given = chosen(TrainConfig(sources=(), size="1m"), STDLIB)[1]
     assert "a larger model" not in given[2], "nobody chose"

@@ -435,7 +435,7 @@ def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):
     assert "<b>run" not in text
     assert text.count("data:image/svg+xml;base64,") == 4
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text), "it opens without a network"
-    assert "tokenizing" in text, "where the time went"
+    assert "tokenizing" in text, "wall-clock time"
     assert "After 11 steps" in text
     with pytest.raises(ValueError, match="there is no training run"):
         page(model_folder.parent)

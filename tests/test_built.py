@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dunes import checkpoint
-from dunes.checkpoint.built import name_of
+from dunes.checkpoint.built import function_name
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.models import llama
@@ -304,8 +304,8 @@ def test_a_damaged_card_is_refused_in_one_line(kept, change, words):
 
 
 def test_the_name_of_a_function():
-    assert name_of(build) == "test_built:build"
-    assert name_of(partial(partial(build, 3), tied=False)) == "test_built:build"
-    assert name_of(Shifted) == "test_built:Shifted"
-    assert name_of(lambda: None).endswith("<lambda>")
-    assert name_of(MLP(4, 4).forward) == "dunes.parts.mlp:MLP.forward"
+    assert function_name(build) == "test_built:build"
+    assert function_name(partial(partial(build, 3), tied=False)) == "test_built:build"
+    assert function_name(Shifted) == "test_built:Shifted"
+    assert function_name(lambda: None).endswith("<lambda>")
+    assert function_name(MLP(4, 4).forward) == "dunes.parts.mlp:MLP.forward"

@@ -81,7 +81,7 @@ def test_the_oldest_exchanges_are_left_out_never_the_system(bpe, scripted):  # n
     for i in range(8):
         said(chat, f"question {i}")
     assert len(notes) == 1
-    assert "oldest exchanges are left out" in notes[0]
+    assert "oldest exchanges are dropped" in notes[0]
     assert [turn.text for turn in chat.talk[-2:]] == ["question 7", "h"]
     assert chat.talk[0].role == "user"
     assert len(chat.talk) < 14
@@ -90,7 +90,7 @@ def test_the_oldest_exchanges_are_left_out_never_the_system(bpe, scripted):  # n
         assert ids[:8] == head
         assert len(ids) <= 90 - 20
     assert script.limit == 20
-    with pytest.raises(ValueError, match="the model looks at 90; shorten it"):
+    with pytest.raises(ValueError, match="the model's context length is 90; shorten it"):
         said(chat, "question " * 60)
     assert chat.talk[-1].text == "h"
     chat.command("/new")
@@ -131,7 +131,7 @@ def test_commands(bpe, scripted):  # noqa: F811
     run(chat, lines, lambda piece: None, interactive=True)
     assert "/quit" in notes[0]
     assert notes[1] == "adapters: none (now)"
-    assert notes[2] == "no adapter is called 'other'; there are none"
+    assert notes[2] == "no adapter named 'other'; available: none"
     assert "/huh is not a command" in notes[3]
     assert len(script.asked) == 2
     assert chat.talk == []
@@ -151,7 +151,7 @@ def test_piped_lines_are_commands_too_and_an_empty_line_separates_answers(bpe, s
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("/adapter other", "no adapter is called 'other'"), ("/huh x", "/huh is not a command")]
+    ("line", "message"), [("/adapter other", "no adapter named 'other'"), ("/huh x", "/huh is not a command")]
 )
 def test_a_piped_mistake_ends_the_conversation(line, message, bpe, scripted):  # noqa: F811
     chat, script, _ = scripted(bpe, "chatml")
@@ -223,7 +223,7 @@ def test_an_adapter_is_called_by_its_folder_too(three):
     for folder, name in (("one", "one"), ("two", "two"), ("base", "none")):
         assert chat.command(f"/adapter {three / folder}")
         assert chat.name == name
-    with pytest.raises(ValueError, match="no adapter is called"):
+    with pytest.raises(ValueError, match="no adapter named"):
         chat.command("/adapter elsewhere/one")
 
 
@@ -244,9 +244,9 @@ def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypa
         load_chat_engine(str(three / "base"), [three / "base"])
     (three / "y").mkdir()
     os.symlink(three / "two", three / "y" / "one")
-    with pytest.raises(ValueError, match="two adapters would be called 'one'"):
+    with pytest.raises(ValueError, match="two adapters are named 'one'"):
         load_chat_engine(str(three / "base"), [three / "one", three / "y" / "one"])
-    with pytest.raises(ValueError, match="kept in different ways"):
+    with pytest.raises(ValueError, match="differently quantized bases"):
         load_chat_engine(str(three / "base"), [three / "one", three / "small"])
 
 
@@ -300,7 +300,7 @@ def test_a_terminal_has_a_conversation(three):
     assert alone(three / "one") in out
     assert alone(three / "base") in out
     assert "/help lists the commands" in err
-    assert "no adapter is called 'nobody'" in err
+    assert "no adapter named 'nobody'" in err
     assert "adapters: one, none (now)" in err
 
 

@@ -204,10 +204,10 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
         checkpoint.load(folder)
-    assert verified_card(folder, most=before.st_size), "too large to hash at each load"
+    assert verified_card(folder, max_bytes=before.st_size), "too large to hash at each load"
     assert "another SHA-256" in inspect.judge(open_source(folder)).reasons[0]
     limits = []
-    monkeypatch.setattr(card, "check", lambda folder, card, most: limits.append(most))
+    monkeypatch.setattr(card, "check_files", lambda folder, card, limit: limits.append(limit))
     inspect.judge(open_source(folder))
     assert limits == [math.inf]
     (folder / "dunes.json").unlink()
@@ -218,7 +218,7 @@ CARDS = {
     "absolute": ({"/etc/passwd": {"size": 1, "sha256": ""}}, "'/etc/passwd' is not the name of a file in this"),
     "above": ({"../x": {"size": 1, "sha256": ""}}, "'../x' is not the name of a file in this folder"),
     "a link out": ({"out": {"size": 1, "sha256": ""}}, "leads out of the folder"),
-    "a pipe": ({"pipe": {"size": 0, "sha256": ""}}, "pipe: not a plain file"),
+    "a pipe": ({"pipe": {"size": 0, "sha256": ""}}, "pipe: not a regular file"),
     "no facts": ({"config.json": 3}, "dunes.json: 'files' must hold size and sha256"),
     "no names": (["config.json"], "dunes.json: 'files' must hold size and sha256"),
     "nothing": (None, "dunes.json: 'files' must hold size and sha256"),
@@ -230,7 +230,7 @@ CARDS = {
 def test_a_card_names_nothing_but_files_of_its_folder(folder, case, monkeypatch):
     from dunes.checkpoint import atomic
 
-    monkeypatch.setattr(atomic, "digest", lambda path: pytest.fail(f"{path} was opened"))
+    monkeypatch.setattr(atomic, "digest", lambda path, advance: pytest.fail(f"{path} was opened"))
     (folder / "out").symlink_to("/etc/passwd")
     os.mkfifo(folder / "pipe")
     files, words = CARDS[case]

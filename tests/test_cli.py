@@ -131,4 +131,4 @@ def test_train_generate_complete_eval(code, tmp_path):
     assert generated.stdout == f"def {''.join(pieces)}\n"
     rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, file.read_text()[:4])
     assert dunes("complete", run, text=file.read_text()[:4]).stdout == f"{rest}\n"
-    assert "bits a byte" in dunes("eval", run, file).stdout
+    assert "bits/byte" in dunes("eval", run, file).stdout

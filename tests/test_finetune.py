@@ -151,11 +151,11 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
-    exact = [[(r["step"], r["exact"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)]
+    exact = [[(r["step"], r["loss_hex"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)]
     assert exact[0] == exact[1]
     file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
     assert (straight / file).read_bytes() == (halves / file).read_bytes()
-    before = [json.loads((f / "state" / "before.json").read_text()) for f in (straight, halves)]
+    before = [json.loads((f / "state" / "baseline.json").read_text()) for f in (straight, halves)]
     assert before[0] == before[1]
 
 
@@ -176,14 +176,14 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
     config = asked(mine, rows)
     finetuned(config, tmp_path / "run")
     rows.write_text(json.dumps(ROWS[:-1]))
-    with pytest.raises(ValueError, match="cannot go on: examples changed"):
+    with pytest.raises(ValueError, match="cannot resume: examples changed"):
         finetune(config, tmp_path / "run", display()[0], resume=True)
     rows.write_text(json.dumps(ROWS))
     other = initialise(checkpoint.load(mine).model, seed=4)
     checkpoint.save(other, mine, tokenizer, 128)
-    with pytest.raises(ValueError, match="cannot go on: base changed"):
+    with pytest.raises(ValueError, match="cannot resume: base changed"):
         finetune(config, tmp_path / "run", display()[0], resume=True)
-    with pytest.raises(ValueError, match="holds a run of another kind"):
+    with pytest.raises(ValueError, match="contains a run of another kind"):
         train(toy(tmp_path), tmp_path / "run", display()[0], resume=True)
 
 
@@ -194,12 +194,14 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     finetuned(config, tmp_path / "run")
     fingerprints = FinetuneTask.fingerprints.func
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
-        later.setattr(FinetuneTask, "prints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"}))
+        later.setattr(
+            FinetuneTask, "fingerprints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"})
+        )
         assert finetune(config, tmp_path / "run", display()[0], resume=True) == 0
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
+    hf_config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(hf_config | {"rms_norm_eps": 0.01}))
     (base / "dunes.json").unlink()
-    with pytest.raises(ValueError, match="cannot go on: settings of the base changed"):
+    with pytest.raises(ValueError, match="cannot resume: settings of the base changed"):
         finetune(config, tmp_path / "run", display()[0], resume=True)
 
 
@@ -235,7 +237,7 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     again = {"resume": True, "asked": ["data"], "override": ["data"]}
     assert finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
     (tmp_path / "there" / "moved.json").write_text(json.dumps(ROWS[1:]))
-    with pytest.raises(ValueError, match="cannot go on: examples changed"):
+    with pytest.raises(ValueError, match="cannot resume: examples changed"):
         finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again)
 
 
@@ -243,12 +245,12 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
 def test_a_model_that_is_no_run_s_is_not_written_over(method, base, tokenizer, examples, tmp_path):
     other = base_in(tmp_path / "other", tokenizer)
     before = (other / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"other: holds a model that no run here made \(config.json\)"):
+    with pytest.raises(ValueError, match=r"other: contains a model that was not made by a run \(config.json\)"):
         finetune(asked(base, examples, method=method), other, display()[0])
     assert (other / "model.safetensors").read_bytes() == before
     assert not (other / "state").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file: is not a folder that can be written to"):
+    with pytest.raises(ValueError, match="file: is not a writable folder"):
         finetune(asked(base, examples, method=method), tmp_path / "file" / "run", display()[0])
 
 
@@ -268,7 +270,7 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     best = min(checks, key=checks.get)
     (warning,) = (line for line in out.splitlines() if line.startswith("warning: validation loss"))
     assert f"after step {best}" in warning
-    assert "learning rate (it is 3)" in warning
+    assert "learning rate (now 3)" in warning
     card = checkpoint.load(folder).card
     assert card["finetuned"]["best_step"] == best
     assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
@@ -295,7 +297,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
     out = finetuned(config, folder)
-    assert "warning: that is no better than the base" in out
+    assert "warning: no better than the base model" in out
     saved = checkpoint.load(folder).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())
     assert not all(torch.equal(saved[name], tensor) for name, tensor in kept[6].items())
@@ -316,7 +318,7 @@ REFUSED = {
     "no model": ({"model": ""}, "the model is missing; dunes finetune MODEL --data FILE --out RUN"),
     "no data": ({"data": ""}, "the data is missing"),
     "too long": ({"context_length": 16}, "of the examples are longer than the context of 16"),
-    "odd batch": ({"batch": 4, "micro_batch": 3}, "--micro-batch is 3, which does not divide the 4 rows"),
+    "odd batch": ({"batch": 4, "micro_batch": 3}, "--micro-batch is 3, which does not divide --batch 4"),
     "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),
     "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
@@ -331,7 +333,7 @@ REFUSED = {
     "endless alpha": ({"alpha": float("inf"), "lr": None}, "alpha is inf; it must be a finite number"),
     "method": ({"method": "prefix"}, "--method is 'prefix'; it must be one of full, lora"),
     "dropout": ({"dropout": 1.5}, "dropout is 1.5"),
-    "held out": ({"val_fraction": 0.0}, "no example is left for validation"),
+    "held out": ({"val_fraction": 0.0}, "no examples left for validation"),
     "domain": ({"forgetting_data": ("nowhere",)}, "nowhere: no such file or folder"),
 }
 
@@ -346,7 +348,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples,
 
 def test_an_adapter_s_option_is_refused_where_there_is_none(base, examples, tmp_path):
     config = asked(base, examples, method="full")
-    with pytest.raises(ValueError, match="--rank is of adapters, and --method full has none; leave it out"):
+    with pytest.raises(ValueError, match="--rank applies to adapters, and --method full trains none; omit it"):
         finetune(config, tmp_path / "run", display()[0], asked={"method": "full", "rank": 4})
 
 
@@ -354,15 +356,15 @@ def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
     rows = tmp_path / "rows.json"
     said = ({"role": "user"}, {"role": "assistant", "weight": 0})
     rows.write_text(json.dumps([{"messages": [{**s, "content": w} for s in said]} for w in WORDS]))
-    with pytest.raises(ValueError, match="tokens is a target: the examples have no answers"):
+    with pytest.raises(ValueError, match="tokens is trained on: the examples have no answers"):
         finetune(asked(base, rows), tmp_path / "run", display()[0])
 
 
 def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, examples, tmp_path):
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
-    with pytest.raises(ValueError, match="an adapter, not a base; merge it first: dunes augment merge"):
+    with pytest.raises(ValueError, match="an adapter, not a base model; merge it first: dunes augment merge"):
         finetune(asked(tmp_path / "run", examples), tmp_path / "two", display()[0])
-    with pytest.raises(ValueError, match="holds a model that no run here made"):
+    with pytest.raises(ValueError, match="contains a model that was not made by a run"):
         finetune(asked(base, examples), base, display()[0])
 
 
@@ -410,22 +412,26 @@ def test_other_families(family, tokenizer, examples, tmp_path):
 
 def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
-    assert "look: the base knows 16 tokens" in finetuned(asked(narrow, examples), tmp_path / "run")
+    assert "warning: the base model was trained on 16 tokens" in finetuned(
+        asked(narrow, examples), tmp_path / "run"
+    )
     assert checkpoint.load(tmp_path / "run").context_length >= 32
     finetuned(asked(narrow, examples, method="full"), tmp_path / "full")
     assert checkpoint.load(tmp_path / "full").context_length >= 32
     learnt = base_in(tmp_path / "learnt", tokenizer, "gpt2", context=16)
     with pytest.raises(ValueError, match="longer than the context of 16"):
         finetune(asked(learnt, examples), tmp_path / "no", display()[0])
-    with pytest.raises(ValueError, match="--context-length is 64; this model looks at 16 tokens"):
+    with pytest.raises(ValueError, match="--context-length is 64; this model supports at most 16 tokens"):
         finetune(asked(learnt, examples, context_length=64), tmp_path / "no", display()[0])
 
 
 def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, examples, code, tmp_path):
     folder = tmp_path / "run"
     out = finetuned(asked(base, examples, forgetting_data=(str(code),), lr=0.05, steps=20), folder)
-    domain = json.loads((folder / "dunes.json").read_text())["measured"]["domain"]
-    found = re.search(r"the base's own domain: ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)", out)
+    domain = json.loads((folder / "dunes.json").read_text())["measured"]["forgetting"]
+    found = re.search(
+        r"forgetting: loss on the base model's own text ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)", out
+    )
     assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
     assert domain["before"] != domain["after"]
     page = (folder / "samples.md").read_text()
@@ -434,22 +440,23 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     _, held = split_records(read_records(examples).rows)
     for record in held[:3]:
         assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
-    before = json.loads((folder / "state" / "before.json").read_text())["said"]
+    before = json.loads((folder / "state" / "baseline.json").read_text())["answers"]
     assert len(before) == 3
     without = finetuned(asked(base, examples), tmp_path / "other")
     assert (
-        "what is forgotten is not measured: name text of the base's own domain with --forgetting-data" in without
+        "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
+        in without
     )
 
 
 def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp_path):
     """Left behind by a run that ended while it changed its base."""
     finetuned(asked(base, examples, steps=1), tmp_path / "right")
-    right = json.loads((tmp_path / "right" / "state" / "before.json").read_text())
+    right = json.loads((tmp_path / "right" / "state" / "baseline.json").read_text())
     (tmp_path / "run" / "state").mkdir(parents=True)
-    (tmp_path / "run" / "state" / "before.json").write_text(json.dumps(right | {"score": [1.0, 2, 3]}))
+    (tmp_path / "run" / "state" / "baseline.json").write_text(json.dumps(right | {"score": [1.0, 2, 3]}))
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "state" / "before.json").read_text()) == right
+    assert json.loads((tmp_path / "run" / "state" / "baseline.json").read_text()) == right
 
 
 def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
@@ -462,7 +469,7 @@ def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path,
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     finetuned(config, tmp_path / "straight")
     cards = [json.loads((tmp_path / f / "dunes.json").read_text())["measured"] for f in ("run", "straight")]
-    assert cards[0]["domain"] == cards[1]["domain"]
+    assert cards[0]["forgetting"] == cards[1]["forgetting"]
     assert cards[0]["before"] == cards[1]["before"]
 
 
@@ -470,8 +477,8 @@ def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
     other = tmp_path / "valid.jsonl"
     other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))
     out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run")
-    assert "90 examples, 4 for validation; 0 duplicates, 3 validation examples are in the training data" in out
-    assert "look: 3 validation examples are in the training data" in out
+    assert "90 examples, 4 for validation; 0 are copies of others, 3 of those for validation are also" in out
+    assert "warning: 3 validation examples are also learnt from" in out
 
 
 def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
@@ -520,7 +527,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     # An epoch asks for each of them once, and nothing is left out of a row.
     epoch = [
         t
-        for _, targets, _ in map(rows.batch, range(rows.rows_per_epoch))
+        for _, targets, _ in map(rows.positions, range(rows.rows_per_epoch))
         for t in targets[targets >= 0].tolist()
     ]
     assert sorted(epoch) == sorted(asked_for)
@@ -570,21 +577,19 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
 def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, book, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
     out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry_run=True)
-    assert "look: the base knows" not in out
-    assert "truncated at 16: 0.0% of the examples" in out
+    assert "warning: the base model was trained on" not in out
+    assert "cut at 16: 0.0% of the examples" in out
     assert out.count("book.txt, window") == 2
-    assert "truncated at 40: 0.0%" in finetuned(
-        asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True
-    )
+    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True)
 
 
 def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):
     finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
     again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry_run=True)
     assert "template: alpaca\n" in again
-    assert "look: it takes the place" not in again
+    assert "warning: it replaces the place" not in again
     other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry_run=True)
-    assert "look: it takes the place of the template that the base was taught with: alpaca" in other
+    assert "warning: it replaces the template that the base model was trained with: alpaca" in other
 
 
 def test_rows_that_are_written_as_they_are_read_leave_the_base_its_template(base, examples, tmp_path):
@@ -593,7 +598,7 @@ def test_rows_that_are_written_as_they_are_read_leave_the_base_its_template(base
     rows.write_text("".join(json.dumps({"text": r["instruction"]}) + "\n" for r in ROWS))
     out = finetuned(asked(tmp_path / "alpaca", rows), tmp_path / "more")
     assert "template: plain" in out
-    assert "look: it takes" not in out
+    assert "warning: it replaces" not in out
     assert checkpoint.load(tmp_path / "more").card["template"] == "alpaca"
 
 
@@ -601,8 +606,8 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
     stopping_at(3, monkeypatch)
     show, out = display()
     assert finetune(asked(base, examples), tmp_path / "run", show) == 130
-    assert "stopping, and keeping what was learned" in out.getvalue()
-    assert "held-out answers:" not in out.getvalue()
+    assert "stopping after this step and saving" in out.getvalue()
+    assert "validation loss of answers:" not in out.getvalue()
     assert checkpoint.load(tmp_path / "run").card["finetuned"]["steps"] == 3
 
 
@@ -647,7 +652,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     monkeypatch.setattr(measure, "free_memory", lambda device: 1)
     show, out = display()
     assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).config.micro_batch == 1
-    assert "look: that may not fit" in out.getvalue()
+    assert "warning: that may not fit" in out.getvalue()
 
 
 def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
@@ -687,7 +692,7 @@ def test_the_verb(base, examples, tmp_path):
     how: dict = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
     done = subprocess.run([*map(str, command), "--steps", "3", "--rank", "2", "--method", "rslora"], **how)
     assert done.returncode == 0, done.stderr
-    assert "held-out answers:" in done.stdout
+    assert "validation loss of answers:" in done.stdout
     config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert config["use_rslora"]
     assert config["r"] == 2
@@ -695,12 +700,12 @@ def test_the_verb(base, examples, tmp_path):
 
 def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, tmp_path):
     finetuned(asked(base, examples, steps=3), tmp_path / "run")
-    note = tmp_path / "run" / "state" / "before.json"
+    note = tmp_path / "run" / "state" / "baseline.json"
     whole = json.loads(note.read_text())
     note.write_bytes(note.read_bytes()[:30])
     said = finetuned(FinetuneConfig(), tmp_path / "run", resume=True)
     assert f"warning: {note}: not JSON" in said
-    assert "asking the base first" in said
+    assert "evaluating the base model" in said
     assert json.loads(note.read_text()) == whole
 
 
@@ -710,6 +715,6 @@ def test_answers_that_do_not_fit_on_the_disk_do_not_cost_the_adapter(base, examp
 
     monkeypatch.setattr("dunes.runs.finetune_task.append_text", full)
     said = finetuned(asked(base, examples, steps=2), tmp_path / "run")
-    assert "warning: the answers are not in samples.md: [Errno 28]" in said
+    assert "warning: writing samples.md failed: [Errno 28]" in said
     assert "done after 2 steps" in said
     checkpoint.load(tmp_path / "run")

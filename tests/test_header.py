@@ -296,7 +296,7 @@ def test_names_at_the_limits_are_read(tmp_path):
 
 
 def test_the_count_of_tensors_is_exact_with_and_without_metadata(tmp_path, monkeypatch):
-    monkeypatch.setattr(header, "TENSORS", 3)
+    monkeypatch.setattr(header, "MAX_TENSORS", 3)
     for metadata in ({}, {"__metadata__": {}}):
         table = metadata | {name: entry(4 * i, 4 * i + 4) for i, name in enumerate("abcd")}
         (tmp_path / "x").write_bytes(pack(table, bytes(16)))

@@ -447,15 +447,15 @@ def test_an_odd_pickle_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("bound", "value", "said"),
     [
-        ("_STEPS", -500, "too many steps"),
-        ("_STEPS_LEGACY", 60, "too many steps"),
-        ("BYTES", 100, "bytes"),
-        ("_TEXT", 6, "in one text"),
-        ("_STACK", 5, "values at once"),
-        ("_MARKS", 1, "levels"),
-        ("_ITEMS", 2, "2 values"),
-        ("_DEPTH", 1, "more than 1 deep"),
-        ("TENSORS", 1, "more than 1"),
+        ("_MAX_STEPS", -500, "too many steps"),
+        ("_MAX_STEPS_LEGACY", 60, "too many steps"),
+        ("MAX_BYTES", 100, "bytes"),
+        ("_MAX_TEXT", 6, "in one text"),
+        ("_MAX_STACK", 5, "values at once"),
+        ("_MAX_MARKS", 1, "levels"),
+        ("_MAX_ITEMS", 2, "2 values"),
+        ("_MAX_DEPTH", 1, "more than 1 deep"),
+        ("MAX_TENSORS", 1, "more than 1"),
     ],
 )
 def test_each_bound_refuses_what_is_beyond_it_and_only_that(tmp_path, monkeypatch, bound, value, said):
@@ -464,7 +464,7 @@ def test_each_bound_refuses_what_is_beyond_it_and_only_that(tmp_path, monkeypatc
         (tmp_path / how).write_bytes(saved(made, **given))
         same(pickle_file.tensors(tmp_path / how), {"a": torch.ones(1), "b.c": torch.zeros(1)})
     monkeypatch.setattr(pickle_file, bound, value)
-    for how in ("legacy",) if bound == "_STEPS_LEGACY" else ("zip",) if bound == "_STEPS" else FORMATS:
+    for how in ("legacy",) if bound == "_MAX_STEPS_LEGACY" else ("zip",) if bound == "_MAX_STEPS" else FORMATS:
         assert said in refused(tmp_path / how, tmp_path / "canary")
 
 

@@ -134,8 +134,8 @@ def test_a_picture_or_sample_that_cannot_be_written_does_not_cost_the_last_words
     monkeypatch.setattr("dunes.runs.loop.append_text", full)
     show, out = display()
     assert train(toy(code), tmp_path / "run", show) == 0
-    assert "could not be drawn: [Errno 28] No space left on device" in out.getvalue()
-    assert "could not be sampled: [Errno 28]" in out.getvalue()
+    assert "warning: plotting failed: [Errno 28] No space left on device" in out.getvalue()
+    assert "warning: sampling failed: [Errno 28]" in out.getvalue()
     assert "done after 12 steps" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
 

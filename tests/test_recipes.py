@@ -72,7 +72,7 @@ def test_alpaca_lora(tmp_path, capsys):
         recipe("alpaca_lora").main(str(tmp_path / "base"), str(tmp_path / "rows.json"), 1.0, str(out), **how) == 0
     )
     said = capsys.readouterr().out
-    assert "held-out answers:" in said
+    assert "validation loss of answers:" in said
     assert "List three things that a cat likes." in said
     assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
 
@@ -168,7 +168,9 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     assert [r.number for r in rounds] == list(range(10))
     texts = [item.text for r in rounds for item in r.items]
     assert ask(prompts(seed_tasks(seeds(tmp_path)), 0, 0))[0] == (texts[0].removeprefix("4. Instruction:"), True)
-    with pytest.raises(ValueError, match=r"short: it looks at 64 tokens, and a prompt has \d+; .* 512 or more"):
+    with pytest.raises(
+        ValueError, match=r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"
+    ):
         made.folder(str(tmp_path / "short"))(["a" * 200])
 
 
@@ -220,7 +222,7 @@ def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypat
         runpy.run_path(str(RECIPES[0].with_stem("self_instruct")), run_name="__main__")
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "model: it looks at 256 tokens, and a prompt has" in said
+    assert "model: its context length is 256, and a prompt has" in said
     assert "2048 or more, half of them for the answer (dunes train --context-length 2048)" in said
     assert not out.exists()
 

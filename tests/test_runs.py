@@ -70,7 +70,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     lines = records(folder / "metrics.jsonl")
     assert [r["step"] for r in lines] == list(range(1, 61))
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
-    assert all(float.fromhex(r["exact"]) == r["loss"] for r in lines)
+    assert all(float.fromhex(r["loss_hex"]) == r["loss"] for r in lines)
     assert [r["step"] for r in lines if "bits_per_byte" in r] == [10, 25, 50, 60]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert re.findall("## After ([0-9]+) steps", (folder / "samples.md").read_text()) == ["5", "50", "60"]
@@ -79,7 +79,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     score, files = score_folder(folder)
     assert files == len(collect_corpus([code]).valid)
     assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
-    assert "bits a byte" in out.getvalue()
+    assert "bits/byte" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
 
 
@@ -113,7 +113,8 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
     exact = [
-        [(r["step"], r["exact"], r["lr_scale"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)
+        [(r["step"], r["loss_hex"], r["lr_scale"]) for r in records(f / "metrics.jsonl")]
+        for f in (straight, halves)
     ]
     assert exact[0] == exact[1]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -165,18 +166,18 @@ def refused(config, folder, resume=False):
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     folder = tmp_path / "run"
-    assert "no run to go on with" in refused(toy(code), folder, resume=True)
+    assert "no run to resume" in refused(toy(code), folder, resume=True)
     assert "no sources" in refused(TrainConfig(sources=()), folder)
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
-    assert "holds a run already" in refused(toy(code), folder)
+    assert "already contains a run" in refused(toy(code), folder)
     changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
     assert "size was '60k', now '70k'" in changed
     assert "family was 'arcee', now 'gpt2'" in changed
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     words = refused(TrainConfig(sources=()), folder, resume=True)
-    assert "cannot go on: the text to validate on changed; " in words
-    assert words.endswith("or say --override corpus")
+    assert "cannot resume: the validation text changed; " in words
+    assert words.endswith("or pass --override corpus")
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
 
@@ -186,7 +187,7 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     train(toy(code, steps=10), folder, display()[0])
     longer = toy(code, steps=25)
     assert "steps was 10, now 25" in refused(longer, folder, resume=True)
-    with pytest.raises(ValueError, match="--override size: cannot be changed in a run; sources"):
+    with pytest.raises(ValueError, match="--override size: cannot be changed when resuming; only sources"):
         train(toy(code), folder, display()[0], resume=True, override=["size"])
     assert train(longer, folder, display()[0], resume=True, override=["steps"]) == 0
     lines = records(folder / "metrics.jsonl")
@@ -200,12 +201,12 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
 
 def test_a_run_has_one_end(code, tmp_path):
     folder, show = tmp_path / "run", display()[0]
-    with pytest.raises(ValueError, match="--steps and --minutes are two ends of one run"):
+    with pytest.raises(ValueError, match="--steps and --minutes exclude each other"):
         train(toy(code, steps=2, minutes=1.0), folder, show, asked={"steps": 2, "minutes": 1.0})
     train(toy(code, steps=2), folder, show)
     later = TrainConfig(sources=(), minutes=1.0)
     with pytest.raises(
-        ValueError, match=r"it ends after 2 steps, not by the clock; say --steps N --override steps"
+        ValueError, match=r"the run stops after 2 steps, not after a time; use --steps N --override steps"
     ):
         train(later, folder, show, resume=True, override=["minutes"], asked={"minutes": 1.0})
     longer = TrainConfig(sources=(), steps=4)
@@ -238,7 +239,7 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     words = out.getvalue()
     assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
     assert re.search(r"chosen for 1 minute: \S+ parameters, batch size \d+, context length \d+", words)
-    assert re.search(r"this run needs about \d\.\d GB, of which", words)
+    assert re.search(r"this run needs about \d\.\d GB, including", words)
 
 
 def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(code, tmp_path, monkeypatch):
@@ -313,21 +314,21 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
     with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
         other.stdout.readline()
         patch.setattr(train_module, "gather", lambda config: pytest.fail("the text was read before"))
-        assert "another process is training here" in refused(toy(code), tmp_path / "run")
+        assert "in use by another training process" in refused(toy(code), tmp_path / "run")
         other.kill()
     assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
 
 
 CORPORA = {
-    "nothing": ({}, "no text to train on"),
-    "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to train on .*2 empty"),
-    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to learn from, and 33 are needed"),
+    "nothing": ({}, "no text to learn from"),
+    "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to learn from .*2 empty"),
+    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to train on, at least 33 needed"),
     "shorter than a window": (
         {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
-        "tokens to learn from, and 33 are needed at least; give more text",
+        "tokens to train on, at least 33 needed; add text",
     ),
-    "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to train on .*1 binary"),
-    "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to train on .*1 not UTF-8"),
+    "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to learn from .*1 binary"),
+    "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to learn from .*1 not UTF-8"),
     "one file": ({"a.txt": b"one file only\n" * 500}, "no file is left for validation: .*--split tails"),
 }
 
@@ -351,7 +352,7 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
     with monkeypatch.context() as patch:
         stopping_at(3, patch)
         assert train(config, run, show) == 130
-    assert ("its last 10% are held out" in out.getvalue()) == (split is None)
+    assert ("its last 10% is used for validation" in out.getvalue()) == (split is None)
     assert train(TrainConfig(), run, display()[0], resume=True, asked={}) == 0
     card = checkpoint.load(run).card
     assert card["trained"]["split"] == "tails"
@@ -366,7 +367,7 @@ def test_records_are_learned_by_their_texts(split, tmp_path):
     config = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), split=split, steps=3)
     show, out = display()
     assert train(config, tmp_path / "run", show) == 0
-    assert "text from records: the field body (60 records)" in out.getvalue()
+    assert "learned from records: the field body (60 records)" in out.getvalue()
     loaded = checkpoint.load(tmp_path / "run")
     assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes()}
     assert loaded.card["trained"]["split"] == (split or "files")
@@ -491,7 +492,7 @@ def test_nonsense_in_a_plan_is_refused_by_name():
     for words in ("0x256", "4x250", "4x0"):
         with pytest.raises(ValueError, match="like 4x256"):
             TrainConfig(sources=("x",), size=words)
-    with pytest.raises(ValueError, match="--vocab-size is 300, and bytes"):
+    with pytest.raises(ValueError, match="--vocab-size is 300, but a bytes tokenizer"):
         TrainConfig(sources=("x",), vocab_size=300, tokenizer="bytes")
     nonsense = {"lr": float("nan"), "device": "tpu", "vocab_size": 0, "steps": 0}
     nonsense |= {"minutes": 0, "context_length": 1, "family": "rnn", "split": "lines"}
@@ -515,7 +516,7 @@ def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, term
     train(toy(code, steps=6), tmp_path / "run", Display(console, quiet=True))
     assert out.getvalue().lstrip().startswith("done after 6 steps")
     assert "dunes generate" in out.getvalue()
-    assert "it writes" not in out.getvalue()
+    assert "--- sample" not in out.getvalue()
 
 
 def test_depth_and_width_can_be_asked_for(code, tmp_path):
@@ -529,7 +530,7 @@ def test_depth_and_width_can_be_asked_for(code, tmp_path):
 
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
     run = lambda name, **changes: train(toy(code, steps=3, **changes), tmp_path / name, display()[0])
-    losses = lambda name: [r["exact"] for r in records(tmp_path / name / "metrics.jsonl")]
+    losses = lambda name: [r["loss_hex"] for r in records(tmp_path / name / "metrics.jsonl")]
     for name, changes in {"usual": {}, "same": {"lr": 0.02}, "other": {"lr": 0.01}}.items():
         run(name, **changes)
     assert losses("usual") == losses("same") != losses("other")

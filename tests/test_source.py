@@ -590,9 +590,9 @@ BAD = {
     "a link out": (instead(lambda p: p.symlink_to(f"../{OUTSIDE}")), "leads out of the folder, to "),
     "a link to what is not there": (instead(lambda p: p.symlink_to("../gone")), "leads out of the folder, to "),
     "a link to itself": (instead(lambda p: p.symlink_to(p.name)), "cannot be opened: "),
-    "a pipe": (instead(os.mkfifo), "not a plain file"),
+    "a pipe": (instead(os.mkfifo), "not a regular file"),
     "a device": (instead(lambda p: p.symlink_to("/dev/zero")), "leads out of the folder, to /dev/zero"),
-    "a folder": (instead(os.mkdir), "not a plain file"),
+    "a folder": (instead(os.mkdir), "not a regular file"),
     "gone": (instead(lambda p: None), "no such file, and model.safetensors.index.json names it; fetch it"),
     "a million files": (many, "names 1,000,000 files; 10,000 are the limit"),
     "a number": (point(7), "'weight_map' must name a file for each tensor"),
@@ -954,7 +954,7 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     figures, *lines = done.stdout.splitlines()
     more, taken = map(float, figures.split())
     print(f"{end / 1e9:.1f} GB: {taken:.2f} s, {more:.0f} MB more")
-    assert lines[-2:] == ["tokenizer   none, so text can be neither read nor written", "loads       yes"]
+    assert lines[-2:] == ["tokenizer   none", "loads       yes"]
     assert more < 200
     assert f"{len(theirs)} tensors, {format_bytes(end)}" in lines[0]
 

@@ -123,7 +123,7 @@ def test_inspect_says_that_it_loads_without_a_tokenizer(bare):
     verdict = inspect.judge(source)
     assert verdict == inspect.Verdict(None, ())
     lines = list(inspect.describe_folder(source, verdict))
-    assert "tokenizer   none, so text can be neither read nor written" in lines
+    assert "tokenizer   none" in lines
     assert lines[-1] == "loads       yes"
 
 

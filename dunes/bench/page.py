@@ -8,7 +8,7 @@ from string import Template
 from typing import Any
 
 from dunes.bench import plot
-from dunes.checkpoint.card import read as read_card
+from dunes.checkpoint.card import read_card
 from dunes.measure import fingerprint
 from dunes.plural import plural
 from dunes.runs.config import RunConfig
@@ -57,7 +57,7 @@ def page(run: Path) -> str:
     card = read_card(run)
     sections = [
         ("Learning", _images(run, lines, points)),
-        ("Where the time went", _spent(_numbers(card, "spent"))),
+        ("Where the time went", _spent(_numbers(card, "timings"))),
     ]
     sections += [
         ("What it wrote", _samples(run)),

@@ -21,8 +21,15 @@ from dunes.augment import lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import safetensors_writer
-from dunes.checkpoint.adapter_layout import Factors, Target, joined, parted, targets, thin
-from dunes.checkpoint.base import ANYWAY, BaseRecord, BaseWeights, base_identity, check_base, read_base_record
+from dunes.checkpoint.adapter_layout import Factors, Target, join_factors, limit_rank, peft_targets, split_factors
+from dunes.checkpoint.base import (
+    ANY_BASE_HINT,
+    BaseRecord,
+    BaseWeights,
+    base_identity,
+    check_base,
+    read_base_record,
+)
 from dunes.checkpoint.folder import verified_card, write_card, write_files, write_tokenizer
 from dunes.checkpoint.header import quote
 from dunes.checkpoint.hf_config_of import hf_config_of, module_rows
@@ -34,12 +41,12 @@ from dunes.text import Tokenizer, json_file
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
-ANY = 2048
+ANY_CONTEXT_LENGTH = 2048
 """A context length: names of weights do not depend on it."""
 
 
 @dataclass(frozen=True)
-class Base:
+class AdapterBase:
     """A model as far as adapters of it need to know it. `modules` are its linear maps and embeddings by place.
 
     `plain` is the tree without adapters, with dense maps, which have no numbers where these are quantized.
@@ -51,26 +58,26 @@ class Base:
 
     @property
     def targets(self) -> dict[str, Target]:
-        return targets(weight_names(self.family), self.modules)
+        return peft_targets(weight_names(self.family), self.modules)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         return {place: sides(module) for place, module in self.modules.items()}
 
 
-def base_of(model: nn.Module) -> Base:
+def adapter_base_of(model: nn.Module) -> AdapterBase:
     """Raises ValueError for a model whose modules have no names in Hugging Face's terms."""
     plain = lora.base_model(model)
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
-        setattr(p.parent, p.key, _plain(tree.innermost(p.module)))
-    words = hf_config_of(plain, ANY)
-    if isinstance(words, str):
-        raise ValueError(f"the base of these adapters cannot be said in Hugging Face's terms: {words}")
-    return Base(words.family, modules, plain)
+        setattr(p.parent, p.key, _dense_module(tree.innermost(p.module)))
+    config = hf_config_of(plain, ANY_CONTEXT_LENGTH)
+    if isinstance(config, str):
+        raise ValueError(f"the base of these adapters has no Hugging Face config: {config}")
+    return AdapterBase(config.family, modules, plain)
 
 
-def _plain(module: nn.Module) -> nn.Module:
+def _dense_module(module: nn.Module) -> nn.Module:
     """What the family has in this place: of a quantized map a linear one, without numbers."""
     if not isinstance(module, Quantized):
         return module
@@ -78,7 +85,7 @@ def _plain(module: nn.Module) -> nn.Module:
         return nn.Linear(module.in_features, module.out_features, module.bias is not None)
 
 
-def structure(base: "Base", note: lora.Note) -> str:
+def structure_digest(base: "AdapterBase", note: lora.Note) -> str:
     """SHA-256 of all but the numbers, of the dense base with the adapter of this note alone.
 
     Rows as in `say`: two adapters with the same shapes may differ in alpha, two bases in their rotary angles.
@@ -86,10 +93,10 @@ def structure(base: "Base", note: lora.Note) -> str:
     """
     model = lora.base_model(base.plain)
     lora.shape(model, **(note | {"request": note["request"] | {"adapter": lora.NAME}}))
-    return architecture(model)
+    return architecture_digest(model)
 
 
-def architecture(model: nn.Module) -> str:
+def architecture_digest(model: nn.Module) -> str:
     """SHA-256 of all of a model but its numbers and dtypes."""
     return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
 
@@ -114,19 +121,19 @@ def save_adapter(
     rank, for the original base. Written whole or not at all, like `save`.
     Raises ValueError that names the module for what PEFT's format cannot express.
     """
-    folder, about, whole = Path(folder), base_of(model), joined_factors(model, name)
+    folder, about, whole = Path(folder), adapter_base_of(model), joined_factors(model, name)
     form = next(iter(lora.adapted_modules(model, name).values()))[name].config
-    config = _config([t for t, _ in whole], about) | _ranks(whole, form.rslora)
-    config |= {"use_rslora": form.rslora, "use_dora": form.dora, "base_model_name_or_path": _named(base)}
+    config = _peft_config([t for t, _ in whole], about) | _rank_settings(whole, form.rslora)
+    config |= {"use_rslora": form.rslora, "use_dora": form.dora, "base_model_name_or_path": _base_name(base)}
     config["lora_dropout"] = 0.0 if config["target_parameters"] else form.dropout  # PEFT has none on experts
-    weights = in_memory({PREFIX + k: w for k, w in _all_keys(whole, about)})
-    note = _loadable(whole, Words.told(folder / ADAPTER, config), name)
+    weights = in_memory({PREFIX + k: w for k, w in _all_peft_keys(whole, about)})
+    note = _loading_note(whole, PeftConfig.parse(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
         "family": about.family,
-        "base": {**(made_for or base_identity(model)), **_beside(base, folder)},
+        "base": {**(made_for or base_identity(model)), **_relative_base(base, folder)},
     }
-    card |= {"structure": structure(about, note), "changes": []}
+    card |= {"structure": structure_digest(about, note), "changes": []}
     card |= {} if context_length is None else {"context": context_length}
 
     def fill(staged: Path) -> None:
@@ -143,30 +150,30 @@ def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target
 
     Raises ValueError for what `save_adapter` could not write; call it before training.
     """
-    base = base_of(model)
+    base = adapter_base_of(model)
     ours = {place: _factors(outer, name) for place, outer in lora.adapted_modules(model, name).items()}
-    return [(target, joined(target, ours, base.sizes)) for target in _written(base, ours)]
+    return [(target, join_factors(target, ours, base.sizes)) for target in _peft_targets(base, ours)]
 
 
-def _named(base: Path | str | None) -> str | None:
+def _base_name(base: Path | str | None) -> str | None:
     """What PEFT is told of the base: the whole path of a folder, or the name on the Hub."""
     if base is None or not Path(base).is_dir():
         return None if base is None else str(base)
     return str(Path(base).resolve())
 
 
-def _beside(base: Path | str | None, folder: Path) -> dict[str, str]:
+def _relative_base(base: Path | str | None, folder: Path) -> dict[str, str]:
     """Where the base lies as seen from the adapter, so that both can be moved together."""
     if base is None or not Path(base).is_dir():
         return {}
     return {"folder": os.path.relpath(Path(base).resolve(), folder.resolve())}
 
 
-def _loadable(whole: Iterable[tuple[Target, Factors]], words: "Words", name: str) -> lora.Note:
+def _loading_note(whole: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> lora.Note:
     """The note under which what is written will be loaded."""
-    parts = {t: replace(f, scale=words.of(t)[1]) for t, f in whole}
-    found = {place: thin(f) for t, whole in parts.items() for place, f in parted(t, whole).items()}
-    return words.note(found, name)
+    parts = {t: replace(f, scale=peft.of(t)[1]) for t, f in whole}
+    factors = {place: limit_rank(f) for t, whole in parts.items() for place, f in split_factors(t, whole).items()}
+    return peft.note(factors, name)
 
 
 def _factors(outer: Adapted, name: str) -> Factors:
@@ -175,7 +182,7 @@ def _factors(outer: Adapted, name: str) -> Factors:
     return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
 
 
-def _written(base: Base, ours: Iterable[str]) -> list[Target]:
+def _peft_targets(base: AdapterBase, ours: Iterable[str]) -> list[Target]:
     """The targets in which these places lie, as newer files have them: experts stacked."""
     of: dict[str, Target] = {}
     for target in base.targets.values():
@@ -190,7 +197,7 @@ def _written(base: Base, ours: Iterable[str]) -> list[Target]:
     return list({of[place].theirs: of[place] for place in ours}.values())
 
 
-def _keys(target: Target, f: Factors, base: Base, inner: bool) -> dict[str, Tensor]:
+def _peft_keys(target: Target, f: Factors, base: AdapterBase, inner: bool) -> dict[str, Tensor]:
     path = target.path
     if target.stacked:
         path = path.rpartition(".")[0] + (".base_layer" if inner else "")
@@ -200,16 +207,16 @@ def _keys(target: Target, f: Factors, base: Base, inner: bool) -> dict[str, Tens
     return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
 
 
-def _inner(target: Target, written: Iterable[Target]) -> bool:
+def _is_wrapped(target: Target, written: Iterable[Target]) -> bool:
     """Whether PEFT wraps another parameter of the same module around this one: the first is the inmost."""
     module = target.path.rpartition(".")[0]
     return target != [t for t in written if t.path.rpartition(".")[0] == module][-1]
 
 
-def _config(written: list[Target], base: Base) -> dict[str, Any]:
+def _peft_config(written: list[Target], base: AdapterBase) -> dict[str, Any]:
     """What is targeted: by the last part of the name where all modules of that name are."""
     paths = {t.path for t in written if not t.stacked}
-    usual = _written(base, [place for place in base.modules if not place.endswith(".router")])
+    usual = _peft_targets(base, [place for place in base.modules if not place.endswith(".router")])
     every = {t.path for t in usual if not t.stacked}
     left_out = {_leaf(path) for path in every - paths}
     return {
@@ -217,7 +224,7 @@ def _config(written: list[Target], base: Base) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths}),
         "target_parameters": sorted(t.path for t in written if t.stacked) or None,
-        "fan_in_fan_out": any(t.turned for t in written),
+        "fan_in_fan_out": any(t.transposed for t in written),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -228,21 +235,23 @@ def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _ranks(whole: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
+def _rank_settings(whole: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
     """The rank and alpha that most have, and patterns for the others."""
-    said: dict[str, tuple[int, float]] = {}
+    settings: dict[str, tuple[int, float]] = {}
     for target, f in whole:
         rank = f.rank // len(target.rows)
         # Rounded, so that an alpha that went through a scale is again what it was.
-        said[target.path] = rank, round(f.scale * (rank**0.5 if rslora else rank), 10)
-    usual = Counter(said.values()).most_common(1)[0][0]
+        settings[target.path] = rank, round(f.scale * (rank**0.5 if rslora else rank), 10)
+    most_common = Counter(settings.values()).most_common(1)[0][0]
     # Older versions match a pattern only after a dot.
-    odd = {re.escape(path.partition(".")[2] or path): pair for path, pair in said.items() if pair != usual}
+    unusual = {
+        re.escape(path.partition(".")[2] or path): pair for path, pair in settings.items() if pair != most_common
+    }
     return {
-        "r": usual[0],
-        "lora_alpha": usual[1],
-        "rank_pattern": {path: rank for path, (rank, _) in odd.items()},
-        "alpha_pattern": {path: alpha for path, (_, alpha) in odd.items()},
+        "r": most_common[0],
+        "lora_alpha": most_common[1],
+        "rank_pattern": {path: rank for path, (rank, _) in unusual.items()},
+        "alpha_pattern": {path: alpha for path, (_, alpha) in unusual.items()},
     }
 
 
@@ -263,21 +272,21 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
 def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
     """`load_adapter` on a base whose weights have been proven to be the adapter's."""
     card = verified_card(folder)
-    words = Words.read(folder / ADAPTER)
-    base = base_of(model)
-    found = _found(folder, words, base)
-    _acts(folder, found, base)
-    note = words.note(found, name)
+    peft = PeftConfig.read(folder / ADAPTER)
+    base = adapter_base_of(model)
+    factors = _read_factors(folder, peft, base)
+    _check_effect(folder, factors, base)
+    note = peft.note(factors, name)
     if not any_base:
-        _same_structure(base, note, card, folder)
+        _check_structure(base, note, card, folder)
     lora.shape(model, **note)
-    _copy(model, found, name)
+    _copy_factors(model, factors, name)
     lora.set_adapter(model, name)
     return note
 
 
 @dataclass(frozen=True)
-class Words:
+class PeftConfig:
     """The settings in an adapter_config.json at `path`, as far as they matter here."""
 
     path: Path
@@ -291,24 +300,24 @@ class Words:
     modules: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: Path) -> "Words":
+    def read(cls, path: Path) -> "PeftConfig":
         """Raises ValueError for what is no LoRA, or changes the base in a way that is not read here."""
-        return cls.told(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
+        return cls.parse(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
 
     @classmethod
-    def told(cls, path: Path, config: Mapping[str, Any]) -> "Words":
+    def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
         """The same from what is, or will be, in the file at `path`."""
-        _refuse(path, config)
+        _refuse_unsupported(path, config)
         return cls(
             path,
-            _number(path, "r", config.get("r", 8), int),
-            _number(path, "lora_alpha", config.get("lora_alpha", 8), int, float),
-            _patterns(path, "rank_pattern", config, int),
-            _patterns(path, "alpha_pattern", config, int, float),
-            _flag(path, "use_rslora", config),
-            _flag(path, "use_dora", config),
-            _dropout(path, config),
-            _modules(config),
+            _positive_number(path, "r", config.get("r", 8), int),
+            _positive_number(path, "lora_alpha", config.get("lora_alpha", 8), int, float),
+            _read_patterns(path, "rank_pattern", config, int),
+            _read_patterns(path, "alpha_pattern", config, int, float),
+            _read_flag(path, "use_rslora", config),
+            _read_flag(path, "use_dora", config),
+            _read_dropout(path, config),
+            _target_modules(config),
         )
 
     def of(self, target: Target) -> tuple[int, float]:
@@ -317,18 +326,18 @@ class Words:
         alpha = next((a for key, a in self.alphas.items() if _matches(key, target.path)), self.alpha)
         return rank, alpha / (rank**0.5 if self.rslora else rank)
 
-    def note(self, found: Mapping[str, Factors], name: str) -> lora.Note:
+    def note(self, factors: Mapping[str, Factors], name: str) -> lora.Note:
         """What `augment.lora.decide` would have written for these places."""
-        grown = {p: f.rank**0.5 if self.rslora else f.rank for p, f in found.items()}
-        places = {p: {"rank": f.rank, "alpha": f.scale * grown[p]} for p, f in found.items()}
-        request = {"where": list(found), "rank": self.rank, "alpha": self.alpha, "ranks": [], "init": "lora"}
+        alpha_scale = {p: f.rank**0.5 if self.rslora else f.rank for p, f in factors.items()}
+        places = {p: {"rank": f.rank, "alpha": f.scale * alpha_scale[p]} for p, f in factors.items()}
+        request = {"where": list(factors), "rank": self.rank, "alpha": self.alpha, "ranks": [], "init": "lora"}
         request |= {"rslora": self.rslora, "dora": self.dora, "dropout": self.dropout}
         request |= {"adapter": name, "seed": 0, "dtype": "float32"}
         new = [f"**.adapters.{name}.*"]
         return {"name": "lora", "version": 1, "request": request, "places": places, "new": new}
 
 
-HARMLESS = {
+IGNORED_SETTINGS = {
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
@@ -351,53 +360,57 @@ HARMLESS = {
     "task_type",
 }
 """Settings of training, and those that the tensors' names and shapes repeat."""
-LARGEST = 1e9
+MAX_NUMBER = 1e9
 """Of a rank or an alpha. Written in JSON they may be infinite, or have a thousand digits."""
-READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout"}
-STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
+READ_SETTINGS = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout"}
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Initialisations that leave the base as it is."""
 
 
-def _refuse(path: Path, config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first setting that would make the adapter another function than we compute."""
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{path}: peft_type is {quote(kind)}; only 'LORA' is read, have PEFT merge this one")
-    if (start := config.get("init_lora_weights", True)) not in STARTS:
+    if (start := config.get("init_lora_weights", True)) not in PLAIN_INITS:
         raise ValueError(
             f"{path}: init_lora_weights is {quote(start)}, which changes the base, too; "
             "have PEFT write it as plain LoRA (save_pretrained(path_initial_model_for_weight_conversion=...))"
         )
-    usual = {"bias": "none"}
+    harmless = {"bias": "none"}
     for key, value in config.items():
-        if key not in HARMLESS | READ | {"peft_type", "init_lora_weights"} and value and value != usual.get(key):
+        if (
+            key not in IGNORED_SETTINGS | READ_SETTINGS | {"peft_type", "init_lora_weights"}
+            and value
+            and value != harmless.get(key)
+        ):
             raise ValueError(f"{path}: {quote(key)} is {quote(value)}; this is not read here, have PEFT merge it")
 
 
-def _number(path: Path, key: str, value: Any, *types: type) -> Any:
-    if type(value) not in types or not 0 < value < LARGEST:
+def _positive_number(path: Path, key: str, value: Any, *types: type) -> Any:
+    if type(value) not in types or not 0 < value < MAX_NUMBER:
         raise ValueError(f"{path}: {key} is {quote(value)}; a positive number is expected, fetch the file again")
     return value
 
 
-def _flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
+def _read_flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
     if (value := config.get(key) or False) not in (True, False):
         raise ValueError(f"{path}: {key} is {quote(value)}; true or false is expected")
     return bool(value)
 
 
-def _dropout(path: Path, config: Mapping[str, Any]) -> float:
+def _read_dropout(path: Path, config: Mapping[str, Any]) -> float:
     rate = config.get("lora_dropout") or 0.0
     if type(rate) is not float or not 0 <= rate < 1:
         raise ValueError(f"{path}: lora_dropout is {quote(rate)}; a number from 0 to below 1 is expected")
     return rate
 
 
-def _patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
+def _read_patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{path}: {key} is {quote(patterns)}; an object is expected")
     for pattern, value in patterns.items():
-        _number(path, f"{key} of {quote(pattern)}", value, *types)
+        _positive_number(path, f"{key} of {quote(pattern)}", value, *types)
         # Someone else's expression must not be one that takes forever.
         if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
             raise ValueError(
@@ -410,14 +423,13 @@ def _patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> 
     return patterns
 
 
-def _modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The ends of names of all modules that are adapted; none where other settings narrow them down."""
-    said = config.get("target_modules")
+    modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
-    listed = isinstance(said, list) and all(isinstance(name, str) for name in said)
-    return (
-        tuple(said) if isinstance(said, list) and listed and not any(x not in (None, []) for x in narrowed) else ()
-    )
+    if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
+        return ()
+    return tuple(modules) if all(isinstance(name, str) for name in modules) else ()
 
 
 def _matches(pattern: str, path: str) -> bool:
@@ -425,16 +437,16 @@ def _matches(pattern: str, path: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
-def _same_structure(base: Base, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
+def _check_structure(base: AdapterBase, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card was written for another model with weights of these shapes."""
-    said = card.get("structure")
-    if said is None and BaseRecord.read(card, folder) is None:
+    expected = card.get("structure")
+    if expected is None and BaseRecord.read(card, folder) is None:
         return
-    if said != (here := structure(base, note)):
+    if expected != (actual := structure_digest(base, note)):
         raise ValueError(
-            f"{folder}: base and adapter make another model here, with the structure {here[:12]}, not "
-            f"{quote(said)[:14]}: a setting of the base, rank or alpha differ, or the versions of dunes or torch; "
-            f"load its own base, {ANYWAY}"
+            f"{folder}: base and adapter make another model here, with the structure {actual[:12]}, not "
+            f"{quote(expected)[:14]}: a setting of the base, the rank or alpha differs, or the version of "
+            f"dunes or torch; load its own base, {ANY_BASE_HINT}"
         )
 
 
@@ -449,7 +461,7 @@ PARTS = {
 }
 
 
-def _grouped(folder: Path) -> dict[str, dict[str, LazyTensor]]:
+def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
     """The tensors of the file by module and part. Raises ValueError that lists the names that are no adapter's."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
@@ -469,47 +481,47 @@ def _grouped(folder: Path) -> dict[str, dict[str, LazyTensor]]:
     return groups
 
 
-def _found(folder: Path, words: Words, base: Base) -> dict[str, Factors]:
+def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
     """The factors at each of our places. Raises ValueError, with the tensor, for what does not fit."""
-    named, found, seen = base.targets, {}, set[str]()
-    for module, group in _grouped(folder).items():
-        target = _target(folder, module, group, named, base)
+    targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
+    for module, group in _group_tensors(folder).items():
+        target = _find_target(folder, module, group, targets, base)
         if "base" in group:
-            _same_table(folder, module, group.pop("base"), base.modules[target.places[0]])
+            _check_embedding(folder, module, group.pop("base"), base.modules[target.places[0]])
             if not group:
                 continue
-        if group.keys() != {"A", "B"} | ({"magnitude"} if words.dora else set()):
+        if group.keys() != {"A", "B"} | ({"magnitude"} if peft.dora else set()):
             raise ValueError(
                 f"{folder}: {module} has {', '.join(sorted(group))}; A and B are expected, and with "
-                f"use_dora, which is {words.dora}, a magnitude; fetch the files again"
+                f"use_dora, which is {peft.dora}, a magnitude; fetch the files again"
             )
-        seen.update(target.places)
-        whole = _whole(module, group, target, words, base)
-        for place, factors in parted(target, whole).items():
-            if place in found:
+        adapted.update(target.places)
+        whole = _read_target(module, group, target, peft, base)
+        for place, part in split_factors(target, whole).items():
+            if place in factors:
                 raise ValueError(f"{folder}: {place} is adapted twice, the second time by {module}")
-            found[place] = thin(factors)
-    _complete(folder, words, seen, named)
-    if not found:
+            factors[place] = limit_rank(part)
+    _check_complete(folder, peft, adapted, targets)
+    if not factors:
         raise ValueError(
             f"{folder}: this adapter changes nothing: every B is zero, or there is none; was it trained?"
         )
-    return found
+    return factors
 
 
-def _complete(folder: Path, words: Words, seen: set[str], named: Mapping[str, Target]) -> None:
+def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], named: Mapping[str, Target]) -> None:
     """Raise ValueError if the config names modules of this model of which the file has nothing."""
     experts = {place for t in named.values() if t.stacked for place in t.places}  # kept in one of several ways
-    asked = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in words.modules)]
-    if lost := [t for t in asked if not seen.issuperset(t.places) and experts.isdisjoint(t.places)]:
+    named_targets = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
+    if missing := [t for t in named_targets if not adapted.issuperset(t.places) and experts.isdisjoint(t.places)]:
         raise ValueError(
-            f"{folder}: {ADAPTER} names {plural(len(asked), 'module')}, and the file has nothing for "
-            f"{len(lost)} of them, such as {lost[0].path}; fetch the files again"
+            f"{folder}: {ADAPTER} names {plural(len(named_targets), 'module')}, and the file has nothing for "
+            f"{len(missing)} of them, such as {missing[0].path}; fetch the files again"
         )
 
 
-def _target(
-    folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: Base
+def _find_target(
+    folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: AdapterBase
 ) -> Target:
     """What a module of the file is here. Of stacked experts the shapes tell it: nesting depends on the writer."""
     path = module.removeprefix(PREFIX)
@@ -518,7 +530,7 @@ def _target(
     path = re.sub(r"(\.base_layer)+$", "", path)
     stacks = [t for t in named.values() if t.stacked and t.path.rpartition(".")[0] == path]
     for target in stacks:
-        if {part: w.shape for part, w in group.items()} == _shapes(target, group, base):
+        if {part: w.shape for part, w in group.items()} == _expected_shapes(target, group, base):
             return target
     some = ", ".join(list(named)[:3])
     raise ValueError(
@@ -527,19 +539,23 @@ def _target(
     )
 
 
-def _shapes(target: Target, group: Mapping[str, LazyTensor], base: Base) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(
+    target: Target, group: Mapping[str, LazyTensor], base: AdapterBase
+) -> dict[str, tuple[int, ...]]:
     """What the shapes must be, for the rank that A has."""
-    wide = base.sizes[target.places[0]][0]
-    tall = sum(base.sizes[place][1] for place in target.rows[0])
+    inputs = base.sizes[target.places[0]][0]
+    outputs = sum(base.sizes[place][1] for place in target.rows[0])
     ranks = group["A"].shape[0] if "A" in group and group["A"].shape else 0
-    shapes = {"A": (ranks, wide), "B": (tall, ranks), "magnitude": (tall,)}
+    shapes = {"A": (ranks, inputs), "B": (outputs, ranks), "magnitude": (outputs,)}
     return {part: shapes[part] for part in group if part in shapes}
 
 
-def _whole(module: str, group: Mapping[str, LazyTensor], target: Target, words: Words, base: Base) -> Factors:
+def _read_target(
+    module: str, group: Mapping[str, LazyTensor], target: Target, peft: PeftConfig, base: AdapterBase
+) -> Factors:
     """The factors of a target, read. Raises ValueError for a shape, rank or number that cannot be."""
-    rank, scale = words.of(target)
-    expected = _shapes(target, group, base)
+    rank, scale = peft.of(target)
+    expected = _expected_shapes(target, group, base)
     if wrong := [p for p, w in group.items() if tuple(w.shape) != expected[p]]:
         part = wrong[0]
         raise ValueError(
@@ -547,16 +563,16 @@ def _whole(module: str, group: Mapping[str, LazyTensor], target: Target, words: 
         )
     if group["A"].shape[0] != rank * len(target.rows):
         raise ValueError(
-            f"{words.path}: rank {rank} for {target.path}, whose A has {plural(group['A'].shape[0], 'row')} for "
+            f"{peft.path}: rank {rank} for {target.path}, whose A has {plural(group['A'].shape[0], 'row')} for "
             f"{plural(len(target.rows), 'matrix', 'matrices')}; the config is of another file"
         )
     read = {part: stored.read().float() for part, stored in group.items()}
-    if odd := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"{module}: {odd[0]} has numbers that are not finite; the training had diverged")
+    if infinite := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{module}: {infinite[0]} has numbers that are not finite; the training had diverged")
     return Factors(read["A"], read["B"], scale, read.get("magnitude"))
 
 
-def _same_table(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
+def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
     """PEFT writes embeddings beside their adapters. Raises ValueError if this one was trained, too."""
     table = dense(base)
     if tuple(stored.shape) != tuple(table.shape) or not torch.equal(stored.read().to(table), table):
@@ -566,9 +582,9 @@ def _same_table(folder: Path, module: str, stored: LazyTensor, base: nn.Module) 
 
 
 @torch.no_grad()
-def _acts(folder: Path, found: Mapping[str, Factors], base: Base) -> None:
+def _check_effect(folder: Path, factors: Mapping[str, Factors], base: AdapterBase) -> None:
     """Raise ValueError if the model would compute the same with the adapter as without it."""
-    for place, f in found.items():
+    for place, f in factors.items():
         # The square of the norm of B @ A, without making that; in float64, where what PiSSA takes off again leaves
         # a little of large numbers.
         a, b = f.A.double(), f.B.double()
@@ -582,17 +598,17 @@ def _acts(folder: Path, found: Mapping[str, Factors], base: Base) -> None:
 
 
 @torch.no_grad()
-def _copy(model: nn.Module, found: Mapping[str, Factors], name: str) -> None:
-    there = lora.adapted_modules(model, name)
-    for place, f in found.items():
-        adapter = there[place][name]
+def _copy_factors(model: nn.Module, factors: Mapping[str, Factors], name: str) -> None:
+    wrapped = lora.adapted_modules(model, name)
+    for place, f in factors.items():
+        adapter = wrapped[place][name]
         adapter.A.copy_(f.A)
         adapter.B.copy_(f.B)
         if adapter.magnitude is not None and f.magnitude is not None:
             adapter.magnitude.copy_(f.magnitude)
 
 
-def _all_keys(whole: list[tuple[Target, Factors]], base: Base) -> Iterator[tuple[str, Tensor]]:
+def _all_peft_keys(whole: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
     stacked = [t for t in base.targets.values() if t in [w for w, _ in whole if w.stacked]]
     for target, f in whole:
-        yield from _keys(target, f, base, target.stacked and _inner(target, stacked)).items()
+        yield from _peft_keys(target, f, base, target.stacked and _is_wrapped(target, stacked)).items()

@@ -36,7 +36,7 @@ class Target:
     theirs: str
     rows: tuple[tuple[str, ...], ...]
     stacked: bool
-    turned: bool
+    transposed: bool
 
     @property
     def path(self) -> str:
@@ -48,10 +48,10 @@ class Target:
         return [place for row in self.rows for place in row]
 
 
-def targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
+def peft_targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
     """All tensors of theirs, by name, in which these places may lie, in the order of the table."""
     keys = [f"{place}.weight" for place in places]
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     for rule in names:
         (free,) = (fields(rule.ours[0]) - fields(rule.theirs)) or {""}
         rows: dict[str, dict[int, tuple[str, ...]]] = {}
@@ -59,31 +59,34 @@ def targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
             ours = tuple(substitute(o, at).removesuffix(".weight") for o in rule.ours)
             rows.setdefault(substitute(rule.theirs, at), {})[int(at.get(free, 0))] = ours
         for theirs, row in rows.items():
-            turned = rule.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
-            found[theirs] = Target(theirs, tuple(row[e] for e in sorted(row)), bool(free), turned)
-    return found
+            transposed = rule.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
+            targets[theirs] = Target(theirs, tuple(row[e] for e in sorted(row)), bool(free), transposed)
+    return targets
 
 
-def joined(target: Target, ours: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
+def join_factors(target: Target, ours: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
     """The factors of a target, of those at our places; a place without any gets zeros.
 
     `sizes` are (I, O) of every place. Raises ValueError for what PEFT has no words for.
     """
-    there = [ours[p] for p in target.places if p in ours]
+    given = [ours[p] for p in target.places if p in ours]
     if len(target.places) == 1:
-        return there[0]
-    _sayable(target, ours)
-    scale = max(f.scale for f in there)
-    none = there[0].A.new_zeros(0)
-    rows = [_row([ours.get(p) or _nothing(none, sizes[p], scale) for p in row], scale) for row in target.rows]
+        return given[0]
+    _check_dora(target, ours)
+    scale = max(f.scale for f in given)
+    empty = given[0].A.new_zeros(0)
+    rows = [
+        _stack_row([ours.get(p) or _zero_factors(empty, sizes[p], scale) for p in row], scale)
+        for row in target.rows
+    ]
     rank = max(len(a) for a, _ in rows)
-    a = torch.stack([_wide(a.T, rank).T for a, _ in rows])
-    b = torch.stack([_wide(b, rank) for _, b in rows], 2)
-    lengths = [f.magnitude for f in there if f.magnitude is not None]
+    a = torch.stack([_pad_columns(a.T, rank).T for a, _ in rows])
+    b = torch.stack([_pad_columns(b, rank) for _, b in rows], 2)
+    lengths = [f.magnitude for f in given if f.magnitude is not None]
     return Factors(a.flatten(0, 1), b.flatten(1), scale, torch.cat(lengths) if lengths else None)
 
 
-def _sayable(target: Target, ours: Mapping[str, Factors]) -> None:
+def _check_dora(target: Target, ours: Mapping[str, Factors]) -> None:
     """Raise ValueError for DoRA where PEFT has none: on stacked experts, and on a part of a matrix."""
     if all(ours[p].magnitude is None for p in target.places if p in ours):
         return
@@ -95,12 +98,12 @@ def _sayable(target: Target, ours: Mapping[str, Factors]) -> None:
         )
 
 
-def _nothing(like: Tensor, size: tuple[int, int], scale: float) -> Factors:
+def _zero_factors(like: Tensor, size: tuple[int, int], scale: float) -> Factors:
     """Factors of rank zero."""
     return Factors(like.new_zeros(0, size[0]), like.new_zeros(size[1], 0), scale)
 
 
-def _row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
+def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     """A and B of matrices below each other: one A if it is the same for all, or else blocks."""
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
     if all(torch.equal(p.A, parts[0].A) for p in parts):
@@ -108,11 +111,11 @@ def _row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     return torch.cat([p.A for p in parts]), torch.block_diag(*b)  # type: ignore[no-untyped-call]
 
 
-def _wide(matrix: Tensor, columns: int) -> Tensor:
+def _pad_columns(matrix: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1]))
 
 
-def parted(target: Target, whole: Factors) -> dict[str, Factors]:
+def split_factors(target: Target, whole: Factors) -> dict[str, Factors]:
     """The factors at each of our places; columns of B that are zero in a part are left out there with their A.
 
     A place where nothing is left is left out.
@@ -121,7 +124,7 @@ def parted(target: Target, whole: Factors) -> dict[str, Factors]:
         return {target.places[0]: whole}
     a = whole.A.view(len(target.rows), -1, whole.A.shape[1])
     b = whole.B.view(len(whole.B), -1, len(target.rows))
-    found = {}
+    targets = {}
     for e, row in enumerate(target.rows):
         parts = b[..., e].tensor_split(len(row))
         lengths = [None] * len(row) if whole.magnitude is None else whole.magnitude.tensor_split(len(row))
@@ -129,11 +132,11 @@ def parted(target: Target, whole: Factors) -> dict[str, Factors]:
             used = (part != 0).any(0)
             if used.any() or length is not None:
                 used[0] |= ~used.any()
-                found[place] = Factors(a[e][used], part[:, used], whole.scale, length)
-    return found
+                targets[place] = Factors(a[e][used], part[:, used], whole.scale, length)
+    return targets
 
 
-def thin(f: Factors) -> Factors:
+def limit_rank(f: Factors) -> Factors:
     """The same change with a rank that the matrix can have; a router of eight experts may come with rank 16."""
     tall, wide = len(f.B), f.A.shape[1]
     if f.rank <= min(tall, wide):

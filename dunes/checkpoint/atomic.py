@@ -26,13 +26,13 @@ from dunes.units import format_bytes
 MANIFEST = "manifest.json"
 LARGE = 1e9
 """Bytes; hashing more takes seconds."""
-BLOCK = 1 << 18
+DIGEST_BLOCK = 1 << 18
 """Numbers of a tensor that are digested at a time."""
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Force a file's data, or a folder's names, to the disk."""
-    with naming(path):
+    with add_path_to_errors(path):
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -41,7 +41,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """An OSError from inside names this path, if it names none."""
     try:
         yield
@@ -75,13 +75,13 @@ def tensor_digest(tensor: Tensor) -> str:
     return tensor_digests(tensor, [tensor.dtype])[0]
 
 
-def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = BLOCK) -> list[str]:
+def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = DIGEST_BLOCK) -> list[str]:
     """SHA-256 of a tensor's bytes in each of the dtypes, in hex; `block` numbers at a time stay in the cache."""
     hashes = [sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
-        for seen, dtype in zip(hashes, dtypes, strict=True):
-            seen.update(part.to(dtype).view(torch.uint8).numpy().data)
-    return [seen.hexdigest() for seen in hashes]
+        for digest_of, dtype in zip(hashes, dtypes, strict=True):
+            digest_of.update(part.to(dtype).view(torch.uint8).numpy().data)
+    return [digest_of.hexdigest() for digest_of in hashes]
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -94,73 +94,75 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace one file. Of several writers at once the last one counts."""
-    with naming(path), staging_folder(path) as made:
-        (made / "data").write_bytes(data)
-        sync(made / "data")
-        os.replace(made / "data", path)
-        sync(path.parent)
+    with add_path_to_errors(path), staging_folder(path) as staged:
+        (staged / "data").write_bytes(data)
+        fsync_path(staged / "data")
+        os.replace(staged / "data", path)
+        fsync_path(path.parent)
 
 
-def room_for(folder: Path, size: int) -> None:
+def require_free_space(folder: Path, size: int) -> None:
     """Raise OSError if the disk under a folder has not `size` bytes left."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
     if free < size:
         raise OSError(
             errno.ENOSPC, f"{format_bytes(size)} are needed and {format_bytes(free)} are free", str(folder)
         )
 
 
-def write_sealed(
+def write_with_manifest(
     folder: Path,
-    fill: Callable[[Path], None],
+    write_files: Callable[[Path], None],
     tensors: Mapping[str, Mapping[str, Tensor]],
-    place: Callable[[Path, Path], None] = os.rename,
+    publish: Callable[[Path, Path], None] = os.rename,
 ) -> None:
     """`write_folder` with a manifest: each file's size and SHA-256, and that of each of the `tensors` in it.
 
     They are given by file name, so that damage can be told by name.
     """
 
-    def sealed(made: Path) -> None:
-        fill(made)
-        _seal_folder(made, tensors)
+    def write_all(staged: Path) -> None:
+        write_files(staged)
+        _write_manifest(staged, tensors)
 
-    write_folder(folder, sealed, sum(t.nbytes for held in tensors.values() for t in held.values()), place)
+    write_folder(
+        folder, write_all, sum(t.nbytes for of_file in tensors.values() for t in of_file.values()), publish
+    )
 
 
 def write_folder(
-    folder: Path, fill: Callable[[Path], None], size: int, place: Callable[[Path, Path], None] = os.rename
+    folder: Path, write_files: Callable[[Path], None], size: int, publish: Callable[[Path, Path], None] = os.rename
 ) -> None:
-    """Make a folder that appears whole or not at all; `fill` writes about `size` bytes into a staging folder.
+    """Make a folder that appears whole or not at all.
 
-    `place` gives that its name, when all of it is on the disk.
+    `write_files` writes about `size` bytes into a staging folder; `publish` renames it when all is on the disk.
     Raises OSError, and leaves what was there untouched, if anything cannot be written.
     """
-    with naming(folder):
+    with add_path_to_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with staging_folder(folder) as made:
-            room_for(folder, size + (1 << 16))  # now that what the dead had left is gone
-            fill(made)
-            for file in made.iterdir():
-                sync(file)
-            sync(made)
-            place(made, folder)
-            sync(folder.parent)
+        with staging_folder(folder) as staged:
+            require_free_space(folder, size + (1 << 16))  # now that what the dead had left is gone
+            write_files(staged)
+            for file in staged.iterdir():
+                fsync_path(file)
+            fsync_path(staged)
+            publish(staged, folder)
+            fsync_path(folder.parent)
 
 
-def _seal_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _write_manifest(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Force the files to the disk, and then write a manifest of them."""
     files = sorted(folder.iterdir())
     for file in files:
-        sync(file)
+        fsync_path(file)
     card: dict[str, Any] = {f.name: {"size": f.stat().st_size, "sha256": digest(f)} for f in files}
-    for name, held in tensors.items():
-        card[name]["tensors"] = {key: tensor_digest(t) for key, t in held.items()}
-    (folder / MANIFEST).write_text(json.dumps({"files": card, "sha256": _seal(card)}, indent=1))
+    for name, of_file in tensors.items():
+        card[name]["tensors"] = {key: tensor_digest(t) for key, t in of_file.items()}
+    (folder / MANIFEST).write_text(json.dumps({"files": card, "sha256": _manifest_digest(card)}, indent=1))
 
 
-def _seal(card: dict[str, Any]) -> str:
+def _manifest_digest(card: dict[str, Any]) -> str:
     """A digest of what the manifest says, kept in the manifest: a bit may flip there, too."""
     return sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
 
@@ -173,10 +175,10 @@ def verify_folder(folder: Path) -> None:
     try:
         manifest = json.loads(path.read_bytes())
         card = manifest["files"]
-        whole = manifest["sha256"] == _seal(card)
+        intact = manifest["sha256"] == _manifest_digest(card)
     except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
+        intact = False
+    if not intact:
         raise ValueError(f"{path}: damaged")
     for name, expected in card.items():
         file = folder / name
@@ -184,15 +186,15 @@ def verify_folder(folder: Path) -> None:
             raise ValueError(f"{file}: missing")
         if file.stat().st_size != expected["size"] or digest(file) != expected["sha256"]:
             raise ValueError(
-                f"{file}: not the bytes that were written{_changed(file, expected.get('tensors', {}))}"
+                f"{file}: not the bytes that were written{_changed_tensors(file, expected.get('tensors', {}))}"
             )
 
 
-def _changed(file: Path, digests: Mapping[str, str]) -> str:
+def _changed_tensors(file: Path, digests: Mapping[str, str]) -> str:
     """Which tensors of a damaged file are others, in words; empty if that cannot be told."""
     try:
-        with safe_open(file, "pt") as stored:
-            changed = [k for k, v in digests.items() if tensor_digest(stored.get_tensor(k)) != v]
+        with safe_open(file, "pt") as opened:
+            changed = [k for k, v in digests.items() if tensor_digest(opened.get_tensor(k)) != v]
     except (SafetensorError, OSError, ValueError):
         return ""
     return f" (in {', '.join(changed)})" if changed else ""

@@ -21,7 +21,7 @@ from dunes.checkpoint.header import quote
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """In which a card has digests of a dense base."""
-ANYWAY = "or take this one as it is: any_base=True (--any-base)"
+ANY_BASE_HINT = "or take this one as it is: any_base=True (--any-base)"
 
 
 class BaseWeights:
@@ -33,7 +33,7 @@ class BaseWeights:
         self.dtypes = {t.dtype for t in base.parameters()}
         self.kind = ", ".join(sorted({*self.quantized, *map(str, self.dtypes)}))
         self._tensors = sorted(base.state_dict().items())
-        self._known: dict[torch.dtype | None, str] = {}
+        self._digest_cache: dict[torch.dtype | None, str] = {}
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -42,22 +42,24 @@ class BaseWeights:
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
         """Over names, dtypes, shapes and numbers, rounded to each of the dtypes in one pass; None keeps them."""
-        asked = [dtype or self.dtype for dtype in dtypes]
-        if new := [dtype for dtype in dict.fromkeys(asked) if dtype not in self._known]:
-            self._known |= dict(zip(new, self._digests(new), strict=True))
-        return [self._known[dtype] for dtype in asked]
+        wanted = [dtype or self.dtype for dtype in dtypes]
+        if new := [dtype for dtype in dict.fromkeys(wanted) if dtype not in self._digest_cache]:
+            self._digest_cache |= dict(zip(new, self._digests(new), strict=True))
+        return [self._digest_cache[dtype] for dtype in wanted]
 
     def _digests(self, dtypes: list[torch.dtype | None]) -> list[str]:
-        words: list[list[str]] = [[] for _ in dtypes]
+        lines: list[list[str]] = [[] for _ in dtypes]
         with atomic.progress("hashing the base", sum(t.nbytes for _, t in self._tensors)) as advance:
             for name, tensor in self._tensors:
-                kept = [(d if tensor.is_floating_point() else None) or tensor.dtype for d in dtypes]
-                for listed, dtype, digest in zip(words, kept, atomic.tensor_digests(tensor, kept), strict=True):
-                    listed.append(f"{name} {dtype} {tuple(tensor.shape)} {digest}")
+                cast_to = [(d if tensor.is_floating_point() else None) or tensor.dtype for d in dtypes]
+                for lines_of_dtype, dtype, digest in zip(
+                    lines, cast_to, atomic.tensor_digests(tensor, cast_to), strict=True
+                ):
+                    lines_of_dtype.append(f"{name} {dtype} {tuple(tensor.shape)} {digest}")
                 advance(tensor.nbytes)
-        return [sha256("\n".join(listed).encode()).hexdigest() for listed in words]
+        return [sha256("\n".join(lines_of_dtype).encode()).hexdigest() for lines_of_dtype in lines]
 
-    def rounds_to(self, dtype: torch.dtype) -> bool:
+    def can_round_to(self, dtype: torch.dtype) -> bool:
         """Whether these are dense numbers of that dtype, or of wider ones."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
@@ -72,13 +74,13 @@ def base_identity(model: nn.Module) -> dict[str, Any]:
     weights = BaseWeights(model)
     if weights.quantized:
         return {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
-    kept, *rounded = weights.sha256(None, *DTYPES.values())
-    return {"kind": weights.kind, "sha256": kept, "digests": dict(zip(DTYPES, rounded, strict=True))}
+    exact, *rounded = weights.sha256(None, *DTYPES.values())
+    return {"kind": weights.kind, "sha256": exact, "digests": dict(zip(DTYPES, rounded, strict=True))}
 
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """What a card says of the weights that an adapter was made for: an `base_identity`.
+    """What a card says of the weights that an adapter was made for: a `base_identity`.
 
     `digests` are of the dense base, by dtype; none if it was quantized and nobody digested it before.
     """
@@ -92,19 +94,19 @@ class BaseRecord:
         """None for a card that does not know the base by its numbers. Raises ValueError for a damaged one."""
         base = card.get("base") or {}
         if not isinstance(base, dict):
-            raise _damaged(folder)
+            raise _damaged_card(folder)
         if not base.keys() & {"kind", "sha256", "digests"}:
             return None
         kind, digest, digests = base.get("kind"), base.get("sha256"), base.get("digests", {})
         if not (isinstance(kind, str) and isinstance(digest, str) and isinstance(digests, dict)):
-            raise _damaged(folder)
+            raise _damaged_card(folder)
         if not all(isinstance(d, str) for d in digests.values()):
-            raise _damaged(folder)
+            raise _damaged_card(folder)
         # Older cards have one digest, in the base's own dtype.
         own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
-    def made_of(self, weights: BaseWeights) -> bool:
+    def quantized_from(self, weights: BaseWeights) -> bool:
         """Whether these very weights were quantized and then digested, so that quantizing must give the same."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
@@ -127,21 +129,21 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
     """Raise ValueError unless the weights are those of the record, rounded to one of its dtypes or not."""
     if weights.kind == record.kind and weights.sha256(None) == [record.sha256]:
         return
-    comparable = [dtype for dtype in record.digests if weights.rounds_to(dtype)]
+    comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]
     if any(weights.sha256(dtype) == [record.digests[dtype]] for dtype in comparable):
         return
     if weights.kind != record.kind and not comparable:
         raise ValueError(
             f"{folder}: made for a base in {quote(record.kind)}, with which one in {weights.kind} cannot be "
-            f"compared; {_way(weights, record)}, {ANYWAY}"
+            f"compared; {_comparison_hint(weights, record)}, {ANY_BASE_HINT}"
         )
     raise ValueError(
         f"{folder}: made for other weights: a base with SHA-256 {quote(record.sha256[:12])}, not "
-        f"{weights.sha256(None)[0][:12]!r}; load that base, {ANYWAY}"
+        f"{weights.sha256(None)[0][:12]!r}; load that base, {ANY_BASE_HINT}"
     )
 
 
-def _way(weights: BaseWeights, record: BaseRecord) -> str:
+def _comparison_hint(weights: BaseWeights, record: BaseRecord) -> str:
     """What to do where a base has no digest that it could be compared with."""
     if weights.quantized and record.digests:
         return "put it on the base before it is quantized"
@@ -150,5 +152,7 @@ def _way(weights: BaseWeights, record: BaseRecord) -> str:
     return "open it on that base and save it again, which writes digests in other dtypes, too"
 
 
-def _damaged(folder: Path) -> ValueError:
-    return ValueError(f"{folder / CARD}: what it says of the base is damaged; fetch the folder again, {ANYWAY}")
+def _damaged_card(folder: Path) -> ValueError:
+    return ValueError(
+        f"{folder / CARD}: what it says of the base is damaged; fetch the folder again, {ANY_BASE_HINT}"
+    )

@@ -23,7 +23,7 @@ from dunes.checkpoint.state_dict_diff import Difference
 Build: TypeAlias = Callable[..., nn.Module]
 
 
-def describe(
+def describe_built(
     model: nn.Module, build: Build, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """What the card says of a model, and its tensors, each that has several names under the first of them.
@@ -32,19 +32,21 @@ def describe(
     persistent buffers. Raises ValueError that lists every difference, and for arguments that JSON cannot hold.
     """
     try:
-        kept = json.loads(json.dumps(dict(arguments), allow_nan=False))
+        stored_arguments = json.loads(json.dumps(dict(arguments), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"arguments of {name_of(build)}: {error}; JSON must hold them") from None
-    twin = construct(build, kept)
-    weights = _weights(model)
-    if wrong := [*_differences(twin, weights, _tied(model)), *_unsaved_differences(model, twin)]:
-        raise ValueError(f"{name_of(build)} builds another model than this: {'; '.join(map(str, wrong))}")
-    family = {"function": name_of(build), "arguments": kept}
-    structure = {"modules": _digests(_settings(twin)), "tied": _tied(twin)}
+        raise ValueError(f"arguments of {function_name(build)}: {error}; JSON must hold them") from None
+    rebuilt = call_build(build, stored_arguments)
+    weights = _saved_tensors(model)
+    if differences := [*_differences(rebuilt, weights, _tied_names(model)), *_unsaved_differences(model, rebuilt)]:
+        raise ValueError(
+            f"{function_name(build)} builds another model than this: {'; '.join(map(str, differences))}"
+        )
+    family = {"function": function_name(build), "arguments": stored_arguments}
+    structure = {"modules": _digests(_settings(rebuilt)), "tied": _tied_names(rebuilt)}
     return {"family": family, "structure": structure}, weights
 
 
-def name_of(build: Build) -> str:
+def function_name(build: Build) -> str:
     """Module, or file for what was run as a script, and name of a function."""
     while hasattr(build, "func"):  # functools.partial
         build = build.func
@@ -55,7 +57,7 @@ def name_of(build: Build) -> str:
     return f"{module}:{getattr(build, '__qualname__', type(build).__qualname__)}"
 
 
-def construct(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
+def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
     """What the function builds; the random numbers that it draws are no others' loss.
 
     Raises ValueError if it does not take these arguments, or gives no module.
@@ -64,16 +66,16 @@ def construct(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
         inspect.signature(build).bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"{name_of(build)} does not take the arguments {json.dumps(arguments)}: {error}"
+            f"{function_name(build)} does not take the arguments {json.dumps(arguments)}: {error}"
         ) from None
     with torch.random.fork_rng(devices=[]):
         model = build(**arguments)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{name_of(build)} gave a {type(model).__name__}; a module is expected")
+        raise ValueError(f"{function_name(build)} gave a {type(model).__name__}; a module is expected")
     return model
 
 
-def function_of(card: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]] | None:
+def build_function_of(card: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of the function that builds a card's model; None for a model of a family.
 
     Raises ValueError for a card that is damaged.
@@ -95,20 +97,26 @@ def loading_hint(folder: Path, name: str) -> str:
     )
 
 
-def fill(
+def load_built(
     build: Build, arguments: Mapping[str, Any], card: Mapping[str, Any], files: Weights, path: Path
 ) -> nn.Module:
     """What the function builds, with the numbers of the files.
 
     Raises ValueError, before a number is read, that lists every difference from what was saved.
     """
-    modules, tied = (_names(card.get("structure"), key, path) for key in ("modules", "tied"))
-    model = construct(build, arguments)
-    wrong, changed = [*_differences(model, files, tied)], [*_module_differences(model, modules)]
-    if wrong or changed:
-        remedy = "" if wrong else "; where this is meant, fill the model from model.safetensors by load_state_dict"
-        listed = "; ".join(map(str, [*wrong, *changed]))
-        raise ValueError(f"{path.parent}: {name_of(build)} builds another model than was saved: {listed}{remedy}")
+    modules, tied = (_name_table(card.get("structure"), key, path) for key in ("modules", "tied"))
+    model = call_build(build, arguments)
+    differences, changed = [*_differences(model, files, tied)], [*_module_differences(model, modules)]
+    if differences or changed:
+        remedy = (
+            ""
+            if differences
+            else "; where this is meant, fill the model from model.safetensors by load_state_dict"
+        )
+        listed = "; ".join(map(str, [*differences, *changed]))
+        raise ValueError(
+            f"{path.parent}: {function_name(build)} builds another model than was saved: {listed}{remedy}"
+        )
     state = model.state_dict()
     with torch.no_grad():
         for key, stored in files.items():
@@ -117,7 +125,7 @@ def fill(
     return model
 
 
-def _names(structure: Any, key: str, path: Path) -> dict[str, str]:
+def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
     """What the structure in a card says under this key. Raises ValueError for what is no table of texts."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
@@ -125,16 +133,16 @@ def _names(structure: Any, key: str, path: Path) -> dict[str, str]:
     return table
 
 
-def _weights(model: nn.Module) -> dict[str, LazyTensor]:
+def _saved_tensors(model: nn.Module) -> dict[str, LazyTensor]:
     """The tensors that are kept. Raises ValueError that names those that no file can hold."""
-    state, tied = model.state_dict(), _tied(model)
+    state, tied = model.state_dict(), _tied_names(model)
     odd = [k for k, t in state.items() if not isinstance(t, Tensor) or t.dtype not in CODES or t.is_meta]
     if odd:
         raise ValueError(f"{', '.join(odd)}: no tensors with numbers of a kind that safetensors can hold")
     return in_memory({k: t for k, t in state.items() if k not in tied})
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
+def _tied_names(model: nn.Module) -> dict[str, str]:
     """The further names of tensors that have several, with the first one."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -145,10 +153,10 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 def _differences(model: nn.Module, files: Weights, tied: Mapping[str, str]) -> Iterator[Difference]:
     """How tensors differ from what a model has in their places: in shape, dtype, or in being one or several."""
-    expected, ours = _weights(model), _tied(model)
+    expected, ours = _saved_tensors(model), _tied_names(model)
     odd = {key for key in {**ours, **tied} if ours.get(key) != tied.get(key)}
     for key in sorted(odd):
-        yield Difference("tied", key, *(_tie(names.get(key)) for names in (ours, tied)))
+        yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (ours, tied)))
     for key in sorted((expected.keys() | files.keys()) - odd):
         mine, other = expected.get(key), files.get(key)
         if other is None or mine is None:
@@ -160,13 +168,13 @@ def _differences(model: nn.Module, files: Weights, tied: Mapping[str, str]) -> I
             yield Difference("dtype", key, str(mine.dtype), str(other.dtype))
 
 
-def _tie(name: str | None) -> str:
+def _describe_tie(name: str | None) -> str:
     return "a tensor of its own" if name is None else f"the same tensor as {name}"
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
     """The class and the plain attributes of each module."""
-    return {row.place: {"class": row.kind, **row.attributes} for row in module_rows(model)}
+    return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 
 def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -182,18 +190,18 @@ def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterato
             yield f"{place or 'the model'} {has or ('is missing' if place in digests else 'is new')}"
 
 
-def _unsaved_differences(model: nn.Module, twin: nn.Module) -> Iterator[str]:
+def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
     """What the twin lacks of a model, and no file keeps: attributes, and buffers that are not persistent."""
-    ours, theirs = _settings(model), _settings(twin)
+    ours, theirs = _settings(model), _settings(rebuilt)
     for place in ours.keys() & theirs.keys():
         for key in sorted(ours[place].keys() | theirs[place].keys()):
             if (mine := ours[place].get(key)) != (other := theirs[place].get(key)):
                 yield f"{place or 'the model'}: {key} is {mine}, not {other}"
-    state, buffers = model.state_dict(), dict(twin.named_buffers())
+    state, buffers = model.state_dict(), dict(rebuilt.named_buffers())
     for key, buffer in model.named_buffers():
-        if key not in state and key in buffers and not _same(buffer, buffers[key]):
+        if key not in state and key in buffers and not _equal_tensors(buffer, buffers[key]):
             yield f"{key} holds other numbers, and is not persistent: it would be lost"
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and tensor_digest(a) == tensor_digest(b)

@@ -11,10 +11,10 @@ from dunes.text import json_file
 
 CARD = "dunes.json"
 FORMAT = 1
-MOST_FILES = 20_000
+MAX_FILES = 20_000
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_card(folder: Path) -> dict[str, Any]:
     """What the folder's card says; empty without one. Raises ValueError if it is damaged."""
     if not (folder / CARD).is_file():
         return {}
@@ -26,42 +26,42 @@ def read(folder: Path) -> dict[str, Any]:
     return card
 
 
-def named(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of each file that a card names; none for an empty card.
 
     Raises ValueError if it says something else.
     """
     files = card.get("files", None if card else {})
-    if not isinstance(files, dict) or not all(map(_fact, files.values())):
+    if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
         raise ValueError(f"{folder / CARD}: 'files' must hold size and sha256 of each file; {_remedy(folder)}")
-    if len(files) > MOST_FILES:
-        raise ValueError(f"{folder / CARD}: names {len(files):,} files; {MOST_FILES:,} are the limit")
-    return {name: (fact["size"], fact["sha256"]) for name, fact in files.items()}
+    if len(files) > MAX_FILES:
+        raise ValueError(f"{folder / CARD}: names {len(files):,} files; {MAX_FILES:,} are the limit")
+    return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
 
 
-def check(folder: Path, card: Mapping[str, Any], most: float = atomic.LARGE) -> None:
+def check_files(folder: Path, card: Mapping[str, Any], max_bytes: float = atomic.LARGE) -> None:
     """Raise ValueError for the first file that is not the card's.
 
     Each must be a plain file in the folder and of that size; and of that SHA-256, unless all of them together have
-    more than `most` bytes.
+    more than `max_bytes` bytes.
     """
-    files = named(folder, card)
+    files = listed_files(folder, card)
     paths = {name: file_in_folder(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
         if (actual := paths[name].stat().st_size) != size:
-            raise _another(folder, name, f"{plural(actual, 'byte')} instead of {size}")
+            raise _file_error(folder, name, f"{plural(actual, 'byte')} instead of {size}")
     total = sum(size for size, _ in files.values())
-    if total > most:
+    if total > max_bytes:
         return
     with atomic.progress("hashing", total) as advance:
         for name, (_, digest) in files.items():
             if atomic.digest(paths[name], advance) != digest:
-                raise _another(folder, name, "another SHA-256")
+                raise _file_error(folder, name, "another SHA-256")
 
 
-def _another(folder: Path, name: str, how: str) -> ValueError:
+def _file_error(folder: Path, name: str, reason: str) -> ValueError:
     return ValueError(
-        f"{folder / name}: not the bytes that were written ({how}); the save was interrupted or the file was "
+        f"{folder / name}: not the bytes that were written ({reason}); the save was interrupted or the file was "
         f"changed since; {_remedy(folder)}"
     )
 
@@ -70,5 +70,5 @@ def _remedy(folder: Path) -> str:
     return f"if it was changed on purpose, remove {folder / CARD}"
 
 
-def _fact(fact: Any) -> bool:
-    return isinstance(fact, dict) and type(fact.get("size")) is int and isinstance(fact.get("sha256"), str)
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)

@@ -80,7 +80,7 @@ def save(
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
     elif build is not None:
-        (known, weights), settings = built.describe(model, build, arguments or {}), {}
+        (known, weights), settings = built.describe_built(model, build, arguments or {}), {}
     else:
         raise ValueError(
             f"no family describes this model: {described}; save it with the function that builds it: "
@@ -135,7 +135,7 @@ def _publish(made: Path, ready: Path) -> None:
     with folder_lock(ready.parent):
         _move(ready.parent)  # of another save, which was interrupted meanwhile
         os.rename(made, ready)
-        atomic.sync(ready.parent)
+        atomic.fsync_path(ready.parent)
         _move(ready.parent)
 
 
@@ -149,7 +149,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 def finish_save(folder: Path) -> None:
     """Finish a save that was interrupted after its files were written. Raises OSError if they cannot be moved."""
     if (folder / READY).is_dir():
-        with atomic.naming(folder), folder_lock(folder):
+        with atomic.add_path_to_errors(folder), folder_lock(folder):
             _move(folder)
 
 
@@ -161,18 +161,18 @@ def _move(folder: Path) -> None:
     _remove_old(folder, ready)
     for file in sorted(f for f in ready.iterdir() if f.name != CARD):
         os.replace(file, folder / file.name)
-    atomic.sync(folder)
+    atomic.fsync_path(folder)
     # The card comes last: as long as a file is left in `.ready`, the card is there, too, and names them all.
     with suppress(FileNotFoundError):
         os.replace(ready / CARD, folder / CARD)
-    atomic.sync(folder)
+    atomic.fsync_path(folder)
     ready.rmdir()
-    atomic.sync(folder)
+    atomic.fsync_path(folder)
 
 
 def _remove_old(folder: Path, ready: Path) -> None:
     """Remove files of an older save that the new one does not have: they would be read, or stay unused."""
-    new = {f.name for f in ready.iterdir()} | set(cards.named(ready, cards.read(ready)))
+    new = {f.name for f in ready.iterdir()} | set(cards.listed_files(ready, cards.read_card(ready)))
     old = _card_files(folder) if CARD in new else set()
     if SINGLE in new or (INDEX in new and CARD in new):
         old |= {
@@ -189,7 +189,11 @@ def _remove_old(folder: Path, ready: Path) -> None:
 def _card_files(folder: Path) -> set[str]:
     """The files that the card of an older save lists; none if it is damaged."""
     try:
-        return {name for name in cards.named(folder, cards.read(folder)) if (folder / name).parent == folder}
+        return {
+            name
+            for name in cards.listed_files(folder, cards.read_card(folder))
+            if (folder / name).parent == folder
+        }
     except ValueError:
         return set()
 
@@ -262,7 +266,7 @@ def load_model(folder: Path, device: torch.device | str, build: Build | None = N
     Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
     folder = readable_folder(folder)
-    if built.function_of(cards.read(folder), folder / CARD) is not None:
+    if built.build_function_of(cards.read_card(folder), folder / CARD) is not None:
         return _load_built(folder, device, build)
     source = open_verified_source(folder)
     tokenizer = load_tokenizer(source.folder)
@@ -275,7 +279,7 @@ def load_model(folder: Path, device: torch.device | str, build: Build | None = N
 def _load_built(folder: Path, device: torch.device | str, build: Build | None) -> LoadedModel:
     """A model that was saved with the function that builds it. Raises ValueError without `build`."""
     card = verified_card(folder)
-    function = built.function_of(card, folder / CARD)
+    function = built.build_function_of(card, folder / CARD)
     assert function is not None, "asked before"
     name, arguments = function
     if build is None:
@@ -284,7 +288,7 @@ def _load_built(folder: Path, device: torch.device | str, build: Build | None) -
     files = indexed_tensors(index) if index.is_file() else tensors(folder / SINGLE)
     tokenizer = load_tokenizer(folder)
     # It need not be a Decoder: whoever needs one will miss its attributes.
-    model = built.fill(build, arguments, card, files, folder / CARD)
+    model = built.load_built(build, arguments, card, files, folder / CARD)
     return LoadedModel(
         cast_type(Decoder, model).to(device).eval(), tokenizer, context_length_of(card, folder), card
     )
@@ -319,26 +323,28 @@ def load_decoder(source: Source) -> Decoder:
 
 def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a model folder, without weights. Raises ValueError like `load`."""
-    source = open_verified_source(Path(folder), most=0)
+    source = open_verified_source(Path(folder), max_bytes=0)
     return source.family, source.config, dict(source.card)
 
 
 def open_verified_source(
-    folder: Path, renames: Mapping[str, str] | None = None, most: float = atomic.LARGE
+    folder: Path, renames: Mapping[str, str] | None = None, max_bytes: float = atomic.LARGE
 ) -> Source:
     """`open_source` for a folder whose files agree with its card, if it has one.
 
-    Raises ValueError for the first that does not. They are hashed unless they have more than `most` bytes in all.
+    Raises ValueError for the first that does not. Up to `max_bytes` bytes in all are hashed.
     """
     folder = readable_folder(folder)
-    card = verified_card(folder, most)  # first, since it says what was changed where opening would only wonder
+    card = verified_card(
+        folder, max_bytes
+    )  # first, since it says what was changed where opening would only wonder
     return replace(open_source(folder, renames), card=card)
 
 
-def verified_card(folder: Path, most: float = atomic.LARGE) -> dict[str, Any]:
+def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
     """The card of a folder, empty without one. Raises ValueError for the first file that is not as it says."""
-    card = cards.read(folder)
-    cards.check(folder, card, most)
+    card = cards.read_card(folder)
+    cards.check_files(folder, card, max_bytes)
     return card
 
 

@@ -16,10 +16,10 @@ from dunes.checkpoint.lazy_tensor import LazyTensor
 from dunes.checkpoint.mapped_file import MappedFile, shape_error
 from dunes.text import json_file
 
-LENGTH = 32_000_000
+MAX_HEADER_BYTES = 32_000_000
 """The most bytes of a header."""
-TENSORS = 100_000
-NAME = 512
+MAX_TENSORS = 100_000
+MAX_NAME_BYTES = 512
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -42,16 +42,16 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
-    """The tensors of a safetensors file by name, in the file's order; their numbers are mapped when they are read.
+    """The tensors of a safetensors file by name, in the file's order; their values are mapped when they are read.
 
-    Who streams a file greater than memory passes a `MappedFile` and calls its `release` between tensors.
-    Raises ValueError, on one line, if the safetensors library refuses the header, a name stands twice or could
-    harm (see `named`), or there are more than 8 dimensions or 100,000 tensors.
+    To stream a file larger than memory, pass a `MappedFile` and call its `release` between tensors.
+    Raises ValueError, on one line, if the safetensors library refuses the header, a name is duplicate or unsafe
+    (see `check_name`), or there are more than 8 dimensions or 100,000 tensors.
     """
     mapped = source if isinstance(source, MappedFile) else MappedFile(source)
     try:
         begin, header = _header(mapped)
-        return {name: _stored(mapped, begin, check_name(name), entry) for name, entry in header.items()}
+        return {name: _lazy_tensor(mapped, begin, check_name(name), entry) for name, entry in header.items()}
     except (SafetensorError, OSError) as error:
         reason = ValueError(ascii(str(error))[1:-1][:300])  # it may quote names
     except ValueError as error:
@@ -60,25 +60,28 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
 
 
 def refusal(path: Path, error: Exception, remedy: str) -> ValueError:
-    """The one line that a user sees."""
+    """The error on one line that a user sees."""
     return ValueError(f"{path}: refused: {str(error).removeprefix(f'{path}: ')}; {remedy}")
 
 
 def check_name(name: str) -> str:
-    """The name of a tensor, if it is a harmless one. Raises ValueError otherwise.
+    """The name of a tensor, if it is safe as a key, in a path and on a terminal. Raises ValueError otherwise.
 
-    Names become keys, parts of paths and lines on a terminal: 1 to 512 bytes of UTF-8, printable, no "/", "\\\\"
-    or "..", and not the format's own `__metadata__`.
+    It must have 1 to 512 bytes of UTF-8, printable, without "/", "\\\\" or "..", and not be `__metadata__`.
     """
-    if not name or not name.isprintable() or len(name.encode()) > NAME:
-        raise ValueError(f"{quote(name)} is no name for a tensor: expected 1 to {NAME} bytes of printable text")
+    if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(
+            f"{quote(name)} is no tensor name: expected 1 to {MAX_NAME_BYTES} bytes of printable text"
+        )
     if "/" in name or "\\" in name or ".." in name or name == "__metadata__":
-        raise ValueError(f"{quote(name)} is no name for a tensor: it must not be or contain '/', '\\', '..'")
+        raise ValueError(
+            f"{quote(name)} is no tensor name: it must not contain '/', '\\', '..' or be '__metadata__'"
+        )
     return name
 
 
 def quote(value: object) -> str:
-    """A value of an untrusted file for a message: short, one line, and never a container's content."""
+    """A value of an untrusted file for a message: short, on one line, and never a container's content."""
     if isinstance(value, str):
         return ascii(value[:80]) + ("..." if len(value) > 80 else "")
     if isinstance(value, int) and abs(value) >> 70:
@@ -87,27 +90,26 @@ def quote(value: object) -> str:
 
 
 def _header(mapped: MappedFile) -> tuple[int, dict[str, Any]]:
-    """Where the tensors' bytes begin, and the header without its metadata, after the library has checked it."""
+    """The offset of the tensors' bytes, and the header without its metadata, checked by the library."""
     with mapped.open() as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > LENGTH:
-            raise ValueError(f"the header is said to take {length} bytes; at most {LENGTH} are read")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"the header claims {length} bytes; at most {MAX_HEADER_BYTES} are read")
         text = file.read(length)
-    if text.count(b"{") > TENSORS + 2:
-        raise ValueError(f"the header has {text.count(b'{')} '{{'; at most {TENSORS} tensors are read")
-    header = json_file.parse(
-        text, mapped.path
-    )  # first, since it bounds the memory that the library's parser takes
+    if text.count(b"{") > MAX_TENSORS + 2:
+        raise ValueError(f"the header has {text.count(b'{')} '{{'; at most {MAX_TENSORS} tensors are read")
+    # Parsed here first, which bounds the memory that the library's parser takes.
+    header = json_file.parse(text, mapped.path)
     with safe_open(mapped.path, "np"):  # raises; torch's mapping would reserve memory for all of the file
         pass
     header.pop("__metadata__", None)
-    if len(header) > TENSORS:
-        raise ValueError(f"the header has {len(header)} tensors; at most {TENSORS} are read")
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"the header has {len(header)} tensors; at most {MAX_TENSORS} are read")
     return 8 + length, header
 
 
-def _stored(mapped: MappedFile, begin: int, name: str, entry: Any) -> LazyTensor:
-    if not isinstance(entry, dict):  # the library takes a list of the three, too
+def _lazy_tensor(mapped: MappedFile, begin: int, name: str, entry: Any) -> LazyTensor:
+    if not isinstance(entry, dict):  # the library accepts a list of the three values, too
         raise ValueError(f"tensor {quote(name)} is described by {quote(entry)}; expected an object")
     if entry["dtype"] not in DTYPES:
         raise ValueError(

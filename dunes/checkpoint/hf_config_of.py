@@ -22,7 +22,7 @@ class ModuleRow(NamedTuple):
     """One module as far as it matters to what the model computes, weights' values aside."""
 
     place: str
-    kind: str
+    class_name: str
     attributes: dict[str, str]
     tensors: dict[str, tuple[int, ...]]
 
@@ -34,35 +34,35 @@ def hf_config_of(model: nn.Module, context_length: int) -> HfConfig | str:
         try:
             config = module.read(model, context_length)
             with torch.device("meta"):
-                twin = module.build(config)
+                rebuilt = module.build(config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             reasons.append((0, f"not {family}: {' '.join(str(error).split())}"))
             continue
-        if (difference := _difference(model, twin)) is None:
+        if (difference := _first_difference(model, rebuilt)) is None:
             return HfConfig(family, config)
-        alike, what = difference
-        reasons.append((alike, f"not {family}: {what}"))
+        equal_rows, what = difference
+        reasons.append((equal_rows, f"not {family}: {what}"))
     return max(reasons, key=lambda reason: reason[0])[1]
 
 
-def _difference(model: nn.Module, twin: nn.Module) -> tuple[int, str] | None:
+def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
     """How many modules are alike before the first that differs, and how that does."""
-    ours, theirs = list(module_rows(model)), list(module_rows(twin))
+    ours, theirs = list(module_rows(model)), list(module_rows(rebuilt))
     for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
-            return i, f"{a.place or 'the model'} is {_short(a, b)}"
-    alike = min(len(ours), len(theirs))
-    return None if len(ours) == len(theirs) else (alike, f"{plural(len(ours), 'module')}, not {len(theirs)}")
+            return i, f"{a.place or 'the model'} is {_describe_difference(a, b)}"
+    equal_rows = min(len(ours), len(theirs))
+    return None if len(ours) == len(theirs) else (equal_rows, f"{plural(len(ours), 'module')}, not {len(theirs)}")
 
 
-def _short(a: ModuleRow, b: ModuleRow) -> str:
+def _describe_difference(a: ModuleRow, b: ModuleRow) -> str:
     for mine, other in zip(a, b, strict=True):
         if mine != other:
             return f"{mine}, not {other}"
     raise AssertionError("called with two rows that differ")
 
 
-def _spelled(value: Any) -> str:
+def _stable_repr(value: Any) -> str:
     """The value in words that are the same in each process, which the order of a set and addresses are not."""
     text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
@@ -71,7 +71,7 @@ def _spelled(value: Any) -> str:
 def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
     """Names, classes, plain attributes and shapes of every module: two trees with equal rows are one model."""
     for place, module in model.named_modules():
-        plain = {k: _spelled(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-        held = {**module._parameters, **module._buffers}
-        shapes = {name: tuple(t.shape) for name, t in held.items() if t is not None}
+        plain = {k: _stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        tensors = {**module._parameters, **module._buffers}
+        shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
         yield ModuleRow(place, type(module).__qualname__, plain, shapes)

@@ -103,7 +103,7 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
     folder, files = store / "snapshots" / commit, select_files(listing, name)
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        atomic.room_for(store, sum(files[file] for file in missing))
+        atomic.require_free_space(store, sum(files[file] for file in missing))
         try:
             snapshot_download(name, revision=commit, allow_patterns=missing)
         except Exception as error:  # httpx, JSON, ...: what a foreign library raises is not ours to list

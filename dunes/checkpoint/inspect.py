@@ -1,4 +1,4 @@
-"""What a model folder holds and whether it would load, from headers alone."""
+"""What a model folder holds and whether it would load."""
 
 import math
 from collections import Counter
@@ -28,20 +28,20 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokenizer if there is one that opens, and why `load` would refuse the folder, a line for each reason."""
+    """The tokenizer if there is one that can be read, and each reason why `load` would refuse the folder."""
 
     tokenizer: Tokenizer | None
     reasons: tuple[str, ...]
 
 
 def judge(source: Source) -> Verdict:
-    """What stands against loading a folder; the digests in its card count, whatever its size."""
-    _ = source.expected  # refuses what cannot be built
+    """Whether a folder would load, with the digests in its card compared whatever its size."""
+    _ = source.expected  # raises for what cannot be built
     tokenizer, reasons = None, []
     if differences := source.comparison[1]:
-        reasons.append(_counted(differences))
+        reasons.append(_count_kinds(differences))
     try:
-        card.check(source.folder, card.read(source.folder), math.inf)
+        card.check_files(source.folder, card.read_card(source.folder), math.inf)
     except ValueError as error:
         reasons.append(str(error))
     try:
@@ -53,18 +53,18 @@ def judge(source: Source) -> Verdict:
 
 
 def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
-    """Lines about a folder: what it is, what it takes, every difference, and what stands against loading it."""
+    """Lines about a folder: what it is, what it takes, every difference, and whether it would load."""
     verdict = verdict or judge(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
     yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {format_bytes(size)}"
-    yield f"config      {', '.join(f'{f.name} {_word(getattr(config, f.name))}' for f in fields(config))}"
+    yield f"config      {', '.join(f'{f.name} {_format(getattr(config, f.name))}' for f in fields(config))}"
     yield from _parameters(source)
-    kinds = Counter[str]()
+    dtypes = Counter[str]()
     for w in files.values():
-        kinds[str(w.dtype).removeprefix("torch.")] += w.nbytes
-    yield f"stored      {', '.join(f'{kind} {format_bytes(n)}' for kind, n in kinds.most_common())}"
-    yield f"tokenizer   {_ids(source, verdict.tokenizer)}"
+        dtypes[str(w.dtype).removeprefix("torch.")] += w.nbytes
+    yield f"dtypes      {', '.join(f'{dtype} {format_bytes(n)}' for dtype, n in dtypes.most_common())}"
+    yield f"tokenizer   {_describe_tokenizer(source, verdict.tokenizer)}"
     for note in source.notes:
         yield f"assumed     {note}"
     _, differences = source.comparison
@@ -75,17 +75,13 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     yield f"loads       {'no: ' + '; '.join(verdict.reasons) if verdict.reasons else 'yes'}"
 
 
-def _ids(source: Source, tokenizer: Tokenizer | None) -> str:
+def _describe_tokenizer(source: Source, tokenizer: Tokenizer | None) -> str:
     if tokenizer is not None:
         return f"{tokenizer.vocab:,} ids"
-    return (
-        "none that opens"
-        if Tokenizer.find_file(source.folder)
-        else "none, so text can be neither read nor written"
-    )
+    return "none that can be read" if Tokenizer.find_file(source.folder) else "none"
 
 
-def _counted(differences: list[Any]) -> str:
+def _count_kinds(differences: list[Any]) -> str:
     kinds = Counter(d.kind for d in differences)
     return ", ".join(f"{n} {'of another shape' if kind == 'shape' else kind}" for kind, n in kinds.items())
 
@@ -102,62 +98,62 @@ def _parameters(source: Source) -> Iterator[str]:
     yield f"cache       {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
 
 
-def _word(value: Any) -> str:
-    if is_dataclass(value):  # a rotary scaling: its name, and what is not as it goes without saying
-        said = [f"{f.name} {_word(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
-        return " ".join([type(value).__name__.lower(), *said])
+def _format(value: Any) -> str:
+    if is_dataclass(value):  # a rotary scaling: its name, and the fields that differ from their defaults
+        changed = [f"{f.name} {_format(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
+        return " ".join([type(value).__name__.lower(), *changed])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 CHUNK = 1 << 20
-"""Numbers looked at in one go: fewer, and Python takes longer than the passes over them."""
-WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Elements in a chunk: with fewer, Python's overhead exceeds the passes over them."""
+UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = {"not finite": "not finite", "denormal": "denormal", "row of zeros": "rows of zeros"}
 
 
 def odd_values(weights: Weights) -> Iterator[str]:
-    """A line for each tensor that holds numbers that are not finite or denormal, or rows of zeros only."""
+    """A line for each tensor with elements that are not finite or denormal, or with rows of zeros."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for name, stored in weights.items():
-            tensor = stored.read()
-            counts = np.sum([[0, 0, 0], *pool.map(partial(_odd, tensor.dtype), _chunks(tensor))], 0)
+        for name, lazy in weights.items():
+            tensor = lazy.read()
+            counts = np.sum([[0, 0, 0], *pool.map(partial(_count_odd, tensor.dtype), _chunks(tensor))], 0)
             if tensor.dim() < 2:
                 counts[2] = 0
-            stored.release()
-            told = zip(counts, ODD.items(), strict=True)
-            if said := ", ".join(f"{n:,} {noun if n == 1 else nouns}" for n, (noun, nouns) in told if n):
-                yield f"{name}: {said}"
+            lazy.release()
+            named = zip(counts, ODD.items(), strict=True)
+            if listed := ", ".join(f"{n:,} {noun if n == 1 else nouns}" for n, (noun, nouns) in named if n):
+                yield f"{name}: {listed}"
 
 
 def _chunks(tensor: Tensor) -> Iterator[np.ndarray[Any, Any]]:
-    """The bits of some rows at a time, as whole numbers."""
-    if not tensor.is_floating_point() or tensor.dtype.itemsize not in WORDS or not tensor.numel():
+    """The bits of some rows at a time, as unsigned integers."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize not in UNSIGNED or not tensor.numel():
         return
-    word = WORDS[tensor.dtype.itemsize]
-    table = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
-    bits = table.view(SIGNED[tensor.dtype.itemsize]).numpy().view(word)
+    unsigned = UNSIGNED[tensor.dtype.itemsize]
+    matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
+    bits = matrix.view(SIGNED[tensor.dtype.itemsize]).numpy().view(unsigned)
     rows = max(1, CHUNK // bits.shape[1])
     for begin in range(0, len(bits), rows):
         yield bits[begin : begin + rows]
 
 
-def _odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]:
-    """How many numbers are not finite, how many denormal, and how many rows are zeros, told from the bits.
+def _count_odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]:
+    """How many elements are not finite, how many denormal, and how many rows are zeros, by their bits.
 
-    numpy, because a pass of torch over a part that fits a cache takes longer than the part.
+    numpy, because torch's overhead exceeds a pass over a chunk that fits into a cache.
     """
-    word = bits.dtype.type
-    # Bits without the sign grow with the number's size.
+    one = bits.dtype.type(1)
+    # The bits without the sign are ordered like absolute values.
     infinite, normal = (2 * _bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
-    size = np.left_shift(bits, word(1))
-    top = size.max(1)
-    wrong = int((size >= infinite).sum()) if top.max() >= infinite else 0
-    low = size.min()
-    if low == 0:
-        low = (size - word(1)).min()  # zero becomes the largest
-    small = int(((size > 0) & (size < normal)).sum()) if low < normal else 0
-    return wrong, small, int((top == 0).sum())
+    size = np.left_shift(bits, one)
+    largest = size.max(1)
+    not_finite = int((size >= infinite).sum()) if largest.max() >= infinite else 0
+    smallest = size.min()
+    if smallest == 0:
+        smallest = (size - one).min()  # zero wraps around to the largest
+    denormal = int(((size > 0) & (size < normal)).sum()) if smallest < normal else 0
+    return not_finite, denormal, int((largest == 0).sum())
 
 
 def _bits(number: float, dtype: torch.dtype) -> int:

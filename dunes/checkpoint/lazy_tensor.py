@@ -1,4 +1,4 @@
-"""Tensors that lie in files: known by name, shape and dtype before a single number is read."""
+"""Tensors whose shape and dtype are known before their values are read, as a file's are from its header."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from dunes.models.names import Conversion
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """One tensor of a file. `origin` says where it lies, for messages; `read` brings its numbers.
+    """A tensor in a file. `origin` names its place for messages; `read` returns its values.
 
-    `release` gives back the memory that a mapped file takes after reading; nobody may use the tensor then.
+    `release` returns the memory that a mapped file takes after reading; the tensor must not be used afterwards.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the numbers take."""
+        """Bytes that the values take."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
 
 
@@ -34,24 +34,24 @@ Weights: TypeAlias = Mapping[str, LazyTensor]
 
 
 def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str, LazyTensor]:
-    """Tensors that are here already, as if they were stored."""
+    """Tensors in memory as lazy tensors."""
     return {
         key: LazyTensor(tuple(t.shape), t.dtype, f"{origin}: {key}", lambda t=t: t.detach())  # type: ignore[misc]
         for key, t in tensors.items()
     }
 
 
-def renamed(moves: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
-    """The tensors that these moves make, made when they are read."""
-    return {move.target: _made(move, [weights[s] for s in move.sources]) for move in moves}
+def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
+    """The tensors under other names and, where a conversion says so, in another layout; each is made when read."""
+    return {c.target: _convert(c, [weights[source] for source in c.sources]) for c in conversions}
 
 
-def _made(move: Conversion, sources: list[LazyTensor]) -> LazyTensor:
-    shape = tuple(move.make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
+def _convert(conversion: Conversion, sources: list[LazyTensor]) -> LazyTensor:
+    shape = tuple(conversion.make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
     origin = ", ".join(s.origin for s in sources)
 
     def read() -> Tensor:
-        return move.make([s.read() for s in sources]).contiguous()
+        return conversion.make([s.read() for s in sources]).contiguous()
 
     def release() -> None:
         for source in sources:
@@ -61,11 +61,11 @@ def _made(move: Conversion, sources: list[LazyTensor]) -> LazyTensor:
 
 
 def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:
-    """The same tensors; `tick` is told the bytes of each when it is let go."""
+    """The same tensors; `tick` is called with the bytes of each when it is released."""
 
-    def release(stored: LazyTensor) -> None:
-        stored.release()
-        tick(stored.nbytes)
+    def release(tensor: LazyTensor) -> None:
+        tensor.release()
+        tick(tensor.nbytes)
 
     return {k: replace(w, release=partial(release, w)) for k, w in weights.items()}
 

@@ -12,7 +12,7 @@ from dunes.augment.adapted import sides
 from dunes.augment.quantize import shape as quantize
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
-from dunes.checkpoint.adapter import WEIGHTS, Words, attach_adapter
+from dunes.checkpoint.adapter import WEIGHTS, PeftConfig, attach_adapter
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
 from dunes.checkpoint.built import Build
 from dunes.checkpoint.folder import (
@@ -55,10 +55,10 @@ def load(
     again.
     """
 
-    def read(there: Path) -> LoadedModel:
-        if is_adapter(there):
-            return _adapted(readable_folder(there), adapters, device, any_base)
-        loaded = whole.load_model(there, device, build)
+    def read(readable: Path) -> LoadedModel:
+        if is_adapter(readable):
+            return _load_adapted(readable_folder(readable), adapters, device, any_base)
+        loaded = whole.load_model(readable, device, build)
         if adapters:
             prepare_base(loaded.model, adapters, any_base)
         return loaded
@@ -92,13 +92,13 @@ def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     if not is_adapter(folder):
         return whole.described(folder)
     family, config, _ = whole.described(base_folder(readable_folder(folder)))
-    return family, config, verified_card(readable_folder(folder), most=0)
+    return family, config, verified_card(readable_folder(folder), max_bytes=0)
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter and no model."""
-    there = readable_folder(folder)
-    return (there / ADAPTER).is_file() and not (there / CONFIG).is_file()
+    readable = readable_folder(folder)
+    return (readable / ADAPTER).is_file() and not (readable / CONFIG).is_file()
 
 
 def base_folder(folder: Path) -> Path:
@@ -106,24 +106,24 @@ def base_folder(folder: Path) -> Path:
 
     Raises ValueError, with the remedy, if there is none of these.
     """
-    words = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
-    name, card = words.get("base_model_name_or_path"), cards.read(folder).get("base")
+    peft = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
+    name, card = peft.get("base_model_name_or_path"), cards.read_card(folder).get("base")
     if isinstance(name, str) and name and Path(name).is_dir():
         return Path(name)
-    near = card.get("folder") if isinstance(card, dict) else None
-    if isinstance(near, str) and (folder / near).is_dir():
-        return (folder / near).resolve()
+    relative = card.get("folder") if isinstance(card, dict) else None
+    if isinstance(relative, str) and (folder / relative).is_dir():
+        return (folder / relative).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} is not there; {remedy}")
-    revision = words.get("revision")
+    revision = peft.get("revision")
     try:
         return locate_model(name, revision if isinstance(revision, str) and revision else None).folder
     except ValueError as error:
         raise ValueError(f"{folder}: its base is not there: {error}; or {remedy}") from None
 
 
-def _adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
+def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
     card = verified_card(folder)
     source = open_verified_source(base_folder(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
@@ -158,7 +158,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     A base that is the same number by number must also be the same after that; one that was rounded since may
     differ then. Raises ValueError like `load_adapter`.
     """
-    cards = {folder: verified_card(folder, most=0) for folder in map(readable_folder, folders)}
+    cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     found = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
     records = {folder: record for folder, record in found.items() if record is not None}
     changed = [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
@@ -166,7 +166,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     for folder, record in records.items():
         if record.digests or not changed:
             check_base(weights, record, folder)
-        if not record.digests or record.made_of(weights):
+        if not record.digests or record.quantized_from(weights):
             exact.add(folder)
     del weights
     for card, folder in changed:
@@ -203,19 +203,19 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     With `values` it is loaded, which compares the base's numbers. Raises ValueError for what is no adapter.
     """
     folder = readable_folder(folder)
-    lines = list(_lines(folder))
+    lines = list(_adapter_lines(folder))
     try:
-        source = open_verified_source(base_folder(folder), most=math.inf)
+        source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         check_vocabulary(source, load_tokenizer(_tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
-        lines.append(f"its numbers {_compared(folder, values)}")
+        lines.append(f"its numbers {_comparison(folder, values)}")
         reason = None
     except ValueError as error:
         reason = str(error)
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
 
 
-def _compared(folder: Path, now: bool) -> str:
+def _comparison(folder: Path, now: bool) -> str:
     """Whether the base's numbers are the adapter's. Raises ValueError like `load` if they are compared now."""
     if now:
         load(folder)
@@ -224,24 +224,24 @@ def _compared(folder: Path, now: bool) -> str:
     return "those of the adapter's card" if now else "compared when it is opened, or with --values"
 
 
-def _lines(folder: Path) -> Iterator[str]:
-    words, card = Words.read(folder / ADAPTER), verified_card(folder)
+def _adapter_lines(folder: Path) -> Iterator[str]:
+    peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
     stored = [w for name in WEIGHTS if (folder / name).is_file() for w in tensors(folder / name).items()]
-    kind = "DoRA" if words.dora else "rsLoRA" if words.rslora else "LoRA"
-    held = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
-    yield f"adapter     {kind}, rank {words.rank}, alpha {words.alpha:g}: {held}"
+    kind = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
+    described = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
+    yield f"adapter     {kind}, rank {peft.rank}, alpha {peft.alpha:g}: {described}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
-    ends = Counter(module.rpartition(".")[2] for module in modules)
-    counts = [f"{end} {plural(n, 'time')}" for end, n in ends.items()]
+    module_ends = Counter(module.rpartition(".")[2] for module in modules)
+    counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]
     yield f"places      {', '.join(counts)}"
     for note in card.get("changes", []):
         if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
             yield f"changed     the base is kept in {quote(request['kind'])} first"
-    yield f"template    {_template(folder, card)}"
+    yield f"template    {_template_name(folder, card)}"
     yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'the one of the base'}"
 
 
-def _template(folder: Path, card: Mapping[str, Any]) -> str:
+def _template_name(folder: Path, card: Mapping[str, Any]) -> str:
     if isinstance(name := card.get("template"), str):
         return name
     return "in its files" if chat_template.read_template(folder) is not None else "none here"

@@ -1,6 +1,6 @@
-"""A file in memory without being read: its pages come when a tensor's numbers are used.
+"""A memory-mapped file: its pages are read when a tensor's values are used.
 
-The mapping is copy on write. Tensors must be writable for torch, and what is written stays in this process.
+The mapping is copy on write: torch needs writable tensors, and what is written to them stays in this process.
 """
 
 import mmap
@@ -20,40 +20,39 @@ from dunes.plural import plural
 
 # <https://man7.org/linux/man-pages/man2/mmap.2.html>; Python names it from 3.13 on
 _NORESERVE = 0x4000
-RANK = 8
-"""The most dimensions of a tensor that is read."""
+MAX_DIMS = 8
+"""The most dimensions that a tensor may have."""
 
 
 class MappedFile:
     """A regular file of which tensors are views. Raises ValueError for anything else at its path.
 
-    Nothing is mapped before the first tensor is asked for, and then once for all. The file must stay as it
-    was found here: a change before the mapping is a ValueError, but one that is cut afterwards takes the
-    process with it (SIGBUS), as with every mapped file.
+    It is mapped once, when the first tensor is asked for. A change of the file before that is a ValueError; if it
+    is truncated afterwards, the process is killed (SIGBUS), as with every mapped file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _opened(path) as file:
-            self._found = _identity(file)
-        self.size = self._found[0]
+        with _open_regular(path) as file:
+            self._stat = _identity(file)
+        self.size = self._stat[0]
 
     def open(self) -> BinaryIO:
-        """The same file, to read from its begin. Raises ValueError if it is another by now."""
-        file = _opened(self.path)
-        if _identity(file) != self._found:
+        """The same file, to be read from its beginning. Raises ValueError if it has changed."""
+        file = _open_regular(self.path)
+        if _identity(file) != self._stat:
             file.close()
-            raise ValueError(f"{self.path}: changed while it was being read; try again when its writer is done")
+            raise ValueError(f"{self.path}: changed while it was being read; try again when nothing writes to it")
         return file
 
     def tensor(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> Tensor:
-        """Numbers that begin `offset` bytes into the file, as a view of the mapping.
+        """A tensor that begins `offset` bytes into the file, as a view of the mapping.
 
-        `stride` counts numbers, not bytes, and is that of a contiguous tensor if not given. Copied are only
-        tensors that do not begin at a multiple of their item's size, and bool: a byte other than 0 and 1 is
-        no bool for C++. Raises ValueError if it does not lie in the file.
+        `stride` counts elements, not bytes; the default is contiguous. Only tensors that are not aligned to their
+        item size are copied, and bool: a byte other than 0 and 1 is no bool for C++. Raises ValueError if the
+        tensor is not within the file.
         """
         shape = tuple(shape)
         reason = shape_error(shape)
@@ -64,25 +63,25 @@ class MappedFile:
         end = offset + count * dtype.itemsize
         if len(steps) != len(shape) or min(steps, default=0) < 0 or not 0 <= offset <= end <= self.size:
             raise ValueError(
-                f"{self.path}: a tensor of {shape} {dtype} with stride {steps} at byte {offset} does not lie in "
-                f"the file's {plural(self.size, 'byte')}; the file was cut or is damaged: fetch it again"
+                f"{self.path}: a tensor of {shape} {dtype} with stride {steps} at byte {offset} exceeds the "
+                f"file's {plural(self.size, 'byte')}; the file was truncated or is damaged: fetch it again"
             )
         if not count:
             return torch.empty(shape, dtype=dtype)
-        numbers = torch.frombuffer(self._map, dtype=torch.uint8, count=end - offset, offset=offset)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=end - offset, offset=offset)
         if dtype is torch.bool:
-            numbers = numbers != 0
+            flat = flat != 0
         elif offset % dtype.itemsize:
-            numbers = numbers.clone()
-        # A dimension of 1 is never stepped along, so that its stride may be any number, even one no int64 holds.
+            flat = flat.clone()
+        # The stride of a dimension of 1 is never used, so that it may be anything, even beyond int64.
         steps = tuple(step if size > 1 else 1 for size, step in zip(shape, steps, strict=True))
-        return numbers.view(dtype).as_strided(shape, steps)
+        return flat.view(dtype).as_strided(shape, steps)
 
     def release(self) -> None:
-        """Give the pages back to the system, so that a file greater than memory can pass through.
+        """Return the pages to the system, so that a file larger than memory can be streamed.
 
-        Tensors stay valid and read their numbers from the file again. Only for tensors that nobody wrote into:
-        what was written is lost. Does nothing where the system has no such call.
+        Tensors stay valid and read their values from the file again, but what was written to them is lost. Does
+        nothing on a system without this call.
         """
         if "_map" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -92,8 +91,8 @@ class MappedFile:
         with self.open() as file:
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            # A private writable map counts as memory: Linux refuses one greater than memory unless it is told
-            # to reserve nothing.
+            # A private writable map counts as memory: Linux refuses one larger than memory unless nothing is
+            # reserved for it.
             return mmap.mmap(
                 file.fileno(),
                 0,
@@ -103,27 +102,27 @@ class MappedFile:
 
 
 def shape_error(shape: Sequence[int]) -> str:
-    """Why torch could not hold a tensor of this shape, in words; empty if it could."""
-    if len(shape) > RANK:
-        return f"has {len(shape)} dimensions; at most {RANK} are read"
+    """Why torch cannot hold a tensor of this shape; empty if it can."""
+    if len(shape) > MAX_DIMS:
+        return f"has {len(shape)} dimensions; at most {MAX_DIMS} are read"
     if min(shape, default=0) < 0:
         return "has a negative size"
     # Also where one size is 0: torch multiplies the others into strides of 64 bits.
     if prod(max(size, 1) for size in shape) >= 1 << 59:
-        return "has more numbers than can be addressed"
+        return "has more elements than can be addressed"
     return ""
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many numbers lie between the first and the last of a tensor, both included; 0 if it is empty."""
+    """How many elements of storage a tensor spans, from its first to its last; 0 if it is empty."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open_regular(path: Path) -> BinaryIO:
     try:
-        # Before it is opened: opening a pipe waits for its other end, and opening a device may do anything.
+        # Before it is opened: opening a pipe blocks until its other end opens, and a device may do anything.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError(f"{path}: not a regular file")
         return path.open("rb")
@@ -134,5 +133,5 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev

@@ -1,10 +1,10 @@
 """Tensors of files that torch.save wrote, read without executing anything.
 
-A pickle is a program for a small machine with a stack (<https://docs.python.org/3/library/pickletools.html>) that
-may name any function and call it. Here the standard library's machine, the one in Python, knows only the opcodes
-and names that torch writes for tensors. Inert stand-ins answer to these names: nothing that a file names is
-imported or called, and everything else is refused by name. What the numbers occupy is checked against the file;
-they are mapped when they are read.
+A pickle is a program for a stack machine (<https://docs.python.org/3/library/pickletools.html>) that may name and
+call any function. Here the standard library's unpickler, the one in Python, knows only the opcodes and names that
+torch writes for tensors. The names resolve to inert stand-ins: nothing that a file names is imported or called;
+everything else is refused by name. The storages' sizes are checked against the file; values are mapped when they
+are read.
 """
 
 import io
@@ -19,24 +19,24 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dunes.checkpoint.header import NAME, TENSORS, check_name, quote, refusal
+from dunes.checkpoint.header import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote, refusal
 from dunes.checkpoint.lazy_tensor import LazyTensor
-from dunes.checkpoint.mapped_file import RANK, MappedFile, extent, shape_error
+from dunes.checkpoint.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
 from dunes.checkpoint.zip_archive import entries
 from dunes.plural import plural
 
-# A tensor takes about 35 opcodes and 150 bytes. What steps a pickle may take follows from the storages that the
-# archive lists, so that a small file is refused soon; the older format lists them behind the pickle.
-_STEPS, _STEPS_OF_ONE = 100_000, 64
-_STEPS_LEGACY = 300_000
-BYTES = 32 << 20
-_TEXT = 1 << 20
-_STACK = 10_000
-_MARKS = 1_000
-_DEPTH = 8
-_ITEMS = 2 * TENSORS
+# A tensor takes about 35 opcodes and 150 bytes. The bound on steps follows from the storages that the archive
+# lists, so that a small file is refused soon; the older format lists them after the pickle.
+_MAX_STEPS, _STEPS_PER_FILE = 100_000, 64
+_MAX_STEPS_LEGACY = 300_000
+MAX_BYTES = 32 << 20
+_MAX_TEXT = 1 << 20
+_MAX_STACK = 10_000
+_MAX_MARKS = 1_000
+_MAX_DEPTH = 8
+_MAX_ITEMS = 2 * MAX_TENSORS
 _LEGACY = 0x1950A86A20F9469CFC6C, 1001
-_CUT = "its pickle is cut off"
+_TRUNCATED = "its pickle is truncated"
 _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 
 Name = tuple[str, str]
@@ -47,15 +47,15 @@ _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93s
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What stands in for a class of storages."""
+class _StorageClass:
+    """The stand-in for a class of storages."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What stands in for a function: ours, of the arguments that the pickle gives it."""
+class _Function:
+    """The stand-in for a function: one of ours, called with the arguments in the pickle."""
 
     function: Callable[[tuple[object, ...]], object]
 
@@ -65,7 +65,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Numbers that tensors share."""
+    """Values that tensors may share."""
 
     key: str
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A view of a storage; offset and stride count numbers."""
+    """A view of a storage; offset and stride count elements."""
 
     storage: _Storage
     offset: int
@@ -97,60 +97,61 @@ _STORAGES: dict[Name, torch.dtype] = {
 
 
 def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
-    """The tensors of a file of torch.save by name, in the file's order, of either of torch's two formats.
+    """The tensors of a file of torch.save by name, in the file's order, in either of torch's two formats.
 
-    The file holds a dict; dicts in it are joined with dots. If it has a dict under "state_dict" or "model",
-    that one is meant, and what stands beside it (an optimizer's tensors) is not returned; nor is anything
-    but tensors, of which none in a list. Tensors may share numbers: their `nbytes` may sum to more than the
-    file. Raises ValueError, on one line, that says what is refused, and where.
+    The file holds a dict; the keys of nested dicts are joined with dots. If there is a dict under "state_dict" or
+    "model", only its tensors are returned, not those beside it (an optimizer's). Anything but tensors is left out,
+    and so are tensors in a list. Tensors may share storages: their `nbytes` may sum to more than the file.
+    Raises ValueError, on one line, that says what is refused, and where.
     """
     mapped = source if isinstance(source, MappedFile) else MappedFile(source)
     try:
         with mapped.open() as file:
-            found, places = (_zipped if file.read(4) == b"PK\3\4" else _legacy)(file, mapped.size)
+            content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
         return {
             name: LazyTensor(
-                held.shape,
-                held.storage.dtype,
+                tensor.shape,
+                tensor.storage.dtype,
                 f"{mapped.path.name}: {name}",
-                _reader(mapped, held, places),
+                _reader(mapped, tensor, places),
                 mapped.release,
             )
-            for name, held in _named(found).items()
+            for name, tensor in _tensors_by_name(content).items()
         }
     except ValueError as error:
         raise refusal(mapped.path, error, _REMEDY) from None
 
 
-def _reader(mapped: MappedFile, held: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
-    """What reads a tensor, once its storage is known to lie in the file."""
-    size = held.storage.dtype.itemsize
-    begin, room = places.get(held.storage.key, (0, -1))
-    if held.storage.count * size > room:
+def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
+    """The function that reads a tensor. Raises ValueError if its storage is not in the file."""
+    storage, size = tensor.storage, tensor.storage.dtype.itemsize
+    begin, room = places.get(storage.key, (0, -1))
+    if storage.count * size > room:
         raise ValueError(
-            f"storage {quote(held.storage.key)} needs {plural(held.storage.count * size, 'byte')}; the file has "
+            f"storage {quote(storage.key)} needs {plural(storage.count * size, 'byte')}; the file has "
             f"{'none' if room < 0 else room} for it"
         )
-    begin += held.offset * size if 0 not in held.shape else 0
-    return partial(mapped.tensor, begin, held.shape, held.storage.dtype, held.stride)
+    begin += tensor.offset * size if 0 not in tensor.shape else 0
+    return partial(mapped.tensor, begin, tensor.shape, storage.dtype, tensor.stride)
 
 
-def _zipped(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """What a file of torch 1.6 and later holds, and where each storage lies."""
-    held = entries(file, size)
-    (prefix, *others) = {name.split("/")[0] for name in held} or {""}
-    pickle = held.get(f"{prefix}/data.pkl")
-    if others or pickle is None or pickle[1] > BYTES:
-        raise ValueError(f"the archive has no one folder with a data.pkl of at most {BYTES} bytes")
-    order = _read(file, held.get(f"{prefix}/byteorder", (0, 0)), 16)
+def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
+    """The content of a file of torch 1.6 or later, and the place of each storage in it."""
+    files = entries(file, size)
+    (prefix, *others) = {name.split("/")[0] for name in files} or {""}
+    pickle = files.get(f"{prefix}/data.pkl")
+    if others or pickle is None or pickle[1] > MAX_BYTES:
+        raise ValueError(f"the archive is not one folder with a data.pkl of at most {MAX_BYTES} bytes")
+    order = _read(file, files.get(f"{prefix}/byteorder", (0, 0)), 16)
     if order not in (b"", b"little"):
         raise ValueError(f"its byte order is {quote(order.decode('latin-1'))}; expected 'little'")
-    text = io.BytesIO(_read(file, pickle, BYTES))
-    found = _Reader(text, _STEPS + _STEPS_OF_ONE * len(held)).run()
+    text = io.BytesIO(_read(file, pickle, MAX_BYTES))
+    content = _Unpickler(text, _MAX_STEPS + _STEPS_PER_FILE * len(files)).run()
     if text.read(1):
         raise ValueError(f"the pickle ends before data.pkl does, at byte {text.tell() - 1}")
     folder = f"{prefix}/data/"
-    return found, {name.removeprefix(folder): place for name, place in held.items() if name.startswith(folder)}
+    places = {name.removeprefix(folder): place for name, place in files.items() if name.startswith(folder)}
+    return content, places
 
 
 def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
@@ -158,22 +159,22 @@ def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
     return file.read(min(place[1], most))
 
 
-def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """What a file of earlier torch holds: four or five pickles, then each storage's count and numbers."""
+def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
+    """The same of a file of earlier torch: four or five pickles, then the size and values of each storage."""
     file.seek(0)
-    machine = _Reader(file, _STEPS_LEGACY)
+    unpickler = _Unpickler(file, _MAX_STEPS_LEGACY)
     if file.read(1) != b"\x80":
         raise ValueError("it is not a file of torch.save")
     file.seek(0)
-    if any(machine.run() != number for number in _LEGACY):
+    if any(unpickler.run() != number for number in _LEGACY):
         raise ValueError("it is a pickle, but not one of torch.save")
-    system = machine.run()
+    system = unpickler.run()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise ValueError("it was not written on a little-endian machine")
-    found, keys = machine.run(), machine.run()
+    content, keys = unpickler.run(), unpickler.run()
     places: dict[str, tuple[int, int]] = {}
     for key in keys if isinstance(keys, list) else [None]:
-        storage = machine.storages.get(key) if isinstance(key, str) else None
+        storage = unpickler.storages.get(key) if isinstance(key, str) else None
         head = file.read(8)
         if storage is None or key in places or len(head) < 8 or int.from_bytes(head, "little") != storage.count:
             raise ValueError(f"its list of storages is damaged at {quote(key)}")
@@ -181,31 +182,33 @@ def _legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int
         file.seek(sum(places[storage.key]))
     if file.tell() != size:
         raise ValueError(f"{plural(size - file.tell(), 'byte follows', 'bytes follow')} the last storage")
-    return found, places
+    return content, places
 
 
 class _Dict(dict[object, object]):
-    """A dict of a pickle. Keys are text or integers, for a tuple of a few bytes may have 2^n parts to hash."""
+    """A dict of a pickle. Keys must be strings or integers: hashing a tuple of a few bytes may take 2^n steps."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
-            raise ValueError(f"its pickle has the key {quote(key)} twice, or it is neither text nor integer")
+            raise ValueError(
+                f"its pickle has the key {quote(key)} twice, or it is neither a string nor an integer"
+            )
         super().__setitem__(key, value)
 
 
-class _Bounded:
+class _BoundedFile:
     """A file of pickles, of which no more is read than a state dict takes."""
 
     def __init__(self, file: BinaryIO | io.BytesIO) -> None:
-        self.file, self.left = file, BYTES
+        self.file, self.left = file, MAX_BYTES
 
     def read(self, count: int) -> bytes:
         self.left -= count
-        if count > _TEXT or self.left < 0:
-            raise ValueError(f"its pickle has more than {BYTES} bytes, or {_TEXT} in one text")
+        if count > _MAX_TEXT or self.left < 0:
+            raise ValueError(f"its pickle has more than {MAX_BYTES} bytes, or {_MAX_TEXT} in one text")
         data = self.file.read(count)
         if len(data) < count:
-            raise ValueError(_CUT)
+            raise ValueError(_TRUNCATED)
         return data
 
     def readline(self) -> bytes:
@@ -217,33 +220,35 @@ class _Bounded:
 
 
 def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An opcode that counts against what a pickle may do."""
+    """An opcode that counts against the bounds on steps and on the stack."""
 
-    def step(reader: "_Reader") -> None:
-        reader.steps -= 1
-        if reader.steps < 0 or len(reader.stack) > _STACK or len(reader.metastack) > _MARKS:
-            raise ValueError(f"its pickle takes too many steps, {_STACK} values at once or {_MARKS} levels")
-        load(reader)
+    def counted(unpickler: "_Unpickler") -> None:
+        unpickler.steps -= 1
+        if unpickler.steps < 0 or len(unpickler.stack) > _MAX_STACK or len(unpickler.metastack) > _MAX_MARKS:
+            raise ValueError(
+                f"its pickle takes too many steps, {_MAX_STACK} values at once or {_MAX_MARKS} levels"
+            )
+        load(unpickler)
 
-    return step
+    return counted
 
 
-class _Reader(pickle._Unpickler):  # the one in C has no bound on the memory that a few bytes ask for
-    """Runs pickles of one file, one after the other; `storages` are those that they name.
+class _Unpickler(pickle._Unpickler):  # the one in C does not bound the memory that a few bytes request
+    """Reads the pickles of one file, one after the other; `storages` are those that they refer to.
 
-    No value is compared, hashed or printed unless it is a number or text: a few steps build values with 2^n parts.
+    No value is compared, hashed or printed unless it is a number or a string: a few steps can build 2^n parts.
     """
 
     stack: list[Any]
     metastack: list[Any]
 
     def __init__(self, file: BinaryIO | io.BytesIO, steps: int) -> None:
-        super().__init__(_Bounded(file), encoding="utf-8")
+        super().__init__(_BoundedFile(file), encoding="utf-8")
         self.steps = steps
         self.storages: dict[str, _Storage] = {}
 
     def run(self) -> object:
-        """The value of the next pickle; the file then stands behind it."""
+        """The value of the next pickle, with the file positioned after it."""
         self.memo: dict[int, object] = {}
         try:
             value: object = self.load()
@@ -258,34 +263,34 @@ class _Reader(pickle._Unpickler):  # the one in C has no bound on the memory tha
     def find_class(self, module: str, name: str) -> object:
         """The stand-in for a name."""
         if (module, name) in _STORAGES:
-            return _Kind(_STORAGES[module, name])
+            return _StorageClass(_STORAGES[module, name])
         if (module, name) not in _CALLS:
             raise ValueError(f"it asks for {ascii(f'{module}.{name}')[1:-1]}")
-        return _Call(_CALLS[module, name])
+        return _Function(_CALLS[module, name])
 
     def persistent_load(self, pid: object) -> _Storage:
         """The storage that a persistent id describes."""
         match pid:
-            case ("storage", _Kind(dtype), str() as key, str(), int() as count, *view):
+            case ("storage", _StorageClass(dtype), str() as key, str(), int() as count, *view):
                 storage = _Storage(key, dtype, count)
             case _:
                 raise ValueError("its pickle refers to something outside that is no storage of a known type")
         if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
             raise ValueError(f"storage {quote(key)} has an odd size or is part of another")
         if self.storages.setdefault(key, storage) != storage:
-            raise ValueError(f"storage {quote(key)} is said to be of two types or sizes")
+            raise ValueError(f"storage {quote(key)} has two types or sizes")
         return storage
 
     def load_dict(self) -> None:
         self.stack.append(_Dict())
 
     def load_text(self) -> None:
-        """Text of a length in four bytes; the library lets halves of surrogate pairs through."""
+        """A string with its length in four bytes; the library accepts lone surrogates."""
         super().load_binunicode()  # type: ignore[misc]
         self.stack[-1].encode()
 
     def load_build(self) -> None:
-        """A state dict's attribute of versions, the only state that is known, is dropped."""
+        """The only known state, a state dict's `_metadata`, is dropped."""
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is not _Dict or type(state) is not _Dict or state.keys() != {"_metadata"}:
             raise ValueError("its pickle sets attributes of an object")
@@ -310,8 +315,8 @@ def _ordered(arguments: tuple[object, ...]) -> _Dict:
 
 def _sizes(values: object) -> tuple[int, ...]:
     """A tensor's sizes or strides. Raises ValueError if they are anything but a few integers from 0 on."""
-    if type(values) is not tuple or len(values) > RANK:
-        raise ValueError(f"a tensor's sizes or strides are no tuple of at most {RANK} integers")
+    if type(values) is not tuple or len(values) > MAX_DIMS:
+        raise ValueError(f"a tensor's sizes or strides are no tuple of at most {MAX_DIMS} integers")
     if not all(type(v) is int and v >= 0 for v in values):
         raise ValueError("a tensor has a negative or odd size or stride")
     return values
@@ -344,14 +349,14 @@ def _tensor(arguments: tuple[object, ...]) -> _Tensor:
     if reason := shape_error(shape):
         raise ValueError(f"a tensor {reason}")
     if (count := extent(shape, stride)) and offset + count > storage.count:
-        raise ValueError(f"a tensor of {shape} does not lie in its storage of {plural(storage.count, 'number')}")
+        raise ValueError(f"a tensor of {shape} exceeds its storage of {plural(storage.count, 'element')}")
     if _overlaps(shape, stride):
-        raise ValueError(f"a tensor of {shape} has the strides {stride}, by which its numbers overlap")
+        raise ValueError(f"a tensor of {shape} has the strides {stride}, by which its elements overlap")
     return _Tensor(storage, offset, shape, stride)
 
 
 def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two places of a tensor may be the same number: a step must pass all that smaller steps reach."""
+    """Whether two indices may be the same element: a stride must exceed the extent of the smaller ones."""
     reach = 0
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step <= reach and 0 not in shape:
@@ -360,36 +365,36 @@ def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return False
 
 
-def _named(found: object) -> dict[str, _Tensor]:
+def _tensors_by_name(content: object) -> dict[str, _Tensor]:
     """The tensors of nested dicts, by names joined with dots."""
-    if type(found) is not _Dict:
+    if type(content) is not _Dict:
         raise ValueError("it holds something else than a dict of tensors")
-    inner = {key: held for key in ("state_dict", "model") if type(held := found.get(key)) is _Dict}
+    inner = {key: value for key in ("state_dict", "model") if type(value := content.get(key)) is _Dict}
     if len(inner) > 1:
         raise ValueError("it has both a 'state_dict' and a 'model', so that it is not clear which is meant")
-    if inner and any(isinstance(value, _Tensor) for value in found.values()):
+    if inner and any(isinstance(value, _Tensor) for value in content.values()):
         raise ValueError(
             f"it has tensors beside its {next(iter(inner))!r}, so that it is not clear which are meant"
         )
     result: dict[str, _Tensor] = {}
-    _gather(next(iter(inner.values()), found), "", _DEPTH, result, [_ITEMS])
+    _collect(next(iter(inner.values()), content), "", _MAX_DEPTH, result, [_MAX_ITEMS])
     if not result:
-        raise ValueError("it holds no tensor by name")
+        raise ValueError("it holds no named tensor")
     return result
 
 
-def _gather(held: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]) -> None:
-    left[0] -= len(held)
+def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]) -> None:
+    left[0] -= len(values)
     if not depth or left[0] < 0:
-        raise ValueError(f"its dicts are more than {_DEPTH} deep or hold more than {_ITEMS} values")
-    for key, value in held.items():
-        # Cut, since a dict may be there many times and its key be long; what is cut is too long for a name.
-        name = prefix + str(key)[: NAME + 1]
+        raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or hold more than {_MAX_ITEMS} values")
+    for key, value in values.items():
+        # Truncated, since a dict may occur many times and have a long key, which is too long for a name anyway.
+        name = prefix + str(key)[: MAX_NAME_BYTES + 1]
         if type(value) is _Dict:
-            _gather(value, f"{name}.", depth - 1, into, left)
+            _collect(value, f"{name}.", depth - 1, into, left)
         elif isinstance(value, _Tensor):
-            if check_name(name) in into or len(into) >= TENSORS:
-                raise ValueError(f"tensor {quote(name)} is there twice, or is one of more than {TENSORS}")
+            if check_name(name) in into or len(into) >= MAX_TENSORS:
+                raise ValueError(f"tensor {quote(name)} occurs twice, or there are more than {MAX_TENSORS}")
             into[name] = value
 
 

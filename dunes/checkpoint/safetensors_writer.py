@@ -1,4 +1,4 @@
-"""Writing safetensors files tensor by tensor, so that a model larger than memory can be written.
+"""Write safetensors files tensor by tensor, so that a model larger than memory can be written.
 
 https://huggingface.co/docs/safetensors/index#format
 """
@@ -17,7 +17,7 @@ from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = 5_000_000_000
-"""Bytes in a file, as Hugging Face's tools part a model."""
+"""Bytes in a file, as Hugging Face's tools split a model."""
 
 CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 
@@ -25,9 +25,9 @@ CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 def write_tensors(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHARD) -> None:
     """Write the tensors into one file, or into several with an index if they hold more than `shard` bytes.
 
-    Each is read when its turn comes and let go afterwards. Raises OSError where it cannot be written.
+    Each is read when its turn comes and released afterwards. Raises OSError if it cannot be written.
     """
-    shards = list(_parted(weights, shard))
+    shards = list(_split(weights, shard))
     if len(shards) == 1:
         _write_file(folder / single, shards[0])
         return
@@ -41,20 +41,20 @@ def write_tensors(folder: Path, weights: Weights, single: str = SINGLE, shard: i
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _parted(weights: Weights, shard: int) -> Iterator[dict[str, LazyTensor]]:
+def _split(weights: Weights, shard: int) -> Iterator[dict[str, LazyTensor]]:
     part: dict[str, LazyTensor] = {}
     size = 0
-    for key, stored in weights.items():
-        if part and size + stored.nbytes > shard:
+    for key, tensor in weights.items():
+        if part and size + tensor.nbytes > shard:
             yield part
             part, size = {}, 0
-        part[key] = stored
-        size += stored.nbytes
+        part[key] = tensor
+        size += tensor.nbytes
     yield part
 
 
 def _write_file(path: Path, weights: Weights) -> None:
-    # The widest numbers first: then every tensor begins at a multiple of its item's size.
+    # Widest dtypes first: then every tensor is aligned to its item size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -65,10 +65,10 @@ def _write_file(path: Path, weights: Weights) -> None:
             "shape": list(weights[key].shape),
             "data_offsets": [begin, end],
         }
-    words = json.dumps(entries, separators=(",", ":")).encode()
-    words += b" " * (-len(words) % 8)
-    with atomic.naming(path), path.open("wb") as file:
-        file.write(len(words).to_bytes(8, "little") + words)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic.add_path_to_errors(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
         for key in order:
             tensor = weights[key].read()
             assert (tuple(tensor.shape), tensor.dtype) == (weights[key].shape, weights[key].dtype), key

@@ -10,7 +10,7 @@ from typing import Any
 
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import header, native, pickle_file
-from dunes.checkpoint.built import function_of, loading_hint
+from dunes.checkpoint.built import build_function_of, loading_hint
 from dunes.checkpoint.file_in_folder import file_in_folder
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory, renamed
 from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
@@ -116,7 +116,7 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Sourc
 
     `renames` maps foreign names of tensors (with `{i}` for a number) to Hugging Face's.
     """
-    if (function := function_of(cards.read(folder), folder / cards.CARD)) is not None:
+    if (function := build_function_of(cards.read_card(folder), folder / cards.CARD)) is not None:
         raise ValueError(loading_hint(folder, function[0]))
     if (folder / CONFIG).is_file() and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))

@@ -20,11 +20,11 @@ from torch import Tensor
 from dunes.checkpoint import atomic
 from dunes.staging import folder_lock
 
-KEPT = 2
-FORMAT = 1
+KEEP_STATES = 2
+FORMAT = 2
 TENSORS = "tensors.safetensors"
 
-Told = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Snapshot(NamedTuple):
@@ -41,36 +41,36 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
     that were there stand.
     """
     folder = run / "state" / f"step-{step:06d}"
-    taken = state if isinstance(state, Snapshot) else snapshot(state)
-    for name, tensor in taken.tensors.items():
-        if tensor.is_floating_point() and not _finite(tensor):
+    copied = state if isinstance(state, Snapshot) else snapshot(state)
+    for name, tensor in copied.tensors.items():
+        if tensor.is_floating_point() and not _is_finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} holds numbers that are not finite")
 
-    def fill(made: Path) -> None:
-        atomic.write_tensors(made / TENSORS, taken.tensors)
-        (made / "state.json").write_text(json.dumps({"format": FORMAT, "state": taken.plain}))
+    def write_files(staged: Path) -> None:
+        atomic.write_tensors(staged / TENSORS, copied.tensors)
+        (staged / "state.json").write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.naming(folder), folder_lock(folder.parent):
-        if _whole(folder):
+    with atomic.add_path_to_errors(folder), folder_lock(folder.parent):
+        if _is_intact(folder):
             return folder  # the same step of the same run is the same state
-    atomic.write_sealed(folder, fill, {TENSORS: taken.tensors}, _place)
+    atomic.write_with_manifest(folder, write_files, {TENSORS: copied.tensors}, _publish)
     return folder
 
 
-def _place(made: Path, folder: Path) -> None:
+def _publish(staged: Path, folder: Path) -> None:
     """Give a state its name, unless another writer was faster, and drop all but the newest two."""
     with folder_lock(folder.parent):
-        if _whole(folder):
+        if _is_intact(folder):
             return
         shutil.rmtree(folder, ignore_errors=True)
-        os.rename(made, folder)
-        atomic.sync(folder.parent)  # before an older one goes
-        for old in _folders(folder.parent.parent)[KEPT:]:
+        os.rename(staged, folder)
+        atomic.fsync_path(folder.parent)  # before an older one goes
+        for old in _state_folders(folder.parent.parent)[KEEP_STATES:]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether all numbers are finite, found by numpy, which computes in the calling thread alone.
 
     PyTorch would give this thread a team of threads of its own for as long as it lives, and libgomp lets
@@ -81,9 +81,9 @@ def _finite(tensor: Tensor) -> bool:
     return bool(np.isfinite(tensor.detach().numpy()).all())
 
 
-def latest_state(run: Path, told: Told = lambda line: None) -> Path | None:
-    """The newest state that is whole; `told` hears of each newer one that is damaged."""
-    if not (states := _folders(run)):
+def latest_state(run: Path, report: Report = lambda line: None) -> Path | None:
+    """The newest state that is whole; `report` hears of each newer one that is damaged."""
+    if not (states := _state_folders(run)):
         return None
     with folder_lock(run / "state"):  # or another writer drops what is being looked at
         for folder in states:
@@ -91,11 +91,11 @@ def latest_state(run: Path, told: Told = lambda line: None) -> Path | None:
                 atomic.verify_folder(folder)
                 return folder
             except ValueError as error:
-                told(f"{error}; going back to an older state")
+                report(f"{error}; going back to an older state")
     return None
 
 
-def _whole(folder: Path) -> bool:
+def _is_intact(folder: Path) -> bool:
     try:
         atomic.verify_folder(folder)
         return True
@@ -108,26 +108,26 @@ def load_state(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     try:
         plain = json.loads(path.read_bytes())
-        known = plain["format"] == FORMAT
-        state = _join(plain["state"], load_file(folder / TENSORS)) if known else {}
+        readable = plain["format"] == FORMAT
+        state = _restore_tensors(plain["state"], load_file(folder / TENSORS)) if readable else {}
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing, in it or in {TENSORS}") from None
     except (ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path}: not the state of a run: {error}") from None
-    if not known:
+    if not readable:
         raise ValueError(
             f"{folder}: its format is {plain['format']}, and this version reads {FORMAT}; "
-            "go on with the version that wrote it"
+            "resume with the version that wrote it, or start another run"
         )
     if not isinstance(state, dict):
         raise ValueError(f"{path}: not the state of a run, but a {type(state).__name__}")
     return state
 
 
-def _folders(run: Path) -> list[Path]:
+def _state_folders(run: Path) -> list[Path]:
     """The states of a run, newest first."""
-    found = [p for p in (run / "state").glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+    folders = [p for p in (run / "state").glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(folders, key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def snapshot(state: Mapping[str, Any]) -> Snapshot:
@@ -144,8 +144,8 @@ def snapshot(state: Mapping[str, Any]) -> Snapshot:
             keys = [[k, plain(v, f"{path}.{k}" if path else str(k))] for k, v in value.items()]
             return {"dict": keys}
         if isinstance(value, (list, tuple)):
-            kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
+            type_name = "tuple" if isinstance(value, tuple) else "list"
+            return {type_name: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise TypeError(f"{path}: cannot keep a {type(value).__name__} in a training state")
@@ -153,12 +153,12 @@ def snapshot(state: Mapping[str, Any]) -> Snapshot:
     return Snapshot(tensors, plain(state, ""))
 
 
-def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
+    ((type_name, content),) = value.items()
+    if type_name == "tensor":
         return tensors[content]
-    if kind == "dict":
-        return {k: _join(v, tensors) for k, v in content}
-    return (tuple if kind == "tuple" else list)(_join(v, tensors) for v in content)
+    if type_name == "dict":
+        return {k: _restore_tensors(v, tensors) for k, v in content}
+    return (tuple if type_name == "tuple" else list)(_restore_tensors(v, tensors) for v in content)

@@ -1,7 +1,7 @@
-"""Where the files of an uncompressed zip archive lie in it, so that they can be mapped.
+"""The places of the files in an uncompressed zip archive, so that they can be mapped.
 
-`zipfile` reads the directory. It forgives what two programs could read in two ways (bytes before or behind the
-archive, a file's own header that says something else than the directory): that is refused here.
+`zipfile` reads the directory. It accepts what two programs could read differently (bytes before or after the
+archive, a file's own header that contradicts the directory): that is refused here.
 """
 
 import zipfile
@@ -15,53 +15,51 @@ _DIRECTORY = 32 << 20
 
 
 class _Bounded:
-    """A file of which no read takes more than a directory may: zipfile asks for as much as the file says."""
+    """A file whose reads are bounded: zipfile reads as much as the archive claims its directory to have."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
 
     def read(self, size: int = -1) -> bytes:
         if size > _DIRECTORY:
-            raise ValueError(
-                f"the archive's directory is said to take {size} bytes; expected {_DIRECTORY} at most"
-            )
+            raise ValueError(f"the archive's directory claims {size} bytes; expected {_DIRECTORY} at most")
         return self.file.read(_DIRECTORY if size < 0 else size)
 
 
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     """The first byte and the length of each file of an archive of `size` bytes, by name.
 
-    Raises ValueError that says what is not as it must be: every file is stored as it is (neither compressed
-    nor encrypted), lies before the directory and overlaps no other; names are unique, relative and plain.
+    Raises ValueError unless every file is stored (neither compressed nor encrypted), lies before the directory and
+    overlaps no other; names must be unique and relative.
     """
     file.seek(max(size - 22, 0))
     if not (tail := file.read(22)).startswith(_END) or tail[20:] != b"\0\0":
-        raise ValueError("it does not end as an archive does; it was cut or something was added")
+        raise ValueError("it does not end like an archive; it was truncated or something was added")
     file.seek(0)
     places: dict[str, tuple[int, int]] = {}
     end = 0
     try:
         with zipfile.ZipFile(cast(BinaryIO, _Bounded(file))) as archive:
-            # In the order in which they lie, so that no byte is looked at twice, however many names it is given.
+            # In the order of the file, so that no byte is read twice, however many names it has.
             infos, directory = sorted(archive.infolist(), key=lambda i: i.header_offset), archive.start_dir
             counts = {int.from_bytes(tail[i : i + 2], "little") for i in (8, 10)}
             if not counts <= {len(infos), 0xFFFF} or (infos and infos[0].header_offset):
                 raise ValueError(
-                    f"the archive's end says {max(counts)} files, or something lies before the first one"
+                    f"the archive's end counts {max(counts)} files, or there are bytes before the first one"
                 )
             for info in infos:
                 first = _first_byte(file, info)
                 if info.filename in places or info.header_offset < end or first + info.file_size > directory:
-                    raise ValueError(f"{info.filename!a} is there twice, or lies where something else lies")
+                    raise ValueError(f"{info.filename!a} occurs twice, or overlaps something else")
                 end = first + info.file_size
                 places[info.filename] = first, info.file_size
     except (zipfile.BadZipFile, NotImplementedError, OSError, OverflowError, UnicodeDecodeError) as error:
-        raise ValueError(f"it is no archive that can be read: {error}") from None
+        raise ValueError(f"the archive cannot be read: {error}") from None
     return places
 
 
 def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Where a file's data begins, if its own header says what the directory says."""
+    """The offset of a file's data. Raises ValueError unless its own header agrees with the directory."""
     name = info.filename
     plain = info.orig_filename.isprintable() and "\\" not in name and len(name.encode()) <= 1024
     if not plain or any(part in ("", ".", "..") for part in info.orig_filename.split("/")):
@@ -70,9 +68,9 @@ def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
         raise ValueError(f"{name!a} is compressed or encrypted (flags {info.flag_bits:#x})")
     file.seek(info.header_offset)
     header = file.read(_LOCAL.size).ljust(_LOCAL.size, b"\0")
-    mark, _, flags, method, _, _, _, packed, size, length, more = _LOCAL.unpack(header)
+    signature, _, flags, method, _, _, _, packed, size, length, more = _LOCAL.unpack(header)
     sizes = {info.file_size, 0xFFFFFFFF} | ({0} if flags & 8 else set())
-    same = (mark, flags, method, file.read(length)) == (b"PK\3\4", info.flag_bits, 0, name.encode())
+    same = (signature, flags, method, file.read(length)) == (b"PK\3\4", info.flag_bits, 0, name.encode())
     if not same or not {size, packed} <= sizes:
-        raise ValueError(f"{name!a} has a header of its own that says something else than the directory")
+        raise ValueError(f"{name!a} has a header of its own that contradicts the directory")
     return int(info.header_offset + _LOCAL.size + length + more)

@@ -85,7 +85,7 @@ def _run(
 ) -> int:
     """Do a run; what was asked for is what the command line names, be it the default."""
     if out is None and not options.dry_run:
-        raise ValueError("--out is missing; name a folder for the run")
+        raise ValueError("--out is missing; pass a folder for the run")
     from dunes.runs.progress import Display
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
@@ -243,8 +243,8 @@ def evaluate(
     how = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **how)
     print(
-        f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats a token, "
-        f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits a byte"
+        f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats/token, "
+        f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits/byte"
     )
 
 

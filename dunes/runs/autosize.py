@@ -46,7 +46,7 @@ EPOCH_DECAY = 5.0
 ARITHMETIC, PASSES = 0.79, 24.1
 """How often the counted arithmetic and the activations' bytes are gone through: fitted to 16 timed shapes."""
 
-WHY = "; a larger model would see too few, a smaller one holds less"
+WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
@@ -253,7 +253,7 @@ def activation_bytes(model: nn.Module, context: int) -> float:
 
 def needs(config: TrainConfig) -> str:
     """The memory that a run takes, its largest parts, and what makes it less, in words."""
-    return f"{largest(memory(config))}; a smaller --batch, --context-length or --size needs less"
+    return f"{largest(memory(config))}; reduce --batch, --context-length or --size to need less"
 
 
 def memory(config: TrainConfig) -> dict[str, float]:

@@ -87,7 +87,7 @@ class ChatEngine:
     def chat_model(self, name: str | None = None) -> ChatModel:
         """Raises ValueError for an unknown name."""
         if name is not None and name not in self.models:
-            raise ValueError(f"no adapter is called {name!r}; there are {', '.join(self.models)}")
+            raise ValueError(f"no adapter named {name!r}; available: {', '.join(self.models)}")
         return self.models[name or next(iter(self.models))]
 
     def named(self, name: str | None) -> str | None:
@@ -110,7 +110,8 @@ class ChatEngine:
         )
         if len(ids) >= chat_model.context:
             raise ValueError(
-                f"the conversation has {plural(len(ids), 'token')} in its template, the model looks at "
+                f"the conversation has {plural(len(ids), 'token')} in its template, but the model's "
+                "context length is "
                 f"{chat_model.context}; shorten it"
             )
         found = generate(
@@ -153,7 +154,7 @@ def load_chat_engine(
     folder = checkpoint.locate_model(model).folder
     labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
     if twice := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
-        raise ValueError(f"two adapters would be called {twice[0]!r}; rename the folder of one")
+        raise ValueError(f"two adapters are named {twice[0]!r}; rename one of the folders")
     if wrong := [path for path in adapters if not is_adapter(path)]:
         raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
     _alike([*adapters, *([folder] if is_adapter(folder) else [])])
@@ -173,11 +174,11 @@ def _label(folder: Path) -> str:
 
 def _alike(folders: Sequence[Path]) -> None:
     """Raise ValueError unless the same was done to the base of all these adapters."""
-    found = [[c for c in cards.read(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
+    found = [[c for c in cards.read_card(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
     for path, changes in zip(folders, found, strict=True):
         if changes != found[0]:
             raise ValueError(
-                f"{folders[0]} and {path} were trained on bases that are kept in different ways; chat with one"
+                f"{folders[0]} and {path} were trained on differently quantized bases; load one of them"
             )
 
 
@@ -199,10 +200,10 @@ def _voice(place: Path, adapter: str | None, loaded: LoadedModel) -> ChatModel:
 
 
 COMMANDS = {
-    "/adapter NAME": f"speak to that adapter from now on, {NONE} is the base alone",
-    "/new": "begin a new conversation",
+    "/adapter NAME": f"switch to that adapter; {NONE} is the base model alone",
+    "/new": "start a new conversation",
     "/help": "this list",
-    "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
+    "/quit": "exit (or Ctrl-D); Ctrl-C stops an answer",
 }
 
 
@@ -237,7 +238,7 @@ class Chat:
         kept = self.engine.cut(talk, self.tokens, self.name)
         if len(kept) < len(talk) and not self.cut:
             self.cut = True
-            self.note("the conversation is longer than the model can look at; its oldest exchanges are left out")
+            self.note("the conversation exceeds the model's context length; its oldest exchanges are dropped")
         said: list[str] = []
         try:
             for piece in self.engine.answer(kept, self.sample, self.tokens, self.name):
@@ -265,7 +266,9 @@ class Chat:
             shown = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
             self.note("\n".join([*shown, f"adapters: {names}"]))
         else:
-            raise ValueError(f"{word} is not a command; /help lists them, a space in front makes it a message")
+            raise ValueError(
+                f"{word} is not a command; /help lists the commands, and a leading space sends it as a message"
+            )
         return True
 
 

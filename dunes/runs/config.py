@@ -27,11 +27,11 @@ def flag(metavar: str, default: str = "") -> Any:
 
 
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    int: ("a whole number below 2^63", lambda v: type(v) is int and abs(v) < 1 << 63),
+    int: ("an integer below 2^63", lambda v: type(v) is int and abs(v) < 1 << 63),
     float: ("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e300),
     bool: ("true or false", lambda v: isinstance(v, bool)),
-    str: ("a text", lambda v: isinstance(v, str)),
-    tuple[str, ...]: ("a tuple of texts", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
+    str: ("a string", lambda v: isinstance(v, str)),
+    tuple[str, ...]: ("a tuple of strings", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
     type(None): ("none", lambda v: v is None),
 }
 """What a field of each type may hold, in words and checked: a plan may come from a file that somebody edited."""
@@ -154,11 +154,9 @@ class RunConfig(Optimization, Hardware):
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
         """From their JSON. Raises ValueError if that is of another kind of run."""
         if not isinstance(stored, Mapping):
-            raise ValueError(f"holds no plan, but a {type(stored).__name__}")
+            raise ValueError(f"contains no run config, but a {type(stored).__name__}")
         if odd := stored.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(
-                f"holds a run of another kind, or of another version: it has {', '.join(sorted(odd))}"
-            )
+            raise ValueError(f"contains a run of another kind or version: it has {', '.join(sorted(odd))}")
         told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**told)
 

@@ -39,12 +39,12 @@ def gather(config: TrainConfig) -> Corpus:
     if config.split == "files" and not corpus.valid:
         raise ValueError(
             "no file is left for validation: the corpus is a single file; "
-            "give more files, or hold out the last tenth of each with --split tails"
+            "add files, or validate on the last tenth of each with --split tails"
         )
     if config.split == "files" or (config.split is None and corpus.valid):
         return corpus
     if config.split is None:
-        corpus.notes.append(f"a single text: its last {TAIL:.0%} are held out for validation")
+        corpus.notes.append(f"a single text: its last {TAIL:.0%} is used for validation")
     return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
 
 
@@ -58,11 +58,11 @@ def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, show: Displ
     train: TokenIds
     valid: TokenIds
     train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.token_file for s in shards)
-    for side, tokens, least in (("learn from", train, config.context_length + 1), ("validate on", valid, 2)):
+    for side, tokens, least in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
         if len(tokens) < least:
             raise ValueError(
-                f"{plural(len(tokens), 'token')} to {side}, and {least} are needed at least; "
-                "give more text or a smaller --context-length"
+                f"{plural(len(tokens), 'token')} to {side}, at least {least} needed; "
+                "add text, or reduce --context-length"
             )
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
 
@@ -89,8 +89,8 @@ def _digest(data: bytes) -> str:
 
 def _prints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     texts = {"the tokenizer": tokenizer.json()}
-    texts["the text to learn from"] = "".join(d.digest for d in corpus.train)
-    texts["the text to validate on"] = "".join(d.digest for d in corpus.valid)
+    texts["the training text"] = "".join(d.digest for d in corpus.train)
+    texts["the validation text"] = "".join(d.digest for d in corpus.valid)
     return {name: _digest(text.encode()) for name, text in texts.items()}
 
 
@@ -113,7 +113,7 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, show: Display) -
     def told(size: int) -> None:
         nonlocal done
         done += size
-        show.state("turning text into tokens", done / max(1, total))
+        show.state("tokenizing", done / max(1, total))
 
     return token_shard(documents, tokenizer, progress=told)
 

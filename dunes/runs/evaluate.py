@@ -62,7 +62,7 @@ def evaluate(
     there are fewer than two tokens.
     """
     if len(tokens) < 2:
-        raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; two are needed at least")
+        raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; at least two are needed")
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]

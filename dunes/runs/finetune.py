@@ -8,7 +8,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.augment import base_model
-from dunes.checkpoint.adapter import architecture, joined_factors
+from dunes.checkpoint.adapter import architecture_digest, joined_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
@@ -25,7 +25,7 @@ from dunes.runs.score import held_out
 from dunes.runs.timings import Timings
 from dunes.train import Trainer
 
-BEFORE = Path("state") / "before.json"
+BASELINE = Path("state") / "baseline.json"
 
 
 def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: int = 0, **options: Any) -> int:
@@ -36,7 +36,7 @@ def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: i
     """
     going = RunOptions(**options)
     if idle := unused_options(config, going.asked or ()):
-        raise ValueError(f"--{idle[0]} is of adapters, and --method {config.method} has none; leave it out")
+        raise ValueError(f"--{idle[0]} applies to adapters, and --method {config.method} trains none; omit it")
 
     def prepared(config: FinetuneConfig, timings: Timings) -> Make | None:
         with timings("reading the examples"):
@@ -58,9 +58,9 @@ def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, show: Disp
     model = data.base.model.to(device)
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, known, stored)
-    before = _asked(task, model, folder / BEFORE, show)
+    before = _asked(task, model, folder / BASELINE, show)
     model, notes, base = _changed(model, config)
-    task = replace(task, before=before, notes=notes, base=base, settings=architecture(base_model(model)))
+    task = replace(task, before=before, notes=notes, base=base, settings=architecture_digest(base_model(model)))
     kept(model, config)
     schedule = build_schedule(config)
     how: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
@@ -88,10 +88,10 @@ def _asked(task: FinetuneTask, model: Decoder, path: Path, show: Display) -> Bas
     dtype = getattr(torch, task.config.dtype or "float32")
     before = _earlier(path, show)
     if before is None:
-        show.detail("asking the base first")
+        show.detail("evaluating the base model")
         before = task.able(model, dtype)
     elif before.text != task.text:
-        show.detail("the text of the base's own domain is another one now: asking the base again")
+        show.detail("the text to measure forgetting on changed: evaluating the base model again")
         before = replace(before, domain=task.known(model, dtype), text=task.text)
     else:
         return before
@@ -120,7 +120,9 @@ def domain(data: FinetuneData, show: Display) -> TokenIds | None:
     except (ValueError, OSError):
         if data.config.forgetting_data:
             raise
-        show.line("what is forgotten is not measured: name text of the base's own domain with --forgetting-data")
+        show.line(
+            "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
+        )
         return None
-    show.detail(f"what is forgotten is measured on {plural(files, 'file')} of the base's own domain")
+    show.detail(f"forgetting is measured on {plural(files, 'file')} of the base model's own text")
     return ids

@@ -21,7 +21,6 @@ from dunes.data.preflight import check_report, data_report
 from dunes.data.text_windows import large_texts, split_tails, split_windows
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.autosize import with_hardware
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import (
@@ -63,7 +62,9 @@ class FinetuneData:
     def read(cls, config: FinetuneConfig, show: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
         if is_adapter(folder := checkpoint.locate_model(config.model).folder):
-            raise ValueError(f"{folder}: an adapter, not a base; merge it first: dunes augment merge {folder} OUT")
+            raise ValueError(
+                f"{folder}: an adapter, not a base model; merge it first: dunes augment merge {folder} OUT"
+            )
         files, lines = read_dataset(config.data, config.text_field, config.follow_links)
         others, more = (
             read_dataset(config.val_data, config.text_field, config.follow_links) if config.val_data else ([], [])
@@ -78,7 +79,7 @@ class FinetuneData:
         if own is None or config.template or records.format not in PLAIN_KINDS:
             tokenizer = templates.attach_template(template, tokenizer)
             if own not in (None, template.name):
-                show.line(f"look: it takes the place of the template that the base was taught with: {own}")
+                show.line(f"warning: it replaces the template that the base model was trained with: {own}")
         write = partial(_written, config, template, records.format not in PLAIN_KINDS, tokenizer)
         rows, held = ([row for r in side for row in r.rows] for side in (files, others))
         if held:
@@ -86,9 +87,7 @@ class FinetuneData:
         else:
             learn, valid, held = _divided(rows, config.val_fraction, write)
         if not held:
-            raise ValueError(
-                f"{config.data}: no example is left for validation; give more, or others with --val-data"
-            )
+            raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
         context = _context(config, [*learn, *valid], base)
         learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
         return cls(replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, held)
@@ -101,14 +100,15 @@ class FinetuneData:
         context = self.config.context_length
         if context > self.base.context_length:
             show.line(
-                f"look: the base knows {self.base.context_length} tokens; what lies beyond is learned here alone"
+                f"warning: the base model was trained on {self.base.context_length} tokens; longer "
+                "contexts are learned from this data alone"
             )
         found = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
         for line in found.lines():
             show.detail(line)
         check_report(found, self.config.max_truncated)
         for line in found.warnings():
-            show.line(f"look: {line}")
+            show.line(f"warning: {line}")
         rows = Batches(self.train, context, 1, packed=self.config.packing).rows_per_epoch
         batch = choose_batch(self.config, context, rows)
         steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, self._width)
@@ -188,16 +188,14 @@ def _fitting(data: FinetuneData, show: Display) -> FinetuneConfig:
     config, free = data.config, measure.free_memory(measure.device())
     at_once = config.micro_batch or config.batch
     if config.batch % at_once:
-        raise ValueError(
-            f"--micro-batch is {at_once}, which does not divide the {plural(config.batch, 'row')} of a step"
-        )
+        raise ValueError(f"--micro-batch is {at_once}, which does not divide --batch {config.batch}")
     parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
     while not config.micro_batch and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if config.batch % n == 0)
         parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
     show.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
-        show.line("look: that may not fit; --method qlora, a smaller --context-length or --micro-batch needs less")
+        show.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
     return replace(config, micro_batch=at_once)
 
 

@@ -164,7 +164,7 @@ def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, 
     """
     most = known if model.embed.place is not None else max(known, MAX_CONTEXT)
     if config.context_length > most:
-        raise ValueError(f"--context-length is {config.context_length}; this model looks at {most} tokens")
+        raise ValueError(f"--context-length is {config.context_length}; this model supports at most {most} tokens")
     return config.context_length or min(
         most, MAX_CONTEXT, max(MIN_CONTEXT, 1 << (max(1, longest - 2)).bit_length())
     )

@@ -65,16 +65,16 @@ class Baseline:
     def read(cls, path: Path) -> "Baseline":
         """Raises ValueError for a file that is none."""
         found = json_file.read(path)
-        said = found.get("said")
+        said = found.get("answers")
         whole = isinstance(said, list) and all(isinstance(words, str) for words in [*said, found.get("text")])
-        if not whole or not found.get("score") or not all(is_score(found.get(n)) for n in ("score", "domain")):
-            raise ValueError(f"{path}: expected score, domain, said and text as a finetune writes them")
-        domain = found.get("domain") and Score(*found["domain"])
-        return cls(Score(*found["score"]), domain, found["said"], found["text"])
+        if not whole or not found.get("score") or not all(is_score(found.get(n)) for n in ("score", "forgetting")):
+            raise ValueError(f"{path}: expected score, forgetting, answers and text, as a finetune writes them")
+        domain = found.get("forgetting") and Score(*found["forgetting"])
+        return cls(Score(*found["score"]), domain, found["answers"], found["text"])
 
     def write(self, path: Path) -> None:
         domain = self.domain and astuple(self.domain)
-        told = {"score": astuple(self.score), "domain": domain, "said": self.said, "text": self.text}
+        told = {"score": astuple(self.score), "forgetting": domain, "answers": self.said, "text": self.text}
         write_file(path, json.dumps(told, indent=1).encode())
 
 
@@ -175,7 +175,8 @@ class FinetuneTask:
         whole = tree.count(self.data.base.model)
         return (
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(whole)} parameters; "
-            f"{plural(config.batch, 'row')} of {config.context_length} a step, {config.micro_batch} at once; "
+            f"{plural(config.batch, 'row')} x {config.context_length} tokens per step, micro-batches of "
+            f"{config.micro_batch}; "
             f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
         )
 
@@ -191,7 +192,7 @@ class FinetuneTask:
             _append_once(run.folder / "samples.md", self._page(after))
         except OSError as error:  # what was learned is kept by now
             return [
-                f"warning: the answers are not in samples.md: {error}",
+                f"warning: writing samples.md failed: {error}",
                 *self._lines(after),
                 *self._next(run.folder),
             ]
@@ -216,7 +217,7 @@ class FinetuneTask:
         if after is not None:
             about["measured"] |= {"before": self.before.score.loss}
         if after is not None and self.before.domain and after.domain:
-            about["measured"] |= {"domain": {"before": self.before.domain.loss, "after": after.domain.loss}}
+            about["measured"] |= {"forgetting": {"before": self.before.domain.loss, "after": after.domain.loss}}
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
         return about | {"changes": [*self.notes]}
@@ -225,13 +226,17 @@ class FinetuneTask:
         """What a person wants to know: what was learned, what was forgotten, and how it answers."""
         assert self.before is not None, "asked at the beginning"
         lines = [
-            f"held-out answers: {self.before.score.loss:.3f} nats a token before, {after.score.loss:.3f} after"
+            f"validation loss of answers: {self.before.score.loss:.3f} nats/token before, "
+            f"{after.score.loss:.3f} after"
         ]
         if not after.score.loss < self.before.score.loss:
-            lines.append("warning: that is no better than the base; try a lower --lr, or look at the examples")
+            lines.append("warning: no better than the base model; try a lower --lr, or check the examples")
         if self.before.domain and after.domain:
             was, now = self.before.domain.loss, after.domain.loss
-            lines.append(f"the base's own domain: {was:.3f} before, {now:.3f} after ({now - was:+.3f})")
+            lines.append(
+                f"forgetting: loss on the base model's own text {was:.3f} before, {now:.3f} after "
+                f"({now - was:+.3f})"
+            )
         for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
             lines += ["", *(f"{who:>8}  {_short(words)}" for who, words in _beside(record.turns, *said))]
         return [*lines, ""]
@@ -239,16 +244,16 @@ class FinetuneTask:
     def _next(self, folder: Path) -> list[str]:
         run = shlex.quote(str(folder))
         if METHODS[self.config.method].adapter is None:
-            return [f"model {run}", f"try: dunes chat {run}"]
-        return [f"adapter {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
+            return [f"model: {run}", f"try: dunes chat {run}"]
+        return [f"adapter: {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
 
     def _page(self, after: Baseline) -> str:
         """The answers side by side, as a table in Markdown."""
         assert self.before is not None, "asked at the beginning"
         rows = [
-            "## Held-out examples, before and after",
+            "## Validation examples, before and after",
             "",
-            "| asked | expected | before | after |",
+            "| prompt | expected | before | after |",
             "|---|---|---|---|",
         ]
         for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
@@ -265,7 +270,7 @@ def _append_once(path: Path, text: str) -> None:
 
 def _beside(talk: Conversation, was: str, now: str) -> list[tuple[str, str]]:
     expected = talk[-1].text if talk[-1].role == "assistant" else ""
-    return [("asked", _question(talk)), ("expected", expected), ("before", was), ("after", now)]
+    return [("prompt", _question(talk)), ("expected", expected), ("before", was), ("after", now)]
 
 
 def _question(talk: Conversation) -> str:

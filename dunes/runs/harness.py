@@ -124,21 +124,21 @@ class Harness(TemplateLM):
                     answers[i] = self._answer(states[: len(ids)], requests[i][2])
         return answers
 
-    def _read(self, source: Any, before: list[int], score_batches: list[int]) -> tuple[int, ...]:
+    def _read(self, source: Any, before: list[int], continuation: list[int]) -> tuple[int, ...]:
         """What the model reads: all ids but the last, without those at the beginning that do not fit."""
-        if not score_batches:
+        if not continuation:
             raise ValueError(
                 f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; let "
                 "answers begin on a new line (target_delimiter in the task's YAML)"
             )
-        if len(score_batches) > self.max_length:
+        if len(continuation) > self.max_length:
             raise ValueError(
-                f"{source[1][:20]!r}...: an answer of {plural(len(score_batches), 'token')} does not fit into the "
+                f"{source[1][:20]!r}...: an answer of {plural(len(continuation), 'token')} does not fit into the "
                 f"model's context length of {self.max_length}; shorten the answers, or train with a larger "
                 "--context-length"
             )
-        self.cut += len(before) + len(score_batches) > self.max_length + 1
-        return tuple((before + score_batches)[-(self.max_length + 1) : -1])
+        self.cut += len(before) + len(continuation) > self.max_length + 1
+        return tuple((before + continuation)[-(self.max_length + 1) : -1])
 
     @torch.no_grad()
     def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
@@ -148,9 +148,9 @@ class Harness(TemplateLM):
         return self.model.hidden(ids)
 
     @torch.no_grad()
-    def _answer(self, states: Tensor, score_batches: list[int]) -> tuple[float, bool]:
-        targets = torch.tensor(score_batches, device=states.device)
-        likely = self.model.logits(states[-len(score_batches) :]).float().log_softmax(-1)  # NV
+    def _answer(self, states: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        targets = torch.tensor(continuation, device=states.device)
+        likely = self.model.logits(states[-len(continuation) :]).float().log_softmax(-1)  # NV
         nats = likely.gather(1, targets[:, None]).sum()
         return float(nats), bool((likely.argmax(-1) == targets).all())
 

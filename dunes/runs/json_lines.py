@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.atomic import naming, write_file
+from dunes.checkpoint.atomic import add_path_to_errors, write_file
 
 Warn = Callable[[str], object]
 
@@ -29,7 +29,7 @@ def append_text(path: Path, text: str) -> None:
     A file whose last line was cut short by a crash gets its line end first. Raises OSError that names the file,
     and leaves nothing of the text there, if it cannot be written whole.
     """
-    with naming(path):
+    with add_path_to_errors(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             size = os.fstat(file).st_size

@@ -75,8 +75,8 @@ def go(
             pass
     if how.dry_run and (earlier := begun(folder, type(config))) is not None:
         state = checkpoint.latest_state(folder, show.line)
-        newest = f"its newest state is of step {int(state.name[5:])}" if state else "nothing was saved yet"
-        goes_on = f"; with --resume it goes on from there to its end after {config.length}" if how.resume else ""
+        newest = f"last saved state: step {int(state.name[5:])}" if state else "nothing saved yet"
+        goes_on = f"; --resume continues from there up to {config.length}" if how.resume else ""
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
         if config.missing:
             return 0
@@ -101,7 +101,7 @@ def go(
             show.detail(run.task.opening(run))
             with board:
                 status = _run(run, saver, show, board)
-            for line in ("where the time went:", *lines(run.timings.seconds)) if how.profile else ():
+            for line in ("wall-clock time:", *lines(run.timings.seconds)) if how.profile else ():
                 show.line(line)
             return status
 
@@ -131,7 +131,7 @@ def _run(run: Run, saver: Saver, show: Display, board: TensorBoard) -> int:
             loop(run, request, saver, show, board)
         except Diverged as error:
             saver.last(run)
-            show.line(f"{error} (the state is in {run.folder}/state)")
+            show.line(f"{error} (the last state is in {run.folder}/state)")
             return DIVERGED
         except OSError as error:
             show.line(f"stopped: {error}; the last good state is in {run.folder}/state")
@@ -180,7 +180,7 @@ def loop(run: Run, request: StopRequest, saver: Saver, show: Display, board: Ten
     config = run.config
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL)
     run.start_time, saved, warned = monotonic() - run.elapsed, monotonic(), 0
-    told, aside = _teller(run, show), board.aside
+    told, non_fatal = _teller(run, show), board.non_fatal
     over = run.schedule.is_over(run.trainer.number)
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
@@ -192,22 +192,22 @@ def loop(run: Run, request: StopRequest, saver: Saver, show: Display, board: Ten
             clock.seconds = config.seconds - min(config.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
             clock.update(step.number, run.elapsed)
         over, checked = run.schedule.is_over(step.number), None
-        with run.timings("checks"), aside("measured"):
+        with run.timings("checks"), non_fatal("validation"):
             checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
         if checked and warned != run.best_step and (words := rising_loss_warning(run)):
             warned = run.best_step
             show.line(words)
-        with aside("noted"):
+        with non_fatal("writing metrics.jsonl"):
             _note(run.folder, step, checked)
         board.step(step, checked.bits_per_byte if checked else None)
-        with run.timings("samples"), aside("sampled"):
+        with run.timings("samples"), non_fatal("sampling"):
             if step.number in SAMPLES and not over:
                 board.sample(step.number, _sample(run, show, step.number))
         told(step)
         if over:
             return
         if request.signal:
-            show.line("stopping, and keeping what was learned; once more ends at once")
+            show.line("stopping after this step and saving; interrupt again to exit at once")
             return
         with run.timings("saves"):
             saver.look()
@@ -224,7 +224,7 @@ def _split(run: Run, step: Step) -> None:
 
 @dataclass
 class NonFatal:
-    """`with aside("sampled"):` what is done beside training and must not end it.
+    """`with non_fatal("sampling"):` what is done beside training and must not end it.
 
     A full disk or too little memory is told once for each kind of work.
     """
@@ -233,15 +233,15 @@ class NonFatal:
     failed: set[str] = field(default_factory=set)
 
     @contextmanager
-    def __call__(self, done: str) -> Iterator[None]:
+    def __call__(self, work: str) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
                 raise
-            if done not in self.failed:
-                self.show.line(f"could not be {done}: {' '.join(str(error).split())[:200]}; training goes on")
-            self.failed.add(done)
+            if work not in self.failed:
+                self.show.line(f"warning: {work} failed: {' '.join(str(error).split())[:200]}; training continues")
+            self.failed.add(work)
 
 
 def _check_due(step: int) -> bool:
@@ -251,7 +251,7 @@ def _check_due(step: int) -> bool:
 def _note(folder: Path, step: Step, checked: Score | None) -> None:
     """Note a step. The loss stands there twice: to read, and exactly."""
     record: dict[str, Any] = asdict(step)
-    record = {"step": record.pop("number")} | record | {"exact": step.loss.hex()}
+    record = {"step": record.pop("number")} | record | {"loss_hex": step.loss.hex()}
     if checked:
         record |= {"validation_loss": checked.loss, "bits_per_byte": checked.bits_per_byte}
     note(folder, record)
@@ -273,10 +273,10 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
         parts = [
             f"step {step.number}",
             f"loss {smooth(losses)[-1]:.3f}" if losses else "",
-            f"valid {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
+            f"val {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
             f"lr {run.trainer.base_lrs[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} tok/s",
-            f"{work * step.count / step.seconds / run.config.matmul:.0%} of matmul" if run.config.matmul else "",
+            f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU" if run.config.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{format_seconds(round(left))} left",
         ]
@@ -291,14 +291,14 @@ def _sample(run: Run, show: Display, weights_step: int) -> str:
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
     text = run.task.sample(run.model)
-    show.detail(f"\n--- after {steps}, it writes ---\n{text}\n---")
+    show.detail(f"\n--- sample after {steps} ---\n{text}\n---")
     append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
     return text
 
 
 def _finish(run: Run, request: StopRequest, saver: Saver, show: Display, board: TensorBoard) -> int:
     """Save the state and what was learned, draw the picture, and say what there is and what to do next."""
-    step, aside = run.trainer.number, board.aside
+    step, non_fatal = run.trainer.number, board.non_fatal
     status = 128 + request.signal if request.signal else 0
     try:
         with run.timings("saves"):
@@ -308,7 +308,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, show: Display, board: 
         with run.timings("last score"):
             score = _last_score(run, interrupted=bool(request.signal))
             kept_step = run.best_step if run.best_weights else step
-        with run.timings("samples"), aside("sampled"):
+        with run.timings("samples"), non_fatal("sampling"):
             if run.warm and not request.signal:
                 board.sample(step, _sample(run, show, kept_step))
         run.elapsed = monotonic() - run.start_time
@@ -317,12 +317,12 @@ def _finish(run: Run, request: StopRequest, saver: Saver, show: Display, board: 
     except OSError as error:
         show.line(f"not saved: {error}")
         return NOT_SAVED
-    with run.timings("picture"), aside("drawn"):
+    with run.timings("picture"), non_fatal("plotting"):
         loss_picture(records(run.folder / METRICS, show.line), score, kept_step, run.folder / "loss.png")
     over = "stopped" if request.signal else "done"
     show.line(
-        f"\n{over} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: on held-out {run.task.subject} "
-        f"{score.loss:.3f} nats a token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits a byte"
+        f"\n{over} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "
+        f"{score.loss:.3f} nats/token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits/byte"
     )
     if words := overfitting_note(run):
         show.line(words)
@@ -330,8 +330,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, show: Display, board: 
     *lines, following = there
     for line in lines:
         show.line(line)
-    show.line(f"picture {folder}/loss.png   samples {folder}/samples.md")
-    going_on = f"go on with: dunes {run.config.VERB} --out {folder} --resume"
+    show.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md")
+    going_on = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
     show.line(going_on if request.signal else following)
     return status
 
@@ -354,8 +354,8 @@ def rising_loss_warning(run: Run) -> str:
     return (
         f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
         f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} checks; the best "
-        f"weights are kept. A lower learning rate (it is {run.trainer.base_lrs[0]:.2g}) helps if it jumped, fewer "
-        "steps or more data if it crept up"
+        f"weights are kept. If it jumped, lower the learning rate (now {run.trainer.base_lrs[0]:.2g}); if it rose "
+        "slowly, train for fewer steps or on more data"
     )
 
 
@@ -365,6 +365,6 @@ def overfitting_note(run: Run) -> str:
         return ""
     return (
         f"validation loss was best after {plural(run.best_step, 'step')} ({run.best.bits_per_byte:.3f} bits/byte) "
-        f"and {run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved. A lower "
+        f"and {run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved; a lower "
         "learning rate, fewer steps or more data would help"
     )

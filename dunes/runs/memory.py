@@ -105,9 +105,9 @@ def process(log: Allocations, learned: int) -> dict[str, float]:
     if measure.device().type == "cuda":
         return parts
     weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
-    parts["Python, torch and its kernels"] = STARTED
-    parts["holes between them"] = HOLES * (log.peak - weights)
-    parts["the best weights and the state that is being saved"] = 3 * learned + averages
+    parts["Python and torch"] = STARTED
+    parts["fragmentation"] = HOLES * (log.peak - weights)
+    parts["copies for saving"] = 3 * learned + averages
     return parts
 
 
@@ -115,7 +115,7 @@ def largest(parts: Mapping[str, float]) -> str:
     """How much it is in all, and its largest parts, in words."""
     first = sorted(parts.items(), key=lambda part: -part[1])[:3]
     words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in first)
-    return f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, of which {words}"
+    return f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, including {words}"
 
 
 def _step(trainer: Trainer, batch: Any) -> None:

@@ -48,14 +48,16 @@ class Report:
         usual = mean(self.errors.values())
         lines = [
             self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base"),
-            f"folded into {plural(len(self.errors), 'matrix', 'matrices')}; of the change rounding loses "
+            f"merged into {plural(len(self.errors), 'matrix', 'matrices')}; rounding error relative to "
+            "the update: "
             f"{usual:.1e} on average, {worst:.1e} at most ({place})",
             str(self.verified),
         ]
         if self.moved is not None:
             lines.append(
-                f"it was trained on the quantized base; on this one the logits are {self.moved:.1e} of their size "
-                f"apart from those (allowed: {self.allowed:.1e}, twice what quantizing the base alone makes)"
+                "the adapter was trained on the quantized base; on this one its logits differ by "
+                f"{self.moved:.1e} "
+                f"(relative norm; allowed: {self.allowed:.1e}, twice the effect of quantization)"
             )
         return lines
 
@@ -80,7 +82,7 @@ def merge(
     written, if the result is another model.
     """
     if not is_adapter(folder):
-        raise ValueError(f"{folder}: not an adapter's folder, so there is nothing to merge")
+        raise ValueError(f"{folder}: not an adapter folder, so there is nothing to merge")
     folder = readable_folder(folder)
     require_new_folder(folder, out)
     base = base_folder(folder)
@@ -148,8 +150,9 @@ def _apart(original: Decoder, trained: LoadedModel) -> tuple[float, float]:
     moved, allowed = _distance(there, here), TWICE * _distance(*bases)
     if not moved <= allowed:
         raise ValueError(
-            f"the original base with this adapter is {moved:.1e} of the logits' size apart from what was trained, "
-            f"{allowed:.1e} is allowed; merge --into dequantized; nothing was written"
+            f"the logits of the original base with this adapter differ by {moved:.1e} from those it was "
+            "trained with, "
+            f"{allowed:.1e} allowed; use --into dequantized; nothing was written"
         )
     return moved, allowed
 

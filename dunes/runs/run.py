@@ -35,6 +35,8 @@ from dunes.text import Tokenizer, json_file
 from dunes.train import Schedule, Trainer
 
 METRICS = "metrics.jsonl"
+FORMAT = 2
+"""Of plan.json."""
 METRIC = "the metrics of a step"
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
@@ -186,14 +188,19 @@ def alone(folder: Path) -> Iterator[None]:
             yield
     except BlockingIOError:
         raise FolderInUse(
-            f"{folder}: another process is training here; wait for it or choose another --out"
+            f"{folder}: in use by another training process; wait for it, or choose another --out"
         ) from None
 
 
 def begin(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
     """Write down what the run is to do. The plan comes last: with it there is a run."""
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
-    write_file(folder / "state" / "plan.json", json.dumps(asdict(config), indent=1).encode())
+    write_config(config, folder)
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    stored = {"format": FORMAT} | asdict(config)
+    write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
 
 
 def begun(folder: Path, kind: type[T]) -> T | None:
@@ -209,9 +216,18 @@ def begun(folder: Path, kind: type[T]) -> T | None:
     except ValueError as error:
         raise ValueError(f"{error}; choose another --out") from None
     try:
-        return kind.of(stored)
+        return kind.of(_of_this_format(stored))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; choose another --out") from None
+
+
+def _of_this_format(stored: Any) -> Any:
+    """The stored config without its format number. Raises ValueError for another format than this version's."""
+    if not isinstance(stored, dict):
+        return stored
+    if (number := stored.get("format", 1)) != FORMAT:
+        raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
+    return {name: value for name, value in stored.items() if name != "format"}
 
 
 def resolve_config(
@@ -225,31 +241,33 @@ def resolve_config(
     """
     for path in (folder, folder / "state"):
         if os.path.lexists(path) and not path.is_dir():
-            words = "is a link to what is not there" if path.is_symlink() else "is not a folder"
+            words = "is a dangling link" if path.is_symlink() else "is not a folder"
             raise ValueError(f"{path}: {words}; choose another --out")
     if wrong := sorted(set(override) - set(config.OVERRIDABLE)):
-        raise ValueError(f"--override {wrong[0]}: cannot be changed in a run; {', '.join(config.OVERRIDABLE)} can")
+        raise ValueError(
+            f"--override {wrong[0]}: cannot be changed when resuming; only {', '.join(config.OVERRIDABLE)} can"
+        )
     if asked and {"steps", "minutes"} <= {*asked}:
-        raise ValueError("--steps and --minutes are two ends of one run; leave one of them out")
+        raise ValueError("--steps and --minutes exclude each other; set one of them")
     earlier = begun(folder, type(config))
     if earlier is None:
         if again:
             _free(folder)
-            raise ValueError(f"{folder}: there is no run to go on with; leave out --resume to begin one")
+            raise ValueError(f"{folder}: there is no run to resume; start one without --resume")
         if config.missing:
             raise ValueError(config.missing)
         _free(folder)
         return config
     if not again:
-        raise FolderInUse(f"{folder}: holds a run already; go on with --resume, or choose another --out")
+        raise FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
     differences = config.differences(earlier, config.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")
-        raise ValueError(f"{folder}: it ends after {ends}, not by the clock; say --steps N --override steps")
+        raise ValueError(f"{folder}: the run stops after {ends}, not after a time; use --steps N --override steps")
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
-            f"{folder}: the run cannot be changed: {'; '.join(refused)}; begin anew with another --out, or say "
-            f"--override for what may change: {', '.join(config.OVERRIDABLE)}"
+            f"{folder}: cannot resume with other options: {'; '.join(refused)}; choose another --out, or pass "
+            f"--override for any of: {', '.join(config.OVERRIDABLE)}"
         )
     anew: dict[str, Any] = {name: None for name in override if name in MEASURED}
     return replace(earlier, **anew | {name: getattr(config, name) for name in differences})
@@ -259,22 +277,24 @@ def _free(folder: Path) -> None:
     """Raise ValueError unless a run can be begun here without writing over a model that is no run's."""
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
-            raise ValueError(f"{folder}: holds a model that no run here made ({name}); choose another --out")
+            raise ValueError(
+                f"{folder}: contains a model that was not made by a run ({name}); choose another --out"
+            )
     there = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{there}: is not a folder that can be written to; choose another --out")
+        raise ValueError(f"{there}: is not a writable folder; choose another --out")
 
 
 def run_state(run: Run) -> dict[str, Any]:
     """All that a resumed run needs."""
     return {
-        "plan": asdict(run.config),
-        "corpus": dict(run.task.fingerprints),
+        "config": asdict(run.config),
+        "fingerprints": dict(run.task.fingerprints),
         "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
-        "records": [[r.begin, r.end] for r in run.schedule.records],
+        "schedule": [[r.begin, r.end] for r in run.schedule.records],
         "elapsed": run.elapsed,
-        "spent": dict(run.timings.seconds),
+        "timings": dict(run.timings.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
         "checks_since_best": run.checks_since_best,
@@ -296,19 +316,19 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         told(line)
 
     if (folder := checkpoint.latest_state(run.folder, damaged)) is None:
-        told("nothing was saved yet; beginning anew")
+        told("nothing saved yet; starting from step 0")
         cut(run.folder / METRICS, 0, told)
         return
     state = read_state(folder, type(run.config))
-    differences = run.config.differences(state["plan"])
+    differences = run.config.differences(state["config"])
     if others := [
-        name for name, found in run.task.fingerprints.items() if state["corpus"].get(name, found) != found
+        name for name, found in run.task.fingerprints.items() if state["fingerprints"].get(name, found) != found
     ]:
         differences["corpus"] = f"{' and '.join(others)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
-            f"{run.folder}: cannot go on: {'; '.join(refused)}; begin anew with another --out, or say --override "
-            f"{' '.join(d for d in differences if d in run.config.OVERRIDABLE) or 'of what may change'}"
+            f"{run.folder}: cannot resume: {'; '.join(refused)}; choose another --out, or pass --override "
+            f"{' '.join(d for d in differences if d in run.config.OVERRIDABLE) or 'for what may change'}"
         )
     try:
         check_optimizer(run.trainer.optimizer, state["optimizer"])
@@ -319,17 +339,17 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         raise wrong_state(folder, str(error)) from None
     run.trainer.load_state_dict(state["trainer"])
     if not {"steps", "minutes"} & differences.keys():  # else the rate goes up again, and falls towards the new end
-        run.schedule.records[:] = state["records"]
+        run.schedule.records[:] = state["schedule"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = state["best"], state["last"]
     run.checks_since_best = state["checks_since_best"]
-    run.timings.seconds.update(state["spent"])
+    run.timings.seconds.update(state["timings"])
     run.data = run.timings.seconds["data"]
     cut(run.folder / METRICS, run.trainer.number, told)
-    told(f"going on after step {run.trainer.number}")
+    told(f"resuming after step {run.trainer.number}")
     if differences:
         note(run.folder, {"step": run.trainer.number, "changed": differences})
-        write_file(run.folder / "state" / "plan.json", json.dumps(asdict(run.config), indent=1).encode())
+        write_config(run.config, run.folder)
 
 
 def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
@@ -348,7 +368,7 @@ def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
             "tokens": score.tokens,
             "peak_bytes": measure.peak_memory(run.trainer.device),
         },
-        "spent": {what: round(seconds, 3) for what, seconds in run.timings.seconds.items()},
+        "timings": {what: round(seconds, 3) for what, seconds in run.timings.seconds.items()},
     }
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from dunes import checkpoint
-from dunes.checkpoint.atomic import sync
+from dunes.checkpoint.atomic import fsync_path
 from dunes.runs.run import METRICS, Run, run_state
 
 
@@ -67,11 +67,11 @@ class Saver:
         except (OSError, ValueError) as error:
             if self.strict:
                 raise
-            self.told(f"not saved: {error}; the state before it stands")
+            self.told(f"warning: saving the state failed: {error}; the previous state is kept")
             return False
 
 
 def _write(folder: Path, step: int, taken: checkpoint.Snapshot) -> Path:
     if (folder / METRICS).exists():
-        sync(folder / METRICS)  # the losses up to a state belong to it
+        fsync_path(folder / METRICS)  # the losses up to a state belong to it
     return checkpoint.save_state(folder, step, taken)

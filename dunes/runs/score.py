@@ -41,7 +41,7 @@ def held_out(
         corpus = collect_corpus(sources, **how)
         return _ids(tokenizer, corpus.valid + corpus.train, True), len(corpus.valid + corpus.train)
     if trained.get("split") not in ("files", "tails"):
-        raise ValueError("does not say which files were held out; name the sources to score")
+        raise ValueError("does not record its validation files; pass the sources to score")
     told = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **told | how)
     whole = trained["split"] == "files"

@@ -20,26 +20,25 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
 
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
-    state: dict[str, Any] = {"spent": {}, "checks_since_best": 0}  # which older states do not have
-    state |= checkpoint.load_state(folder)
+    state = checkpoint.load_state(folder)
     if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
     for name, (expected, fits) in FIELDS.items():
         if name not in state or not fits(state[name]):
             raise wrong_state(folder, f"{name} is {repr(state.get(name))[:60]}; expected {expected}")
     if state["number"] != int(folder.name.removeprefix("step-")):
-        raise wrong_state(folder, f"it is of step {state['number']}")
+        raise wrong_state(folder, f"it belongs to step {state['number']}")
     try:
-        config = kind.of(state["plan"])
+        config = kind.of(state["config"])
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     scores = {name: state[name] and Score(*state[name]) for name in ("best", "last")}
-    return state | scores | {"plan": config, "records": [Record(*pair) for pair in state["records"]]}
+    return state | scores | {"config": config, "schedule": [Record(*pair) for pair in state["schedule"]]}
 
 
 def wrong_state(folder: Path, words: str) -> ValueError:
     """An error that says what is wrong with a state, and what may be done."""
-    return ValueError(f"{folder}: {words}; remove this state to go on from an older one")
+    return ValueError(f"{folder}: {words}; remove this state to resume from an older one")
 
 
 def _is_number(value: Any) -> bool:
@@ -70,16 +69,16 @@ def _is_tensors(value: Any) -> bool:
 _SCORE = ("[nats, tokens, bytes] or null", is_score)
 _TENSORS = ("tensors by their names", _is_tensors)
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "plan": ("the run's plan", lambda v: isinstance(v, dict)),
-    "corpus": ("fingerprints", lambda v: isinstance(v, dict)),
+    "config": ("the run's config", lambda v: isinstance(v, dict)),
+    "fingerprints": ("fingerprints of the data", lambda v: isinstance(v, dict)),
     "weights": _TENSORS,
     "best_weights": _TENSORS,
     "number": ("the number of steps", _is_count),
     "bad": ("a number of steps", _is_count),
     "optimizer": ("an optimizer's state", lambda v: isinstance(v, dict)),
-    "records": ("pairs of steps", _is_records),
+    "schedule": ("pairs of steps", _is_records),
     "elapsed": ("seconds", lambda v: _is_number(v) and v >= 0),
-    "spent": ("seconds by name", lambda v: isinstance(v, dict) and all(map(_is_number, v.values()))),
+    "timings": ("seconds by name", lambda v: isinstance(v, dict) and all(map(_is_number, v.values()))),
     "best": _SCORE,
     "last": _SCORE,
     "best_step": ("a number of steps", _is_count),
@@ -91,7 +90,9 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless both hold the same names, shapes and dtypes, and finite numbers are stored."""
     if odd := sorted(expected.keys() ^ stored.keys()):
-        raise ValueError(f"the state is of another model: {odd[0]} is in only one of them, of {len(odd)}")
+        raise ValueError(
+            f"the state belongs to another model: {odd[0]} is in only one of them ({len(odd)} such names)"
+        )
     for name, tensor in stored.items():
         _check_tensor(name, tensor, expected[name])
 
@@ -100,9 +101,9 @@ def _check_tensor(name: str, tensor: Tensor, expected: Tensor) -> None:
     for what in ("shape", "dtype"):
         if getattr(tensor, what) != getattr(expected, what):
             found, wanted = getattr(tensor, what), getattr(expected, what)
-            raise ValueError(f"the state is of another model: the {what} of {name} is {found}, not {wanted}")
+            raise ValueError(f"the state belongs to another model: the {what} of {name} is {found}, not {wanted}")
     if not torch.isfinite(tensor).all():
-        raise ValueError(f"{name} holds numbers that are not finite")
+        raise ValueError(f"{name} contains values that are not finite")
 
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -139,7 +140,7 @@ def _check_entry(name: str, value: Any, parameter: Tensor) -> None:
     if value.dim() and value.shape != parameter.shape:
         raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
     if not torch.isfinite(value).all():
-        raise ValueError(f"{name} holds numbers that are not finite")
+        raise ValueError(f"{name} contains values that are not finite")
 
 
 def _same_options(fresh: dict[str, Any], stored: Any) -> bool:

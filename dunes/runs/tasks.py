@@ -45,8 +45,9 @@ def run_tasks(
         )
         if model.cut:
             show.line(
-                f"{plural(model.cut, 'time')} a text did not fit into {model.max_length} tokens and lost "
-                "its beginning"
+                f"{plural(model.cut, 'time')} a text exceeded the context length of {model.max_length} "
+                "tokens and was "
+                "truncated on the left"
             )
     if out is not None:
         write_file(out, json.dumps(results, indent=1, default=str).encode())
@@ -59,7 +60,7 @@ def _known(tasks: Sequence[str], names: Sequence[str]) -> None:
         if task not in names:
             near = get_close_matches(task, names, n=1)
             raise ValueError(
-                f"--tasks: the harness knows no task {task!r}{f', but {near[0]!r}' if near else ''}; "
+                f"--tasks: unknown task {task!r}{f'; did you mean {near[0]!r}?' if near else ''}; "
                 "`lm-eval ls tasks` lists its own, --task-folder adds the YAML files of a folder"
             )
 

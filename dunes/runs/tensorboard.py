@@ -32,8 +32,8 @@ class TensorBoard:
     Raises ValueError if tensorboard is needed and not installed.
     """
 
-    def __init__(self, run: Path | None, aside: Callable[[str], AbstractContextManager[None]]) -> None:
-        self.run, self.aside = run, aside
+    def __init__(self, run: Path | None, non_fatal: Callable[[str], AbstractContextManager[None]]) -> None:
+        self.run, self.non_fatal = run, non_fatal
         self._file: BinaryIO | None = None
         if run is not None:
             self._words = extra("torch.utils.tensorboard.summary", "track")
@@ -50,7 +50,7 @@ class TensorBoard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         file, self._file = self._file, None
-        with self.aside("mirrored"):
+        with self.non_fatal("writing to TensorBoard"):
             if file is not None:
                 file.close()
 
@@ -100,7 +100,7 @@ class TensorBoard:
 
     @contextmanager
     def _lasting(self) -> Iterator[None]:
-        with self.aside("mirrored"):
+        with self.non_fatal("writing to TensorBoard"):
             try:
                 yield
             except OSError:

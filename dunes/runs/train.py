@@ -127,4 +127,4 @@ class TrainTask:
             run.model, run.folder, self.tokenizer, self.config.context_length, facts(run, score, "trained")
         )
         folder = shlex.quote(str(run.folder))
-        return [f"model {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
+        return [f"model: {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]

@@ -68,7 +68,8 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
         super().__post_init__()
         if self.vocab_size != TrainConfig.vocab_size and self.tokenizer != "bpe":
             raise ValueError(
-                f"--vocab-size is {self.vocab_size}, and {self.tokenizer} are as many as there are; leave it out"
+                f"--vocab-size is {self.vocab_size}, but a {self.tokenizer} tokenizer has a fixed "
+                "vocabulary; omit it"
             )
         if self.size and not self.shape:
             parse_size(self.size)
@@ -84,7 +85,7 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
 
     @property
     def missing(self) -> str:
-        return "" if self.sources else "no sources; name files or folders to learn from, or stdlib"
+        return "" if self.sources else "no sources; pass files or folders to train on, or stdlib"
 
 
 def parse_size(text: str) -> int:
@@ -102,7 +103,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"--size is {text!r}; expected a number of parameters like 3m or 500k")
     if count < SMALLEST:
         hint = f"; did you mean {text}m?" if text.isdigit() and count < 1000 else ""
-        raise ValueError(f"--size is {text!r}, and a model has at least {SMALLEST} parameters{hint}")
+        raise ValueError(f"--size is {text!r}, but the smallest model has {SMALLEST} parameters{hint}")
     return count
 
 
@@ -115,6 +116,6 @@ def parse_shape(text: str) -> tuple[int, int] | None:
         return None
     depth, width = int(match[1]), int(match[2])
     if not depth or not width or width % WIDTH_STEP:
-        expected = f"at least one layer and a width that {WIDTH_STEP} divides are expected, like 4x256"
+        expected = f"expected LAYERSxWIDTH with a width divisible by {WIDTH_STEP}, like 4x256"
         raise ValueError(f"--size is {text}; {expected}")
     return depth, width
