@@ -261,7 +261,7 @@ def _save_stamp(folder: Path) -> list[tuple[int, int] | None]:
 
 
 def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
-    """The model, its tokenizer and its card, from any form of model folder; `build` as it was given to `save`.
+    """The model, its tokenizer and its card, from any format of model folder; `build` as it was given to `save`.
 
     Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
@@ -323,7 +323,7 @@ def load_decoder(source: Source) -> Decoder:
     return model
 
 
-def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
+def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a model folder, without weights. Raises ValueError like `load`."""
     source = open_verified_source(Path(folder), max_bytes=0)
     return source.family, source.config, dict(source.card)

@@ -57,7 +57,7 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     verdict = verdict or judge(source)
     files, config = source.files, source.config
     size = sum(w.nbytes for w in files.values())
-    yield f"family      {source.family}, {source.form} form: {plural(len(files), 'tensor')}, {format_bytes(size)}"
+    yield f"family      {source.family}, {source.format} format: {plural(len(files), 'tensor')}, {format_bytes(size)}"
     yield f"config      {', '.join(f'{f.name} {_format(getattr(config, f.name))}' for f in fields(config))}"
     yield from _parameters(source)
     dtypes = Counter[str]()
