@@ -74,7 +74,7 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     trainer = Trainer(model, muon(model, momentum=0.85), loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=seed)
     start = time.perf_counter()
     for step in trainer.run(Windows(train, CONTEXT, 32, seed).batches()):
-        if schedule.over(step.number):
+        if schedule.is_over(step.number):
             break
     seconds, finished = time.perf_counter() - start, time.time()
     score = evaluate(model, valid, widths(tokenizer.token_bytes()), CONTEXT)

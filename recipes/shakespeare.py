@@ -32,7 +32,7 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
             score = evaluate(model, ids[cut:], widths(tokenizer.token_bytes()), 64, limit=20_000)
             print(f"step {step.number}: loss {step.loss:.3f}, held out {score.loss:.3f}")
             print(sample_text(model, tokenizer, 64), "\n")
-        if schedule.over(step.number):
+        if schedule.is_over(step.number):
             break
     checkpoint.save(model, out, tokenizer, 64)
     return evaluate(model, ids[cut:], widths(tokenizer.token_bytes()), 64).loss

@@ -21,9 +21,9 @@ def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
         return status
     zig = checkpoint.load(out)
     sample = sampler(0.7, top_k=50)
-    print("".join(write(zig.model, zig.tokenizer, zig.context, "pub fn ", limit=200, sample=sample)))
+    print("".join(write(zig.model, zig.tokenizer, zig.context_length, "pub fn ", limit=200, sample=sample)))
     for prefix in ("const std = @im", "    for (items) |", "pub fn deinit(self: *S"):
-        print(f"{prefix}▏{complete_line(zig.model, zig.tokenizer, zig.context, prefix)}")
+        print(f"{prefix}▏{complete_line(zig.model, zig.tokenizer, zig.context_length, prefix)}")
     return 0
 
 

@@ -310,7 +310,7 @@ def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored
     assert "tensors.safetensors: not the bytes that were written (in weights)" in told[0]
     old = stored.with_name("step-000001")
     (old / "state.json").write_text('{"format": 99, "state": {}}')
-    with pytest.raises(ValueError, match="its format is 99, and this version reads 1"):
+    with pytest.raises(ValueError, match="its format is 99, and this version reads 2"):
         checkpoint.load_state(old)
 
 
@@ -499,9 +499,9 @@ def training(code: Path, folder: Path) -> subprocess.Popen[bytes]:
 def outcome(folder: Path):
     """Everything that must be the same: weights, optimizer, counters, best weights, losses as hex."""
     state = checkpoint.load_state(checkpoint.latest_state(folder))
-    state.pop("elapsed"), state.pop("spent")
+    state.pop("elapsed"), state.pop("timings")
     lines = [
-        (r["step"], r["exact"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
+        (r["step"], r["loss_hex"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
         for r in records(folder / "metrics.jsonl")
     ]
     return state, lines, (folder / "model.safetensors").read_bytes()

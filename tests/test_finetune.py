@@ -151,11 +151,11 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
-    exact = [[(r["step"], r["exact"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)]
+    exact = [[(r["step"], r["loss_hex"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)]
     assert exact[0] == exact[1]
     file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
     assert (straight / file).read_bytes() == (halves / file).read_bytes()
-    before = [json.loads((f / "state" / "before.json").read_text()) for f in (straight, halves)]
+    before = [json.loads((f / "state" / "baseline.json").read_text()) for f in (straight, halves)]
     assert before[0] == before[1]
 
 
@@ -428,7 +428,7 @@ def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_
 def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, examples, code, tmp_path):
     folder = tmp_path / "run"
     out = finetuned(asked(base, examples, forgetting_data=(str(code),), lr=0.05, steps=20), folder)
-    domain = json.loads((folder / "dunes.json").read_text())["measured"]["domain"]
+    domain = json.loads((folder / "dunes.json").read_text())["measured"]["forgetting"]
     found = re.search(
         r"forgetting: loss on the base model's own text ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)", out
     )
@@ -440,7 +440,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     _, held = split_records(read_records(examples).rows)
     for record in held[:3]:
         assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
-    before = json.loads((folder / "state" / "before.json").read_text())["said"]
+    before = json.loads((folder / "state" / "baseline.json").read_text())["answers"]
     assert len(before) == 3
     without = finetuned(asked(base, examples), tmp_path / "other")
     assert (
@@ -452,11 +452,11 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
 def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp_path):
     """Left behind by a run that ended while it changed its base."""
     finetuned(asked(base, examples, steps=1), tmp_path / "right")
-    right = json.loads((tmp_path / "right" / "state" / "before.json").read_text())
+    right = json.loads((tmp_path / "right" / "state" / "baseline.json").read_text())
     (tmp_path / "run" / "state").mkdir(parents=True)
-    (tmp_path / "run" / "state" / "before.json").write_text(json.dumps(right | {"score": [1.0, 2, 3]}))
+    (tmp_path / "run" / "state" / "baseline.json").write_text(json.dumps(right | {"score": [1.0, 2, 3]}))
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "state" / "before.json").read_text()) == right
+    assert json.loads((tmp_path / "run" / "state" / "baseline.json").read_text()) == right
 
 
 def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
@@ -469,7 +469,7 @@ def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path,
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     finetuned(config, tmp_path / "straight")
     cards = [json.loads((tmp_path / f / "dunes.json").read_text())["measured"] for f in ("run", "straight")]
-    assert cards[0]["domain"] == cards[1]["domain"]
+    assert cards[0]["forgetting"] == cards[1]["forgetting"]
     assert cards[0]["before"] == cards[1]["before"]
 
 
@@ -700,7 +700,7 @@ def test_the_verb(base, examples, tmp_path):
 
 def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, tmp_path):
     finetuned(asked(base, examples, steps=3), tmp_path / "run")
-    note = tmp_path / "run" / "state" / "before.json"
+    note = tmp_path / "run" / "state" / "baseline.json"
     whole = json.loads(note.read_text())
     note.write_bytes(note.read_bytes()[:30])
     said = finetuned(FinetuneConfig(), tmp_path / "run", resume=True)

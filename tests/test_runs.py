@@ -70,7 +70,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     lines = records(folder / "metrics.jsonl")
     assert [r["step"] for r in lines] == list(range(1, 61))
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
-    assert all(float.fromhex(r["exact"]) == r["loss"] for r in lines)
+    assert all(float.fromhex(r["loss_hex"]) == r["loss"] for r in lines)
     assert [r["step"] for r in lines if "bits_per_byte" in r] == [10, 25, 50, 60]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert re.findall("## After ([0-9]+) steps", (folder / "samples.md").read_text()) == ["5", "50", "60"]
@@ -113,7 +113,8 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
     exact = [
-        [(r["step"], r["exact"], r["lr_scale"]) for r in records(f / "metrics.jsonl")] for f in (straight, halves)
+        [(r["step"], r["loss_hex"], r["lr_scale"]) for r in records(f / "metrics.jsonl")]
+        for f in (straight, halves)
     ]
     assert exact[0] == exact[1]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -529,7 +530,7 @@ def test_depth_and_width_can_be_asked_for(code, tmp_path):
 
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
     run = lambda name, **changes: train(toy(code, steps=3, **changes), tmp_path / name, display()[0])
-    losses = lambda name: [r["exact"] for r in records(tmp_path / name / "metrics.jsonl")]
+    losses = lambda name: [r["loss_hex"] for r in records(tmp_path / name / "metrics.jsonl")]
     for name, changes in {"usual": {}, "same": {"lr": 0.02}, "other": {"lr": 0.01}}.items():
         run(name, **changes)
     assert losses("usual") == losses("same") != losses("other")

@@ -186,18 +186,18 @@ WRONG_STATES = {
     "elapsed": (setting("elapsed", "1e400"), "elapsed is inf"),
     "elapsed text": (setting("elapsed", "3"), "elapsed is '3'"),
     "elapsed below": (setting("elapsed", -3.0), "elapsed is -3.0"),
-    "records": (setting("records", {"list": [{"list": [0, "12"]}]}), "records is "),
-    "records of one": (setting("records", {"list": [{"list": [0]}]}), "records is "),
-    "records backwards": (setting("records", {"list": [{"list": [12, 6]}]}), "records is "),
-    "records no list": (setting("records", 5), "records is 5"),
+    "records": (setting("schedule", {"list": [{"list": [0, "12"]}]}), "schedule is "),
+    "records of one": (setting("schedule", {"list": [{"list": [0]}]}), "schedule is "),
+    "records backwards": (setting("schedule", {"list": [{"list": [12, 6]}]}), "schedule is "),
+    "records no list": (setting("schedule", 5), "schedule is 5"),
     "best": (setting("best", {"list": [1.0, 2]}), "best is "),
     "best of nothing": (setting("best", {"list": [1.0, 0, 5]}), "best is "),
     "last": (setting("last", "none"), "last is 'none'"),
     "best step": (setting("best_step", 1.5), "best_step is 1.5"),
-    "spent": (setting("spent", {"dict": [["data", "long"]]}), "spent is "),
-    "plan": (setting("plan", 3), "plan is 3"),
-    "plan's number": (setting("plan", {"dict": [["steps", "12"]]}), "--steps is '12'"),
-    "corpus": (setting("corpus", None), "corpus is None"),
+    "spent": (setting("timings", {"dict": [["data", "long"]]}), "timings is "),
+    "plan": (setting("config", 3), "config is 3"),
+    "plan's number": (setting("config", {"dict": [["steps", "12"]]}), "--steps is '12'"),
+    "corpus": (setting("fingerprints", None), "fingerprints is None"),
     "weights": (setting("weights", {"list": []}), "weights is []"),
     "weights of another": (setting("weights", {"dict": []}), "the state belongs to another model"),
     "no optimizer": (setting("optimizer", {"dict": []}), "an optimizer's state is missing"),
@@ -262,9 +262,22 @@ def test_a_state_that_is_resealed_as_it_was_goes_on(run):
     assert (run / "model.safetensors").read_bytes() == before
 
 
-def test_a_state_without_fields_of_later_versions_goes_on(run):
-    resealed(run, lambda state, tensors: state.pop("spent"))
-    assert resumed(run) == 0
+FORMAT_1 = {
+    "context": 32, "batch": 4, "steps": 12, "minutes": 15.0, "seed": 0, "lr": None, "device": None,
+    "dtype": "float32", "threads": 1, "matmul": None, "sources": ["/home/me/code"], "text_field": [],
+    "follow_links": False,
+    "family": "arcee", "tokenizer": "bpe", "vocab": 300, "size": 60_000, "depth": 0, "width": 0, "split": "files",
+}  # fmt: skip
+"""The plan.json of a run before its keys were renamed."""
+
+
+def test_a_run_of_an_earlier_version_is_refused_with_the_remedy(run):
+    path = run / "state" / "plan.json"
+    path.write_text(json.dumps(FORMAT_1))
+    for words in (refused(resumed, run), refused(train, toy(run.parent), run, display()[0])):
+        assert words.startswith(f"{path}: written by another version of dunes (format 1, this version reads 2)")
+        assert words.endswith("choose another --out")
+    assert str(path) in refused(page, run)
 
 
 def out_folders(tmp_path):
@@ -327,7 +340,10 @@ def test_readers_of_what_is_no_run_say_so(tmp_path):
 def test_a_card_with_words_for_numbers_still_makes_a_page(run):
     pytest.importorskip("plotnine")
     card = json.loads((run / "dunes.json").read_text())
-    for part in ({"measured": 3, "spent": []}, {"measured": {"bits_per_byte": "low"}, "spent": {"data": "long"}}):
+    for part in (
+        {"measured": 3, "timings": []},
+        {"measured": {"bits_per_byte": "low"}, "timings": {"data": "long"}},
+    ):
         (run / "dunes.json").write_text(json.dumps(card | part))
         assert "perplexity" not in page(run)
     (run / "dunes.json").write_text("[")
@@ -338,7 +354,7 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
     from dunes.runs.evaluate import Score
     from dunes.runs.finetune_task import Baseline
 
-    path = tmp_path / "before.json"
+    path = tmp_path / "baseline.json"
     whole = Baseline(Score(1.0, 2, 3), None, ["x"], "")
     whole.write(path)
     assert Baseline.read(path) == whole
@@ -348,9 +364,9 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
         [],
         {},
         good | {"score": [1]},
-        good | {"said": 5},
+        good | {"answers": 5},
         good | {"score": ["x", 1, 2]},
-        good | {"domain": "x"},
+        good | {"forgetting": "x"},
     ):
         path.write_text(json.dumps(wrong))
         assert refused(Baseline.read, path).startswith(f"{path}: ")

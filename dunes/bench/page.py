@@ -57,7 +57,7 @@ def page(run: Path) -> str:
     card = read_card(run)
     sections = [
         ("Learning", _images(run, lines, points)),
-        ("Where the time went", _spent(_numbers(card, "spent"))),
+        ("Where the time went", _spent(_numbers(card, "timings"))),
     ]
     sections += [
         ("What it wrote", _samples(run)),

@@ -157,7 +157,7 @@ def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> d
     card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
     converted = {"form": source.form, "notes": list(source.notes), **facts, "verified": verified.card()}
     earlier = {"before": card["converted"]} if "converted" in card else {}
-    known = {"family": source.family, "context": source.config.context_length, "changes": []}
+    known = {"family": source.family, "context_length": source.config.context_length, "changes": []}
     return known | card | {"converted": converted | earlier}
 
 

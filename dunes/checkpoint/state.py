@@ -21,7 +21,7 @@ from dunes.checkpoint import atomic
 from dunes.staging import folder_lock
 
 KEEP_STATES = 2
-FORMAT = 1
+FORMAT = 2
 TENSORS = "tensors.safetensors"
 
 Report = Callable[[str], None]
@@ -117,7 +117,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     if not readable:
         raise ValueError(
             f"{folder}: its format is {plain['format']}, and this version reads {FORMAT}; "
-            "go on with the version that wrote it"
+            "resume with the version that wrote it, or start another run"
         )
     if not isinstance(state, dict):
         raise ValueError(f"{path}: not the state of a run, but a {type(state).__name__}")

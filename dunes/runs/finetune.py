@@ -25,7 +25,7 @@ from dunes.runs.score import held_out
 from dunes.runs.timings import Timings
 from dunes.train import Trainer
 
-BEFORE = Path("state") / "before.json"
+BASELINE = Path("state") / "baseline.json"
 
 
 def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: int = 0, **options: Any) -> int:
@@ -58,7 +58,7 @@ def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, show: Disp
     model = data.base.model.to(device)
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, known, stored)
-    before = _asked(task, model, folder / BEFORE, show)
+    before = _asked(task, model, folder / BASELINE, show)
     model, notes, base = _changed(model, config)
     task = replace(task, before=before, notes=notes, base=base, settings=architecture_digest(base_model(model)))
     kept(model, config)

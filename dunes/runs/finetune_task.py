@@ -65,16 +65,16 @@ class Baseline:
     def read(cls, path: Path) -> "Baseline":
         """Raises ValueError for a file that is none."""
         found = json_file.read(path)
-        said = found.get("said")
+        said = found.get("answers")
         whole = isinstance(said, list) and all(isinstance(words, str) for words in [*said, found.get("text")])
-        if not whole or not found.get("score") or not all(is_score(found.get(n)) for n in ("score", "domain")):
-            raise ValueError(f"{path}: expected score, domain, said and text as a finetune writes them")
-        domain = found.get("domain") and Score(*found["domain"])
-        return cls(Score(*found["score"]), domain, found["said"], found["text"])
+        if not whole or not found.get("score") or not all(is_score(found.get(n)) for n in ("score", "forgetting")):
+            raise ValueError(f"{path}: expected score, forgetting, answers and text, as a finetune writes them")
+        domain = found.get("forgetting") and Score(*found["forgetting"])
+        return cls(Score(*found["score"]), domain, found["answers"], found["text"])
 
     def write(self, path: Path) -> None:
         domain = self.domain and astuple(self.domain)
-        told = {"score": astuple(self.score), "domain": domain, "said": self.said, "text": self.text}
+        told = {"score": astuple(self.score), "forgetting": domain, "answers": self.said, "text": self.text}
         write_file(path, json.dumps(told, indent=1).encode())
 
 
@@ -217,7 +217,7 @@ class FinetuneTask:
         if after is not None:
             about["measured"] |= {"before": self.before.score.loss}
         if after is not None and self.before.domain and after.domain:
-            about["measured"] |= {"domain": {"before": self.before.domain.loss, "after": after.domain.loss}}
+            about["measured"] |= {"forgetting": {"before": self.before.domain.loss, "after": after.domain.loss}}
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
         return about | {"changes": [*self.notes]}

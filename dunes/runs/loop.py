@@ -251,7 +251,7 @@ def _check_due(step: int) -> bool:
 def _note(folder: Path, step: Step, checked: Score | None) -> None:
     """Note a step. The loss stands there twice: to read, and exactly."""
     record: dict[str, Any] = asdict(step)
-    record = {"step": record.pop("number")} | record | {"exact": step.loss.hex()}
+    record = {"step": record.pop("number")} | record | {"loss_hex": step.loss.hex()}
     if checked:
         record |= {"validation_loss": checked.loss, "bits_per_byte": checked.bits_per_byte}
     note(folder, record)

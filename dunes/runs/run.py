@@ -35,6 +35,8 @@ from dunes.text import Tokenizer, json_file
 from dunes.train import Schedule, Trainer
 
 METRICS = "metrics.jsonl"
+FORMAT = 2
+"""Of plan.json."""
 METRIC = "the metrics of a step"
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
@@ -193,7 +195,12 @@ def alone(folder: Path) -> Iterator[None]:
 def begin(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
     """Write down what the run is to do. The plan comes last: with it there is a run."""
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
-    write_file(folder / "state" / "plan.json", json.dumps(asdict(config), indent=1).encode())
+    write_config(config, folder)
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    stored = {"format": FORMAT} | asdict(config)
+    write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
 
 
 def begun(folder: Path, kind: type[T]) -> T | None:
@@ -209,9 +216,18 @@ def begun(folder: Path, kind: type[T]) -> T | None:
     except ValueError as error:
         raise ValueError(f"{error}; choose another --out") from None
     try:
-        return kind.of(stored)
+        return kind.of(_of_this_format(stored))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; choose another --out") from None
+
+
+def _of_this_format(stored: Any) -> Any:
+    """The stored config without its format number. Raises ValueError for another format than this version's."""
+    if not isinstance(stored, dict):
+        return stored
+    if (number := stored.get("format", 1)) != FORMAT:
+        raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
+    return {name: value for name, value in stored.items() if name != "format"}
 
 
 def resolve_config(
@@ -272,13 +288,13 @@ def _free(folder: Path) -> None:
 def run_state(run: Run) -> dict[str, Any]:
     """All that a resumed run needs."""
     return {
-        "plan": asdict(run.config),
-        "corpus": dict(run.task.fingerprints),
+        "config": asdict(run.config),
+        "fingerprints": dict(run.task.fingerprints),
         "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
-        "records": [[r.begin, r.end] for r in run.schedule.records],
+        "schedule": [[r.begin, r.end] for r in run.schedule.records],
         "elapsed": run.elapsed,
-        "spent": dict(run.timings.seconds),
+        "timings": dict(run.timings.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
         "checks_since_best": run.checks_since_best,
@@ -304,9 +320,9 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         cut(run.folder / METRICS, 0, told)
         return
     state = read_state(folder, type(run.config))
-    differences = run.config.differences(state["plan"])
+    differences = run.config.differences(state["config"])
     if others := [
-        name for name, found in run.task.fingerprints.items() if state["corpus"].get(name, found) != found
+        name for name, found in run.task.fingerprints.items() if state["fingerprints"].get(name, found) != found
     ]:
         differences["corpus"] = f"{' and '.join(others)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:
@@ -323,17 +339,17 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
         raise wrong_state(folder, str(error)) from None
     run.trainer.load_state_dict(state["trainer"])
     if not {"steps", "minutes"} & differences.keys():  # else the rate goes up again, and falls towards the new end
-        run.schedule.records[:] = state["records"]
+        run.schedule.records[:] = state["schedule"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = state["best"], state["last"]
     run.checks_since_best = state["checks_since_best"]
-    run.timings.seconds.update(state["spent"])
+    run.timings.seconds.update(state["timings"])
     run.data = run.timings.seconds["data"]
     cut(run.folder / METRICS, run.trainer.number, told)
     told(f"resuming after step {run.trainer.number}")
     if differences:
         note(run.folder, {"step": run.trainer.number, "changed": differences})
-        write_file(run.folder / "state" / "plan.json", json.dumps(asdict(run.config), indent=1).encode())
+        write_config(run.config, run.folder)
 
 
 def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
@@ -352,7 +368,7 @@ def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
             "tokens": score.tokens,
             "peak_bytes": measure.peak_memory(run.trainer.device),
         },
-        "spent": {what: round(seconds, 3) for what, seconds in run.timings.seconds.items()},
+        "timings": {what: round(seconds, 3) for what, seconds in run.timings.seconds.items()},
     }
 
 

@@ -20,8 +20,7 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
 
     Raises ValueError that names the folder and the first entry which is not what a run writes.
     """
-    state: dict[str, Any] = {"spent": {}, "checks_since_best": 0}  # which older states do not have
-    state |= checkpoint.load_state(folder)
+    state = checkpoint.load_state(folder)
     if isinstance(state.get("trainer"), dict):
         state |= {name: state["trainer"].get(name) for name in ("number", "bad", "optimizer")}
     for name, (expected, fits) in FIELDS.items():
@@ -30,11 +29,11 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
     if state["number"] != int(folder.name.removeprefix("step-")):
         raise wrong_state(folder, f"it belongs to step {state['number']}")
     try:
-        config = kind.of(state["plan"])
+        config = kind.of(state["config"])
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     scores = {name: state[name] and Score(*state[name]) for name in ("best", "last")}
-    return state | scores | {"plan": config, "records": [Record(*pair) for pair in state["records"]]}
+    return state | scores | {"config": config, "schedule": [Record(*pair) for pair in state["schedule"]]}
 
 
 def wrong_state(folder: Path, words: str) -> ValueError:
@@ -70,16 +69,16 @@ def _is_tensors(value: Any) -> bool:
 _SCORE = ("[nats, tokens, bytes] or null", is_score)
 _TENSORS = ("tensors by their names", _is_tensors)
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "plan": ("the run's plan", lambda v: isinstance(v, dict)),
-    "corpus": ("fingerprints", lambda v: isinstance(v, dict)),
+    "config": ("the run's config", lambda v: isinstance(v, dict)),
+    "fingerprints": ("fingerprints of the data", lambda v: isinstance(v, dict)),
     "weights": _TENSORS,
     "best_weights": _TENSORS,
     "number": ("the number of steps", _is_count),
     "bad": ("a number of steps", _is_count),
     "optimizer": ("an optimizer's state", lambda v: isinstance(v, dict)),
-    "records": ("pairs of steps", _is_records),
+    "schedule": ("pairs of steps", _is_records),
     "elapsed": ("seconds", lambda v: _is_number(v) and v >= 0),
-    "spent": ("seconds by name", lambda v: isinstance(v, dict) and all(map(_is_number, v.values()))),
+    "timings": ("seconds by name", lambda v: isinstance(v, dict) and all(map(_is_number, v.values()))),
     "best": _SCORE,
     "last": _SCORE,
     "best_step": ("a number of steps", _is_count),
