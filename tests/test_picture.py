@@ -149,11 +149,11 @@ def test_a_page_shows_both_losses_in_one_unit(tmp_path):
     metrics[3] |= {"validation_loss": 2.7, "bits_per_byte": 1.9}
     metrics[7] |= {"validation_loss": 2.6, "bits_per_byte": 1.8}
     metrics[5] |= {"validation_loss": math.nan, "bits_per_byte": math.nan}
-    drawn = plot.loss_over_tokens(plot.points(metrics), "loss")
+    drawn = plot.loss_over_tokens(plot.run_points(metrics), "loss")
     dashed = drawn.layers[-1]._data
     assert list(dashed["x"]) == [40, 80]
     assert list(dashed["y"]) == [2.7, 2.6]
     for loss in (math.nan, math.inf, 1e308):
-        some = plot.points([step(1, loss, **timed), *metrics, step(9, loss, **timed)])
-        assert plot.svg(plot.loss_over_tokens(some, "loss"))
-        assert plot.svg(plot.losses({"run": metrics}))
+        some = plot.run_points([step(1, loss, **timed), *metrics, step(9, loss, **timed)])
+        assert plot.to_svg(plot.loss_over_tokens(some, "loss"))
+        assert plot.to_svg(plot.losses({"run": metrics}))

@@ -80,9 +80,9 @@ def go(
         show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
         if config.missing:
             return 0
-    measure.use_device(config.device)
-    measure.keep_memory()
-    measure.quick_small_numbers()
+    measure.set_device(config.device)
+    measure.keep_freed_memory()
+    measure.flush_denormals()
     timings = Timings()
     with show:
         make = prepare(config, timings)
