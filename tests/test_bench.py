@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dunes.bench.profile_modules import kind_of_operation, profile_work
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +19,7 @@ from dunes import bench, measure
 from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.page import page
+from dunes.bench.profile_modules import kind_of_operation, profile_work
 from dunes.bench.race import Lap, Work, race
 from dunes.bench.subject import Setting, of_folder, of_shape
 from dunes.cli import bench as cli
