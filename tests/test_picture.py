@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from conftest import display, toy
 from dunes.runs.evaluate import Score
 from dunes.runs.picture import centered_mean, loss_picture
-from dunes.runs.run import Run, records
+from dunes.runs.run import Run, read_metrics
 from dunes.runs.tensorboard import written
 from dunes.runs.train import train
 
@@ -116,7 +116,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert f"kept: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
     checks = [
         [r["step"], r["validation_loss"]]
-        for r in records(tmp_path / "run" / "metrics.jsonl")
+        for r in read_metrics(tmp_path / "run" / "metrics.jsonl")
         if r.get("validation_loss")
     ]
     assert lines(drawn[-1])["validation loss"] == checks
