@@ -51,7 +51,7 @@ def stepped(run: Run) -> Any:
 
 def learned(config: TrainConfig) -> dict[str, Any]:
     """What a run of plan.steps knows of the held-out text."""
-    measure.keep_memory()
+    measure.keep_freed_memory()
     run = prepare(config, Path("."), tokens_of(config))
     assert config.steps is not None, "the caller has counted them"
     for _ in islice(stepped(run), config.steps):
@@ -86,8 +86,8 @@ def main(
         wanted = json.loads(job)
         print(json.dumps(learned(TrainConfig.of(wanted["plan"]))))
         return
-    measure.keep_memory()
-    cores = measure.threads()
+    measure.keep_freed_memory()
+    cores = measure.choose_threads()
     base = with_hardware(TrainConfig(sources=(source,), threads=cores))
     held = {base.vocab_size: tokens_of(base)}
     known = {(r["minutes"], r["shape"]) for r in read_records(out, "a run", lambda r: "shape" in r)}

@@ -29,7 +29,7 @@ def measure_commits(commits: Sequence[str], benchmark: str, size: str, rounds: i
     """
     found: list[list[rows.Row]] = [[] for _ in commits]
     # Chosen once: a process that measures them anew might choose otherwise.
-    what = (benchmark, size, "--threads", str(measure.threads()))
+    what = (benchmark, size, "--threads", str(measure.choose_threads()))
     with TemporaryDirectory(prefix="dunes-commits-") as held:
         trees = [Path(held, str(number)) for number in range(len(commits))]
         try:
@@ -64,7 +64,7 @@ def _lap(tree: Path, commit: str, what: Sequence[str], out: Path) -> rows.Row:
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
         raise ValueError(f"{commit}: dunes bench {benchmark} did not run there: {told}")
-    (row,) = rows.read(out)
+    (row,) = rows.read_rows(out)
     return row | {"commit": commit}
 
 
@@ -77,7 +77,7 @@ def main(
 ) -> None:
     """Run a benchmark on two commits, checked out beside each other, and compare them round by round."""
     comparison = compare(*measure_commits((a, b), benchmark, size, rounds))
-    table.comparison(comparison, CONFIDENCE)
+    table.print_comparison(comparison, CONFIDENCE)
     print(json.dumps({"benchmark": benchmark, **comparison.record()}))
 
 

@@ -87,7 +87,7 @@ def raced(size: str) -> Step:
     def pictures(row: Row) -> None:
         bars = [{"name": n, "rate": r, "low": r, "high": r, "unit": "tokens"} for n, r in rates(row).items()]
         title = f"training at {size} parameters, each side at its best batch"
-        plot.saved(plot.bars(bars, title, ""), PICTURES / f"training-{size}.svg")
+        plot.save_plot(plot.bars(bars, title, ""), PICTURES / f"training-{size}.svg")
 
     return Step(script("train.py", "--sizes", size, "--rounds", "3"), figures, pictures)
 
@@ -105,7 +105,7 @@ def swept(name: str, *arguments: str) -> Step:
             found.append((what, ", ".join(filter(None, [f"{f['rate']:,.0f} {f['unit']}/s", share, memory]))))
         return found
 
-    pictures = lambda row: plot.drawn(rows.read(out), PICTURES)
+    pictures = lambda row: plot.draw_all(rows.read_rows(out), PICTURES)
     return Step(["dunes", "bench", name, *arguments, "--json", "--out", str(out)], figures, pictures, leaves=out)
 
 
@@ -156,7 +156,7 @@ def beside_pictures(row: Row) -> None:
             if "rate" in s
         ]
         title = f"{task}, {row['benchmark']}, each at its best settings"
-        plot.saved(plot.bars(bars, title, "least to most"), PICTURES / f"peers-{task}.svg")
+        plot.save_plot(plot.bars(bars, title, "least to most"), PICTURES / f"peers-{task}.svg")
 
 
 def steps(text: Path | None, problems: Path | None = None) -> dict[str, Step]:
@@ -240,7 +240,7 @@ def done(name: str, step: Step) -> Row:
         row["card"] = json.loads((step.folder / "dunes.json").read_text())
     else:
         row |= json.loads(out.read_text().splitlines()[-1])
-    row |= {"commit": rows.commit(), **measure.fingerprint()}
+    row |= {"commit": rows.source_commit(), **measure.fingerprint()}
     file.write_text(json.dumps(row, indent=1))
     return row
 
@@ -279,7 +279,7 @@ def main(only: tuple[str, ...] = (), text: Path | None = None, problems: Path | 
             step.pictures(found[name][1])
     runs = {s.folder.name: read_metrics(s.folder / METRICS) for s, _ in found.values() if s.folder is not None}
     if runs:
-        plot.saved(plot.losses(runs), PICTURES / "learning.svg")
+        plot.save_plot(plot.losses(runs), PICTURES / "learning.svg")
     TABLE.write_text(table(found))
     print(f"\n{table(found)}\nwritten: docs/figures.md and docs/figures/")
 

@@ -102,7 +102,7 @@ def prepared(folder: Path, data: Path, size: str) -> Tuning:
     tuning = Tuning(
         folder=str(folder / "model"),
         adapter=str(folder / "adapter"),
-        threads=1 if few else measure.threads(),
+        threads=1 if few else measure.choose_threads(),
         context=CONTEXT,
         seed=0,
         rows=ROWS,

@@ -124,8 +124,8 @@ def main(
         steps: Lengths of runs.
         rates: Learning rates; none is the default one of each method.
     """
-    measure.keep_memory()
-    measure.quick_small_numbers()
+    measure.keep_freed_memory()
+    measure.flush_denormals()
     shared = asdict(setting) | {"base": Path(base).name, "data": Path(data).name}
     data = FinetuneData.read(planned(base, data, setting), QUIET)
     for method, length, rate in [(m, n, r) for n in steps for m in methods for r in rates or (None,)]:

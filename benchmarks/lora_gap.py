@@ -246,9 +246,9 @@ def main(
         picture: Draw loss over rate into this file.
     """
     torch.set_num_threads(threads)
-    measure.keep_memory()
-    measure.quick_small_numbers()
-    dtype = measure.dtype(torch.device("cpu"))
+    measure.keep_freed_memory()
+    measure.flush_denormals()
+    dtype = measure.choose_dtype(torch.device("cpu"))
     for run in [Run(sweep, k, rate, other_embedding) for k in ranks for rate in (rates if k else full_rates)]:
         if not any(all(row[k] == v for k, v in run.key.items()) for row in read(out)):
             row = ran(run, dtype, tuned)
@@ -259,7 +259,7 @@ def main(
     if picture is not None:
         usual = [r for r in rows if r["method"].count(",") < 2 and r["loss"] < r["before"]]
         title = "finetuning at several learning rates"
-        plot.saved(plot.over_rates(usual, title, "held-out nats a token"), picture)
+        plot.save_plot(plot.loss_over_lr(usual, title, "held-out nats a token"), picture)
     print(json.dumps({"benchmark": "lora_gap", "rows": rows}))
 
 

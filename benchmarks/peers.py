@@ -160,7 +160,7 @@ def prepared(folder: Path, size: str) -> Work:
     few = size == "toy"
     work = Work(
         folder=str(folder / "model"),
-        threads=1 if few else measure.threads(),  # a toy may run beside other tests
+        threads=1 if few else measure.choose_threads(),  # a toy may run beside other tests
         prompt=draw(16),
         new=32 if few else 128,
         prompts=draw(8, context // 2),

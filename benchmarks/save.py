@@ -33,7 +33,7 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
     from dunes.runs.train import prepare
     from dunes.runs.train_config import TrainConfig
 
-    measure.keep_memory()
+    measure.keep_freed_memory()
     config = TrainConfig(sources=("stdlib",), size=size, steps=10**6)
     corpus = gather(config)
     config, _ = autosize_run(config, sum(d.size for d in corpus.train))

@@ -64,9 +64,9 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     from dunes.train import Schedule, Trainer, muon
 
     torch, tokenizer, train, valid = prepared(file)
-    measure.keep_memory()
-    torch.set_num_threads(measure.threads())
-    dtype = measure.dtype(measure.device())
+    measure.keep_freed_memory()
+    torch.set_num_threads(measure.choose_threads())
+    dtype = measure.choose_dtype(measure.device())
     config = replace(arcee.Config.from_size(tokenizer.vocab, 128, 2, CONTEXT), heads=2, kv_heads=2, head_dim=64)
     model = initialise(arcee.build(config), seed)
     schedule = Schedule.steps(steps, warmup=5, decay=0.6)

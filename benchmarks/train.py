@@ -77,9 +77,9 @@ def our_side(size: str, batch: int) -> dict[str, float]:
     from dunes.runs.autosize import flops
     from dunes.train import Trainer, muon
 
-    measure.keep_memory()
-    torch.set_num_threads(measure.threads())
-    dtype = measure.dtype(measure.device())
+    measure.keep_freed_memory()
+    torch.set_num_threads(measure.choose_threads())
+    dtype = measure.choose_dtype(measure.device())
     dim, depth, heads = SHAPES[size]
     config = arcee.Config.from_size(VOCAB, dim, depth, CONTEXT)
     model = initialise(arcee.build(replace(config, heads=heads, kv_heads=heads, head_dim=dim // heads)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dunes import measure, tree
 from dunes.bench import memory as checked
-from dunes.bench.memory import foreseen
+from dunes.bench.memory import estimate_memory
 from dunes.bench.subject import Setting, of_shape
 from dunes.generate import generate
 from dunes.measure import allocations
@@ -171,18 +171,18 @@ def test_checkpointing_takes_less_memory_for_the_same_gradients():
 
 
 def test_memory_of_a_model_too_large_for_any_machine_is_foreseen():
-    step = foreseen(of_shape("llama", 70_000_000_000, 64), Setting(1, 64, "float32", 1), False, True)
+    step = estimate_memory(of_shape("llama", 70_000_000_000, 64), Setting(1, 64, "float32", 1), False, True)
     assert step.log.peak > 270e9
     with pytest.raises(ValueError, match=r"the step needs \S+ GB and \S+ GB are free"):
-        step.checked()
+        step.measure()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the most memory a process had, and can forget it")
 def test_the_process_grows_by_what_tensors_hold():
     """A training step at 40M parameters, in a process of its own whose allocator gives back what is freed."""
-    found = foreseen(of_shape("arcee", 40_000_000), Setting(4, 256, "float32", 1), False, False)
-    truth = found.checked()
+    found = estimate_memory(of_shape("arcee", 40_000_000), Setting(4, 256, "float32", 1), False, False)
+    truth = found.measure()
     print(f"foreseen {found.log.peak}, seen {truth.tensors}, the process grew by {truth.grown}")
     assert truth.tensors == found.log.peak
     assert truth.grown == pytest.approx(found.log.peak, rel=0.1)
@@ -197,8 +197,8 @@ def test_forgetting_the_peak_lets_the_next_one_be_seen():
                 memory[at : at + 4096] = pages
 
     held(400)
-    before = measure.forget_peak(cpu)
-    assert measure.resident() == pytest.approx(before, rel=0.2)
+    before = measure.reset_peak_memory(cpu)
+    assert measure.resident_memory() == pytest.approx(before, rel=0.2)
     held(100)
     if sys.platform == "linux":
         assert measure.peak_memory(cpu) - before == pytest.approx(100 * MB, rel=0.2)
@@ -220,10 +220,10 @@ def test_the_command_says_who_holds_what_and_what_if():
 
 
 def test_a_child_that_fails_is_told(monkeypatch):
-    found = foreseen(of_shape("arcee", 300_000, 64), Setting(2, 64, "float32", 1), False, False)
+    found = estimate_memory(of_shape("arcee", 300_000, 64), Setting(2, 64, "float32", 1), False, False)
     monkeypatch.setattr(checked.sys, "executable", "/bin/false")
     with pytest.raises(ValueError, match="the step could not be taken"):
-        found.checked()
+        found.measure()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -231,7 +231,7 @@ def test_a_gpus_allocator_holds_what_tensors_hold():
     build = of_shape("arcee", 40_000_000).outline
     with torch.device("cuda"):
         training(build, Shape(2, 64), foreseen=False)
-        before = measure.forget_peak(torch.device("cuda"))
+        before = measure.reset_peak_memory(torch.device("cuda"))
         log = training(build, Shape(8, 256), foreseen=False)
     truth = torch.cuda.max_memory_allocated() - before
     assert log.peak == pytest.approx(truth, rel=0.02)

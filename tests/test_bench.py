@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import display, toy
 from dunes import bench, measure
 from dunes.bench import benchmarks, plot, rows, run, table
-from dunes.bench.compare import _critical, compare, typical
+from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.page import page
+from dunes.bench.profile_modules import kind_of_operation, profile_work
 from dunes.bench.race import Lap, Work, race
 from dunes.bench.subject import Setting, of_folder, of_shape
-from dunes.bench.timed import kind, of_work
 from dunes.cli import bench as cli
 from dunes.cli.main import run as run_command
 from dunes.ops import attention
@@ -85,14 +85,14 @@ def test_a_machine_that_slows_down_steadily_makes_no_difference_between_equals(r
 
 
 def test_rates_and_shares_are_what_they_are_called(monkeypatch):
-    c = run.contestants("train", TINY)[0]
+    c = run.cases("train", TINY)[0]
     work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
     monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: 1e11)
     monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: 6e9)
     found = [run._row("train", c, work, Lap("0", i, s, 1), run.Ceilings()) for i, s in enumerate((2, 1, 4))]
     assert [r["flop_share"] for r in found] == pytest.approx([0.04, 0.08, 0.02])
     assert [r["byte_share"] for r in found] == pytest.approx([0.25, 0.5, 0.125])
-    summed = rows.summary(found)
+    summed = rows.summarize(found)
     assert (summed["seconds"], summed["rate"], summed["rounds"]) == (2, 300, 3)
     assert (summed["low"], summed["high"]) == (1.5, 3)
     assert summed["flop_share"] == pytest.approx(0.04)
@@ -119,9 +119,9 @@ def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
     for model in (tied, untied):
         everything = sum(p.nbytes for p in model.parameters())
         left_out = 0 if model.head is None else model.embed.token.weight.nbytes
-        assert benchmarks.weights(model) == everything - left_out
+        assert benchmarks.weight_bytes(model) == everything - left_out
     heads = tied.blocks[0].attn.k.out_features
-    assert benchmarks.kept(tied) == 2 * heads * len(tied.blocks)
+    assert benchmarks.cache_numbers_per_token(tied) == 2 * heads * len(tied.blocks)
 
 
 def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
@@ -134,7 +134,7 @@ def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model
     reads = {"batch": "batches", "context-length": "contexts", "dtype": "dtypes"}
     idle = {fields: [] for option, fields in reads.items() if option not in benchmarks.BENCHMARKS[name].reads}
     kept = measured(name, tmp_path / "out.jsonl", models=[model_folder], sizes=[], **idle)
-    assert rows.read(tmp_path / "out.jsonl") == kept
+    assert rows.read_rows(tmp_path / "out.jsonl") == kept
     assert [r["round"] for r in kept] == [0, 1]
     for row in kept:
         assert row["seconds"] > 0
@@ -172,13 +172,13 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
     kept = measured("prefill", tmp_path / "a.jsonl")
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"benchmark": "pre')
-    assert rows.read(tmp_path / "a.jsonl") == kept
+    assert rows.read_rows(tmp_path / "a.jsonl") == kept
 
 
 def test_only_line_ends_end_a_row(tmp_path):
     row = {"benchmark": "mine", "subject": "a\u2028b\x85c", "seconds": 1.0, "amount": 1, "unit": "tokens"}
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 2)
-    assert rows.read(tmp_path / "a.jsonl") == [row] * 2
+    assert rows.read_rows(tmp_path / "a.jsonl") == [row] * 2
 
 
 def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
@@ -188,7 +188,7 @@ def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run.bench("prefill", TINY, 4, tmp_path / "out.jsonl", told, least=0.0)
-    assert len(rows.read(tmp_path / "out.jsonl")) == 2
+    assert len(rows.read_rows(tmp_path / "out.jsonl")) == 2
 
 
 def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypatch):
@@ -230,7 +230,7 @@ def test_files_that_are_none_are_refused(tmp_path):
     for text, words in (("", "holds no measurement"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
         bad.write_text(text)
         with pytest.raises(ValueError, match=words):
-            rows.read(bad)
+            rows.read_rows(bad)
     with pytest.raises(ValueError, match="is there already"):
         run.bench("train", TINY, 1, bad)
     with pytest.raises(ValueError, match=r"x\.parquet: a file of measurements is named \.jsonl"):
@@ -261,31 +261,31 @@ def laps(factor: float, noise: float, seed: int, count: int = 20, **columns: obj
 
 def test_a_planted_difference_of_three_percent_is_real_and_noise_is_not():
     verdicts = [compare(laps(1.0, 0.01, 2 * i), laps(1.03, 0.01, 2 * i + 1)).differences[0] for i in range(50)]
-    assert all(d.real for d in verdicts)
+    assert all(d.significant for d in verdicts)
     assert all(d.ratio == pytest.approx(1.03, abs=0.015) for d in verdicts)
     assert "longer" in verdicts[0].verdict
     same = [compare(laps(1.0, 0.01, 2 * i), laps(1.0, 0.01, 2 * i + 1)).differences[0] for i in range(200)]
-    assert sum(d.real for d in same) <= 6, "one in a hundred, by chance"
-    assert "no difference seen" in next(d for d in same if not d.real).verdict
+    assert sum(d.significant for d in same) <= 6, "one in a hundred, by chance"
+    assert "no difference seen" in next(d for d in same if not d.significant).verdict
 
 
 def test_one_wild_lap_hides_no_difference():
     slow = laps(1.03, 0.005, 1)
     slow[7]["seconds"] = 0.2
-    assert compare(laps(1.0, 0.005, 0), slow).differences[0].real
+    assert compare(laps(1.0, 0.005, 0), slow).differences[0].significant
 
 
 def test_too_few_rounds_tell_nothing():
     few = compare(laps(1.0, 0.01, 0, count=7), laps(2.0, 0.01, 1, count=7)).differences[0]
-    assert not few.real
+    assert not few.significant
     assert few.verdict == "too few rounds to tell"
-    assert compare(laps(1.0, 0.01, 0, count=8), laps(2.0, 0.01, 1, count=8)).differences[0].real
+    assert compare(laps(1.0, 0.01, 0, count=8), laps(2.0, 0.01, 1, count=8)).differences[0].significant
 
 
 def test_the_interval_is_wilcoxons():
     # Two-sided, 1 %: the table of critical values in any textbook.
     assert [_critical(n, 0.005) for n in (7, 8, 10, 12, 15, 20)] == [None, 0, 3, 7, 15, 37]
-    middle, interval = typical([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    middle, interval = hodges_lehmann([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     assert (middle, interval) == (4.5, (1.0, 8.0))
 
 
@@ -294,9 +294,9 @@ def test_only_what_both_have_is_compared_and_what_differs_is_named():
     b = laps(2.0, 0.01, 2, batch=2, subject="other") + laps(2.0, 0.01, 3, batch=4, subject="other")
     found = compare(a, b)
     assert [d.what for d in found.differences] == ["train batch 2"]
-    assert found.alone == ["train batch 1", "train batch 4"]
-    assert found.unlike["subject"] == ("m", "other")
-    assert found.unlike["matmul rate"] == (1e12, 1e12)
+    assert found.unmatched == ["train batch 1", "train batch 4"]
+    assert found.differing["subject"] == ("m", "other")
+    assert found.differing["matmul rate"] == (1e12, 1e12)
     with pytest.raises(ValueError, match="nothing was measured in both: A has train batch 1, B has train batch 4"):
         compare(a[:20], [*b[20:], b[0] | {"batch": 8}])
 
@@ -334,7 +334,7 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     batch = (torch.randn(256, 512), torch.randint(0, 8, (256,)))
     steps = trainer.run([batch] * 3)
     next(steps)
-    with bench.timed(model) as report:
+    with bench.profile_modules(model) as report:
         next(steps)
     products = {(e.phase, e.module): e.calls for e in report.entries if e.operation in ("addmm", "mm")}
     # Going back, each takes a product for its weight, and one for its input where that wants a gradient.
@@ -366,13 +366,13 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     ],
 )
 def test_kinds_of_operations(operation, expected):
-    assert kind(operation) == expected
+    assert kind_of_operation(operation) == expected
 
 
 def test_a_benchmark_by_module_says_all_of_its_time(capsys):
     subject = of_shape("arcee", 20_000, 32)
-    report, overhead = of_work(benchmarks.BENCHMARKS["train"].make(subject, Setting(2, 32, "float32", 1)))
-    table.times(report, overhead)
+    report, overhead = profile_work(benchmarks.BENCHMARKS["train"].make(subject, Setting(2, 32, "float32", 1)))
+    table.print_times(report, overhead)
     words = capsys.readouterr().out
     assert "blocks[*]" in words
     assert "the profiler made it" in words
@@ -399,7 +399,7 @@ def test_exponents_are_those_of_the_law():
 
 def test_pictures_of_all_that_varies(tmp_path):
     measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
-    drawn = plot.drawn(rows.read(tmp_path / "out.jsonl"), tmp_path / "pictures")
+    drawn = plot.draw_all(rows.read_rows(tmp_path / "out.jsonl"), tmp_path / "pictures")
     assert [p.name for p in drawn] == [
         "prefill-time-over-parameters.svg",
         "prefill-tensors-over-parameters.svg",
@@ -409,7 +409,7 @@ def test_pictures_of_all_that_varies(tmp_path):
     ]
     assert all(b"<svg" in p.read_bytes() for p in drawn)
     with pytest.raises(ValueError, match=r"named \.svg or \.png"):
-        plot.saved(None, tmp_path / "x.pdf")
+        plot.save_plot(None, tmp_path / "x.pdf")
 
 
 def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
@@ -421,11 +421,11 @@ def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
 def test_where_time_and_memory_go_can_be_drawn(tmp_path):
     subject = of_shape("arcee", 20_000, 32)
     setting = Setting(2, 32, "float32", 1)
-    report, _ = of_work(benchmarks.BENCHMARKS["train"].make(subject, setting))
-    plot.saved(plot.flame(report), tmp_path / "flame.svg")
-    from dunes.bench.memory import foreseen
+    report, _ = profile_work(benchmarks.BENCHMARKS["train"].make(subject, setting))
+    plot.save_plot(plot.flame(report), tmp_path / "flame.svg")
+    from dunes.bench.memory import estimate_memory
 
-    plot.saved(plot.memory(foreseen(subject, setting, False, False).log), tmp_path / "memory.png")
+    plot.save_plot(plot.memory(estimate_memory(subject, setting, False, False).log), tmp_path / "memory.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("flame.svg", "memory.png"))
 
 
@@ -445,8 +445,8 @@ def test_losses_of_several_runs(model_folder, tmp_path):
     from dunes.runs.run import read_metrics
 
     lines = read_metrics(model_folder / "metrics.jsonl")
-    plot.saved(plot.losses({"a": lines, "b": lines}, "tokens"), tmp_path / "loss.svg")
-    assert plot.points(lines)[-1]["tokens"] == 11 * 4 * 32
+    plot.save_plot(plot.losses({"a": lines, "b": lines}, "tokens"), tmp_path / "loss.svg")
+    assert plot.run_points(lines)[-1]["tokens"] == 11 * 4 * 32
     with pytest.raises(ValueError, match="measured bits a byte yet"):
         plot.losses({"a": lines[:1]})
 
@@ -509,7 +509,7 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     printed, messages = process.communicate(timeout=100)
     assert process.returncode == 130
     assert "interrupted; what was measured until then:" in messages
-    assert json.loads(printed)["results"][0]["rounds"] == len(rows.read(out)) >= 2
+    assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
 
 
 def test_a_mistake_is_one_line_and_status_2():

@@ -283,6 +283,17 @@ def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
     assert torch.equal(checkpoint.load(kept, build=build).model(IDS), learned(build())(IDS))
 
 
+def test_a_card_of_format_1_is_read(kept):
+    card = json.loads((kept / "dunes.json").read_text())
+    assert card["format"] == 2
+    context_length = card.pop("context_length")
+    old = card | {"format": 1, "context": context_length}
+    (kept / "dunes.json").write_text(json.dumps(old))
+    loaded = checkpoint.load(kept, build=build)
+    assert loaded.context_length == loaded.card["context_length"] == context_length
+    assert "context" not in loaded.card
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -292,7 +303,7 @@ def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
         ({"structure": None}, "dunes.json: structure must have a table of modules"),
         ({"structure": {"modules": {"": 3}, "tied": {}}}, "dunes.json: structure must have a table of modules"),
         ({"structure": {"modules": {}, "tied": []}}, "dunes.json: structure must have a table of tied"),
-        ({"context": "x"}, "dunes.json: context is 'x'"),
+        ({"context_length": "x"}, "dunes.json: context_length is 'x'"),
     ],
 )
 def test_a_damaged_card_is_refused_in_one_line(kept, change, words):

@@ -101,7 +101,7 @@ def test_native_files_give_the_same_bits_and_logits(kind, dtype, tmp_path):
     write_native(tmp_path / "hf", tmp_path / "native")
     back = convert(open_source(tmp_path / "native"), tmp_path / "back")
     print(f"{kind}: {back}")
-    assert open_source(tmp_path / "native").form == "native"
+    assert open_source(tmp_path / "native").format == "native"
     assert back.relative <= 1e-5, "adjacent pairs and halves are one model"
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     again = type(hf).from_pretrained(tmp_path / "back").eval()
@@ -581,7 +581,7 @@ def test_the_commands(tmp_path, capsys):
     write_native(tmp_path / "hf", tmp_path / "native")
     status, out, _ = command(capsys, "inspect", tmp_path / "native")
     assert status == 0
-    assert "native form" in out
+    assert "native format" in out
     assert "tokenizer   none" in out
     status, out, _ = command(capsys, "convert", tmp_path / "native", tmp_path / "back", "--dtype", "bfloat16")
     assert status == 0

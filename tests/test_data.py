@@ -123,7 +123,7 @@ def checkout(tmp_path):
 
 @needs_git
 @pytest.mark.parametrize("below", ["", "sub", "sub/inner", "sub/a", "crlf", "lib", "a/b/c"])
-def test_what_git_would_not_list_is_passed_over(checkout, below):
+def test_what_git_would_not_list_is_skipped_line(checkout, below):
     assert found(checkout / below) == listed(checkout / below)
 
 
@@ -213,7 +213,7 @@ GENERATED = {
 }
 
 
-def test_what_is_no_text_is_passed_over_and_counted_with_its_reason(tmp_path):
+def test_what_is_no_text_is_skipped_line_and_counted_with_its_reason(tmp_path):
     files = {
         "binary": {
             "a.bin": b"\x7fELF\0\0\1",
@@ -293,7 +293,7 @@ def test_links_that_lead_back_pipes_and_broken_links_do_no_harm(tmp_path, monkey
     }
     assert reasons(corpus) == harmless | {"links that lead outside": ["device", "file"]}
     assert "2 links that lead outside" in corpus.report()
-    assert "--follow-links reads what lies outside" in corpus.report()
+    assert "--follow-links reads what is outside" in corpus.report()
     with pytest.raises(ValueError, match="1 not regular files"):
         collect_corpus([source / "pipe"])
     followed = collect_corpus([source], follow_links=True)
@@ -405,7 +405,7 @@ def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
         files.open_plain(tmp_path / "a.py")
 
 
-def test_what_may_not_be_read_is_passed_over_and_counted(tmp_path, monkeypatch):
+def test_what_may_not_be_read_is_skipped_line_and_counted(tmp_path, monkeypatch):
     put(tmp_path, {"a.py": "a", "closed/b.py": "b", "closed.py": "c", "open/.gitignore": "d", "open/e.py": "e"})
     scandir, read, opened = os.scandir, Path.open, os.open
 
@@ -454,7 +454,7 @@ def test_a_missing_source_is_named_in_one_line(tmp_path, absent):
 def test_no_text_at_all_is_an_error_of_one_line_that_says_what_there_was(tmp_path, files):
     (tmp_path / "source").mkdir()
     put(tmp_path / "source", files)
-    with pytest.raises(ValueError, match="no text to learn from") as caught:
+    with pytest.raises(ValueError, match="no text to train on") as caught:
         collect_corpus([tmp_path / "source"])
     message = str(caught.value)
     assert str(tmp_path / "source") in message
@@ -587,7 +587,7 @@ def test_records_are_learned_by_their_texts_and_held_out_by_their_hashes(tmp_pat
     assert 5 < len(held) < 45
     assert sum(d.size for d in [*corpus.train, *corpus.valid]) == len("".join(expected)) + 6
     assert reasons(corpus) == {"duplicates": ["in/rows.jsonl"]}
-    assert corpus.notes == ["learned from records: the field text (402 records; 2 without text passed over)"]
+    assert corpus.notes == ["text from records: the field text (402 records; 2 without text skipped)"]
     put(tmp_path / "more", {"rows.jsonl": record_lines(500)})
     assert set(held) <= set(learned(collect_corpus([tmp_path / "more"]).valid))
 
@@ -615,8 +615,8 @@ def test_what_is_taken_from_records_is_said(tmp_path):
     texts = ["A\n\nB", "Hi\n\nHo", "Who\n\nI"]
     assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted(texts)
     assert corpus.notes[:2] == [
-        "learned from records: the texts of chats (messages) (1 record)",
-        "learned from records: the texts of Alpaca (instruction, input, output) (2 records)",
+        "text from records: the texts of chats (messages) (1 record)",
+        "text from records: the texts of Alpaca (instruction, input, output) (2 records)",
     ]
     assert re.search(
         r"other\.jsonl, line 1: expected the keys .*; found body; name .* --text-field", corpus.notes[2]
@@ -636,9 +636,9 @@ def test_many_files_of_records_that_cannot_be_read_are_not_all_listed(tmp_path):
     put(tmp_path, {"a.py": "a"} | {f"{i}.jsonl": "{" for i in range(8)})
     notes = collect_corpus([tmp_path]).notes
     assert [note.partition(", line")[0] for note in notes[:5]] == [
-        f"passed over: {tmp_path / str(i)}.jsonl" for i in range(5)
+        f"skipped: {tmp_path / str(i)}.jsonl" for i in range(5)
     ]
-    assert notes[5:] == ["passed over: 3 more files of records"]
+    assert notes[5:] == ["skipped: 3 more files of records"]
 
 
 def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
@@ -797,10 +797,10 @@ def test_no_single_bit_of_a_card_can_lie(documents, tmp_path):
 FOREIGN = {
     "no card": (lambda f: (f / "shard.json").unlink(), "not a shard of tokens"),
     "a card of something else": (lambda f: (f / "shard.json").write_text("[1, 2]"), "not a shard of tokens"),
-    "another format": (lambda f: change(f, format=9), "its format is 9, and 1 is what is read here"),
+    "another format": (lambda f: change(f, format=9), "format 9; this version reads 1"),
     "ids of four bytes": (lambda f: change(f, vocab=70_000), r"bytes, not \d+ ids of 4 bytes"),
-    "an id too large": (lambda f: change(f, vocab=100), r"id \d+ is not below the vocabulary's 100"),
-    "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), "not the bytes"),
+    "an id too large": (lambda f: change(f, vocab=100), r"id \d+ is outside the vocabulary of 100"),
+    "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), "its SHA-256 is not that"),
     "a cut file": (lambda f: replaced(f / "tokens.bin", lambda d: d[:-1]), "bytes, not"),
 }
 
@@ -830,7 +830,7 @@ def test_the_first_id_that_does_not_exist_is_named(documents, tmp_path):
     shard = token_shard(documents, BYTES, tmp_path)
     first = next(i for i, token in enumerate(shard.tokens.tolist()) if token >= 110)
     change(shard.folder, vocab=110)
-    with pytest.raises(ValueError, match=f"id {first} is not below"):
+    with pytest.raises(ValueError, match=f"id {first} is outside"):
         open_shard(shard.folder)
 
 
@@ -846,7 +846,7 @@ def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
     path = shard.folder / "tokens.bin"
     path.chmod(0o600)
     os.truncate(path, 50)
-    with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
+    with pytest.raises(ValueError, match=r"tokens\.bin: the tokens changed while they were in use"):
         windows.batch(4)
     with pytest.raises(ValueError, match="ends inside token 25"):
         TokenFile(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]

@@ -547,15 +547,15 @@ def test_a_report_counts(bpe):
     found = reported(talks, get_template("plain"), bpe, 30, talks[:1])
     sizes = [len(bpe.encode("Hi" * i)) + len(bpe.encode("Ho")) + 2 for i in (1, 1, 2, 3, 40)]
     answer = len(bpe.encode("Ho")) + 1
-    assert (found.examples, found.validation, found.duplicates, found.shared) == (5, 1, 1, 1)
+    assert (found.examples, found.validation, found.duplicates, found.leaked) == (5, 1, 1, 1)
     assert (found.tokens, found.trained, found.lost) == (sum(sizes), 4 * answer, answer)
     assert found.lengths == (sizes[2], sizes[4], sizes[4], sizes[4])
-    assert (found.truncated, found.ended, found.blank, found.doubled) == (1, 4, 1, 0)
-    assert found.highest == bpe.eos
-    assert found.used == len(
+    assert (found.truncated, found.with_stop, found.without_target, found.double_bos) == (1, 4, 1, 0)
+    assert found.max_id == bpe.eos
+    assert found.distinct_ids == len(
         {i for t in ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"] for i in bpe.encode(t)} | {bpe.eos}
     )
-    assert f"cut at 30: 20.0% of the examples, {answer} trained tokens lost" in found.lines()[2]
+    assert f"truncated at 30: 20.0% of the examples, {answer} targets lost" in found.lines()[2]
     assert len(found.warnings()) == 3
     assert all(str(n) in " ".join(found.lines()) for n in (5, sum(sizes), 4 * answer))
     assert reported(talks, get_template("plain"), bpe, sizes[4] - 1).truncated == 0
@@ -577,9 +577,9 @@ def test_good_examples_are_not_refused(bpe, llama3, spaced):
 
 def test_nothing_to_train_on_is_refused(bpe):
     masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
-    with pytest.raises(ValueError, match=r"none of .* tokens is trained on"):
+    with pytest.raises(ValueError, match=r"none of .* tokens is a target"):
         check_report(reported(masked, get_template("plain"), bpe))
-    with pytest.raises(ValueError, match="no examples to learn from"):
+    with pytest.raises(ValueError, match="no training examples"):
         check_report(reported([], get_template("plain"), bpe))
 
 
@@ -592,18 +592,18 @@ def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
         return examples.Example(made.ids, made.loss_mask & (made.ids != bpe.eos), made.place)
 
     monkeypatch.setattr(examples, "_example", aliased)
-    with pytest.raises(ValueError, match=r"the token that ends an answer is never trained on"):
+    with pytest.raises(ValueError, match=r"the token that ends an answer is never a target"):
         check_report(reported(GOOD, get_template("plain"), bpe))
     monkeypatch.undo()
     # Cut off, at a context that a permissive limit allows.
-    with pytest.raises(ValueError, match="never trained on"):
+    with pytest.raises(ValueError, match="never a target"):
         check_report(reported(GOOD[:1], get_template("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
 
 
 def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
     """The template writes it, and the tokenizer adds it; also where the token is that of the end."""
     source = "<|begin_of_text|>" + get_template("llama3").jinja(llama3)
-    with pytest.raises(ValueError, match="2 examples begin with the token of the beginning twice"):
+    with pytest.raises(ValueError, match="2 examples begin with the BOS token twice"):
         check_report(reported(GOOD, ModelTemplate(source, llama3), llama3))
 
     def doubled(pieces, tokenizer, everything):
@@ -618,7 +618,7 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
 
 
 def test_ids_that_the_model_has_not_are_refused(bpe):
-    with pytest.raises(ValueError, match=f"the examples hold the id {bpe.eos}, and the model has {bpe.eos}"):
+    with pytest.raises(ValueError, match=f"the examples contain the id {bpe.eos}, and the model has {bpe.eos}"):
         check_report(reported(GOOD, get_template("plain"), bpe, vocab=bpe.eos))
 
 
@@ -637,14 +637,14 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
         return examples.Example(made.ids[:64], made.loss_mask[:64], made.place)
 
     monkeypatch.setattr(examples, "_example", cut)
-    with pytest.raises(ValueError, match="never trained on"):
+    with pytest.raises(ValueError, match="never a target"):
         check_report(reported(long, get_template("plain"), bpe, 64))
 
 
 def test_few_trained_tokens_are_warned_of(bpe):
     found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
-    assert any("trained on; look" in line for line in found.warnings())
-    assert found.share_trained < preflight.FEW
+    assert any("are targets; look" in line for line in found.warnings())
+    assert found.trained_share < preflight.FEW
 
 
 # Training and validation
@@ -807,7 +807,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     assert plain.keys() == {"book.txt", "package.json", "names.json", ".gitignore"}
     assert said[-2:] == [
         f"{folder}: 4 files of plain text",
-        "passed over: 1 duplicates, 1 ignored, 1 binary, 1 links that lead outside; --follow-links reads what lies outside",
+        "skipped: 1 duplicates, 1 ignored, 1 binary, 1 links that lead outside; --follow-links reads what is outside",
     ]
     assert len(read_dataset(folder, follow_links=True)[0][-1].rows) == 5
     put(folder, "{broken", "z.jsonl")
@@ -830,7 +830,7 @@ def test_a_file_that_is_named_is_what_it_holds(tmp_path):
         read_dataset(put(tmp_path, "broken", "data.json"))
     for content, name in ((b"\xff\xfe", "a.txt"), (b"", "b.txt"), (b"\0", "c")):
         with pytest.raises(
-            ValueError, match=rf"{name}: nothing to learn from \(passed over: 1 (not UTF-8|empty|binary)\)"
+            ValueError, match=rf"{name}: nothing to train on \(skipped: 1 (not UTF-8|empty|binary)\)"
         ):
             read_dataset(put(tmp_path, content, name))
     with pytest.raises(ValueError, match="no such file or folder"):
@@ -866,7 +866,12 @@ def test_each_token_of_a_text_is_a_target_once(bpe, llama3, spaced, context):
         assert [p.window_index for p in parts] == [*range(len(parts))]
         counted = data_report(parts, [], context, tokenizer.vocab, get_template("plain"), tokenizer)
         assert (counted.tokens, counted.trained, counted.lost) == (len(text), len(text) - 1, 0)
-        assert (counted.texts, counted.truncated, counted.blank, counted.doubled) == (len(parts), 0, 0, 0)
+        assert (counted.windows, counted.truncated, counted.without_target, counted.double_bos) == (
+            len(parts),
+            0,
+            0,
+            0,
+        )
         check_report(counted)
 
 
@@ -903,7 +908,7 @@ def test_tails_are_held_out_without_leaks():
         parts = [*split_windows(head, 9), *split_windows(tail, 9)]
         assert targets_of(parts, 9) == text.ids[1:].tolist()
     counted = data_report(learn[:1], held[:1], 2000, tokenizer.vocab, get_template("plain"), tokenizer)
-    assert counted.ended == 0
+    assert counted.with_stop == 0
     check_report(counted)  # a text that goes on has no end to learn
 
 
@@ -912,7 +917,7 @@ def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypat
     answer = made(GOOD[0], get_template("plain"), bpe)
     check_report(data_report([answer, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
     endless = examples.Example(answer.ids, answer.loss_mask & (answer.ids != bpe.eos))
-    with pytest.raises(ValueError, match="never trained on"):
+    with pytest.raises(ValueError, match="never a target"):
         check_report(data_report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
 
 

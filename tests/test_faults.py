@@ -389,7 +389,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     with monkeypatch.context() as patch:
         patch.setattr(loop_module, "_log_step", cutting)
-        with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
+        with pytest.raises(ValueError, match=r"tokens\.bin: the tokens changed while they were in use"):
             train(config, tmp_path / "cut", display()[0])
     assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
     assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0

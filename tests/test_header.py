@@ -116,12 +116,12 @@ def test_pages_are_given_back_between_tensors(tmp_path):
         pytest.skip("this system has no such call")
     save_file({name: torch.ones(8 << 20) for name in "abcd"}, tmp_path / "x")
     mapped = MappedFile(tmp_path / "x")
-    before = measure.resident()
+    before = measure.resident_memory()
     for stored in header.tensors(mapped).values():
         tensor = stored.read()
         assert tensor.sum() == 8 << 20
         mapped.release()
-        assert measure.resident() - before < 16 << 20
+        assert measure.resident_memory() - before < 16 << 20
     assert tensor[-1] == 1
 
 
@@ -263,7 +263,7 @@ BAD |= {f"name {name[:20]!a}": pack({name: entry()}, bytes(4)) for name in NAMES
 
 def refused(path):
     """The line, the milliseconds and the growth of the most memory."""
-    before, begin = measure.forget_peak(CPU), time.perf_counter()
+    before, begin = measure.reset_peak_memory(CPU), time.perf_counter()
     with pytest.raises(ValueError, match="refused") as caught:
         header.tensors(path)
     took = 1e3 * (time.perf_counter() - begin)
@@ -393,7 +393,7 @@ def test_twenty_thousand_mutants_raise_nothing_but_one_line(tmp_path):
         made | {"d": torch.ones(3, dtype=torch.bool), "e": torch.tensor(1)}, path, {"format": "pt", "x": "é"}
     )
     whole, worst, kept, lines = path.read_bytes(), 0.0, 0, set()
-    before = measure.forget_peak(CPU)
+    before = measure.reset_peak_memory(CPU)
     for _ in range(20_000):
         data = mutant(chance, whole)
         path.write_bytes(data)

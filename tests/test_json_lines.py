@@ -209,13 +209,13 @@ ROW = {"benchmark": "train", "seconds": 0.5, "amount": 10, "unit": "tokens"}
 
 def test_a_damaged_measurement_costs_itself_alone(tmp_path, capsys):
     path = tmp_path / "laps.jsonl"
-    rows.append(path, ROW)
+    rows.append_row(path, ROW)
     odd = [ROW | {"seconds": "0.5"}, ROW | {"seconds": 0}, ROW | {"amount": float("inf")}, {"a": 1}]
     with path.open("ab") as file:
         for line in [*DAMAGED.values(), *(json.dumps(o).encode() for o in odd), b'{"benchm']:
             file.write(line + b"\n" * (line != b'{"benchm'))
-    rows.append(path, ROW)
-    assert rows.read(path) == [ROW, ROW]
+    rows.append_row(path, ROW)
+    assert rows.read_rows(path) == [ROW, ROW]
     words = capsys.readouterr().err
     assert f"{path}, line 2: " in words
     assert re.search(rf"{len(DAMAGED) + len(odd)} more", words)

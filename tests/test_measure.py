@@ -14,7 +14,7 @@ def test_one_thread_is_chosen_only_if_it_wins_every_round(monkeypatch):
     def rounds(*seconds):
         times = iter(seconds)
         monkeypatch.setattr(measure.machine, "_seconds", lambda threads: next(times))
-        return measure.threads()
+        return measure.choose_threads()
 
     assert rounds(1.0, 2.0) == 4
     assert rounds(3.0, 2.0, 3.0, 2.0, 3.0, 2.0) == 1
@@ -25,9 +25,9 @@ def test_one_thread_is_chosen_only_if_it_wins_every_round(monkeypatch):
 def test_bfloat16_is_chosen_where_it_is_clearly_faster(monkeypatch):
     rates = {torch.bfloat16: 3.0, torch.float32: 1.0}
     monkeypatch.setattr(measure.machine, "matmul_rate", lambda dtype, device: rates[dtype])
-    assert measure.dtype(torch.device("cpu")) == torch.bfloat16
+    assert measure.choose_dtype(torch.device("cpu")) == torch.bfloat16
     rates[torch.bfloat16] = 1.2
-    assert measure.dtype(torch.device("cpu")) == torch.float32
+    assert measure.choose_dtype(torch.device("cpu")) == torch.float32
 
 
 def test_a_matmul_rate_is_operations_over_time(monkeypatch):
@@ -49,7 +49,7 @@ def test_peak_memory_grows_by_what_is_held():
 def test_numbers_too_small_count_as_zero_when_asked():
     tiny = torch.full((4,), 1e-30)
     try:
-        measure.quick_small_numbers()
+        measure.flush_denormals()
         assert not (tiny * 1e-10).any()
     finally:
         torch.set_flush_denormal(False)

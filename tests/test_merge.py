@@ -187,7 +187,7 @@ def test_the_verb(tmp_path):
     done = subprocess.run([*line, "--dtype", "bfloat16"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.match(r"equal within rounding: \d\.\de-0[23] relative\n", done.stdout)
-    assert "folded into 14 matrices; of the change rounding loses" in done.stdout
+    assert "merged into 14 matrices; rounding error relative to the update" in done.stdout
     assert "rounding changed them by up to" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("next: dunes chat")
     again = subprocess.run(line, capture_output=True, text=True)

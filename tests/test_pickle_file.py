@@ -277,7 +277,7 @@ RUN = [
 
 def refused(path, canary):
     """The line and the milliseconds, for a file that executed nothing."""
-    floor, begin = measure.forget_peak(CPU), time.perf_counter()
+    floor, begin = measure.reset_peak_memory(CPU), time.perf_counter()
     with pytest.raises(ValueError, match="refused") as caught:
         pickle_file.tensors(path)
     took, grown = 1e3 * (time.perf_counter() - begin), measure.peak_memory(CPU) - floor
@@ -623,7 +623,7 @@ def test_two_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     inner = [inner, *map(program, programs(canary).values())]
     opcodes = pickle_file._ALLOWED + b"}bioP\x81\x92\x82"
     worst, kept, lines = 0.0, 0, set()
-    floor = measure.forget_peak(CPU)
+    floor = measure.reset_peak_memory(CPU)
     for turn in range(2_000):
         data = bytearray(
             chance.choice(inner if turn % 4 == 3 else inner[:1]) if turn % 2 else chance.choice(whole)

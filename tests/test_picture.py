@@ -111,7 +111,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert found[60] == "the best weights: True"
     assert found[50] == "the best weights: False"
     said = out.getvalue()
-    assert "--- after 60 steps, with the best weights (step 10), it writes ---" in said
+    assert "--- sample after 60 steps, with the best weights (step 10) ---" in said
     loss, bits = re.search(r"text (\S+) nats a token, perplexity \S+, (\S+) bits a byte", said).groups()
     assert f"kept: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
     checks = [
@@ -144,16 +144,16 @@ def test_a_page_shows_both_losses_in_one_unit(tmp_path):
     pytest.importorskip("plotnine")
     from dunes.bench import plot
 
-    timed = {"count": 10, "seconds": 1.0, "rate": 1.0}
+    timed = {"count": 10, "seconds": 1.0, "lr_scale": 1.0}
     metrics = [step(i, 3.0 - i / 10, **timed) for i in range(1, 9)]
     metrics[3] |= {"validation_loss": 2.7, "bits_per_byte": 1.9}
     metrics[7] |= {"validation_loss": 2.6, "bits_per_byte": 1.8}
     metrics[5] |= {"validation_loss": math.nan, "bits_per_byte": math.nan}
-    drawn = plot.loss_over_tokens(plot.points(metrics), "loss")
+    drawn = plot.loss_over_tokens(plot.run_points(metrics), "loss")
     dashed = drawn.layers[-1]._data
     assert list(dashed["x"]) == [40, 80]
     assert list(dashed["y"]) == [2.7, 2.6]
     for loss in (math.nan, math.inf, 1e308):
-        some = plot.points([step(1, loss, **timed), *metrics, step(9, loss, **timed)])
-        assert plot.svg(plot.loss_over_tokens(some, "loss"))
-        assert plot.svg(plot.losses({"run": metrics}))
+        some = plot.run_points([step(1, loss, **timed), *metrics, step(9, loss, **timed)])
+        assert plot.to_svg(plot.loss_over_tokens(some, "loss"))
+        assert plot.to_svg(plot.losses({"run": metrics}))

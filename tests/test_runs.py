@@ -544,7 +544,7 @@ def test_a_device_that_is_not_here_is_refused_and_the_one_asked_for_is_used(code
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert train(toy(code, device="cpu", steps=1), tmp_path / "run", display()[0]) == 0
     assert measure.device().type == "cpu"
-    measure.use_device(None)
+    measure.set_device(None)
     assert measure.device().type == "cuda", "what is chosen without a wish"
 
 

@@ -300,7 +300,7 @@ def out_folders(tmp_path):
 
 
 def test_a_link_to_nothing_is_no_place_for_a_run(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop_module.measure, "keep_memory", lambda: pytest.fail("work was begun"))
+    monkeypatch.setattr(loop_module.measure, "keep_freed_memory", lambda: pytest.fail("work was begun"))
     rows = tmp_path / "rows.json"
     rows.write_text("[]")
     for name, place in out_folders(tmp_path).items():

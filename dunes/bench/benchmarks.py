@@ -73,7 +73,7 @@ def train(subject: Subject, setting: Setting) -> Work:
     """Training steps as `dunes train` takes them, optimizer included."""
     model = subject.model()
     trainer = Trainer(model, muon(model), nats, dtype=getattr(torch, setting.dtype))
-    ids = _ids(model, setting.batch, setting.context + 1).to(measure.device())
+    ids = _random_ids(model, setting.batch, setting.context + 1).to(measure.device())
     steps = trainer.run(repeat(ids))
     tokens = setting.batch * setting.context
     return Work(lambda _: next(steps), tokens, flops=tokens * flops(model, setting.context), model=model)
@@ -83,7 +83,7 @@ def train(subject: Subject, setting: Setting) -> Work:
 def prefill(subject: Subject, setting: Setting) -> Work:
     """Reading a prompt of `context` tokens into an empty cache, up to the logits of the next one."""
     model, tokens = subject.model(setting.dtype), setting.batch * setting.context
-    ids = _ids(model, setting.batch, setting.context).to(measure.device())
+    ids = _random_ids(model, setting.batch, setting.context).to(measure.device())
 
     @torch.no_grad()
     def run(cache: Cache) -> None:
@@ -92,7 +92,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
     head = 2.0 * model.embed.token.weight.numel()
     work = tokens * flops(model, setting.context) / 3 - (tokens - setting.batch) * head
-    return Work(run, tokens, setup=setup, flops=work, bytes=weights(model), model=model)
+    return Work(run, tokens, setup=setup, flops=work, bytes=weight_bytes(model), model=model)
 
 
 @benchmark(memory=inference)
@@ -101,10 +101,10 @@ def decode(subject: Subject, setting: Setting) -> Work:
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
         raise ValueError(f"a context of {setting.context} leaves nothing to write; 4 tokens are needed at least")
-    prompts = _ids(model, setting.batch, half).tolist()
+    prompts = _random_ids(model, setting.batch, half).tolist()
     count = setting.context - half
 
-    def begun() -> Any:
+    def prefilled() -> Any:
         tokens = generate_all(model, prompts, limit=count, context_length=setting.context)
         next(tokens)  # reads the prompt
         return tokens
@@ -115,16 +115,16 @@ def decode(subject: Subject, setting: Setting) -> Work:
 
     steps, middle = count - 1, half + count / 2
     work = setting.batch * steps * flops(model, int(middle)) / 3
-    held = setting.batch * middle * kept(model) * model.embed.token.weight.element_size()
-    size = steps * (weights(model) + held)
-    return Work(run, setting.batch * steps, setup=begun, flops=work, bytes=size, model=model)
+    cached = setting.batch * middle * cache_numbers_per_token(model) * model.embed.token.weight.element_size()
+    size = steps * (weight_bytes(model) + cached)
+    return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model)
 
 
 @benchmark(batch=16)
 def score(subject: Subject, setting: Setting) -> Work:
     """Nats a token of made-up text, as `dunes eval` finds them."""
     model = subject.model()
-    ids = _ids(model, 1, setting.batch * setting.context + 1)[0].numpy()
+    ids = _random_ids(model, 1, setting.batch * setting.context + 1)[0].numpy()
     width = widths([b"a"] * model.embed.token.num_embeddings)
     run = lambda _: evaluate(model, ids, width, setting.context, getattr(torch, setting.dtype))
     tokens = setting.batch * setting.context
@@ -163,19 +163,19 @@ def save(subject: Subject, setting: Setting) -> Work:
     return Work(run, (subject.written / "model.safetensors").stat().st_size, "bytes")
 
 
-def weights(model: Decoder) -> int:
+def weight_bytes(model: Decoder) -> int:
     """Bytes of weights that each forward pass reads: all but embeddings, of which it reads a few rows."""
     embeddings = sum(p.nbytes for p in model.embed.parameters())
     tied = model.embed.token.weight.nbytes if model.head is None else 0
     return sum(p.nbytes for p in model.parameters()) - embeddings + tied
 
 
-def kept(model: Decoder) -> int:
+def cache_numbers_per_token(model: Decoder) -> int:
     """Numbers that a cache holds for one token."""
     return sum(m.k.out_features + m.v.out_features for m in model.modules() if isinstance(m, Attention))
 
 
-def _ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
+def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
     chance = torch.Generator().manual_seed(0)
     return torch.randint(0, model.embed.token.num_embeddings, (batch, length), generator=chance)
 

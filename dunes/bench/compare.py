@@ -27,7 +27,7 @@ class Difference:
     pairs: int
 
     @property
-    def real(self) -> bool:
+    def significant(self) -> bool:
         """Whether B and A differ, with the confidence asked for."""
         return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
 
@@ -36,7 +36,7 @@ class Difference:
         if self.interval is None:
             return "too few rounds to tell"
         low, high = self.interval
-        if not self.real:
+        if not self.significant:
             return f"no difference seen (finer than {max(1 / low, high) - 1:.1%} would be missed)"
         change = self.ratio - 1 if self.ratio > 1 else 1 / self.ratio - 1
         return f"B takes {change:.1%} longer" if self.ratio > 1 else f"B is {change:.1%} faster"
@@ -47,46 +47,46 @@ class Comparison:
     """The differences of what both have; what only one has; and how the two as a whole are unlike."""
 
     differences: list[Difference]
-    alone: list[str]
-    unlike: dict[str, tuple[Any, Any]]
+    unmatched: list[str]
+    differing: dict[str, tuple[Any, Any]]
 
     def record(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        found = [asdict(d) | {"real": d.real, "verdict": d.verdict} for d in self.differences]
-        return {"differences": found, "alone": self.alone, "unlike": self.unlike}
+        found = [asdict(d) | {"significant": d.significant, "verdict": d.verdict} for d in self.differences]
+        return {"differences": found, "unmatched": self.unmatched, "differing": self.differing}
 
 
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
     """Pair what was measured in both. Raises ValueError if that is nothing, or for a senseless confidence.
 
     A column with one value in A and one in B does not tell things apart: it may differ (another model,
-    another number of threads), and is named in `unlike`.
+    another number of threads), and is named in `differing`.
     """
     if not 0.5 <= confidence < 1:
         raise ValueError(f"--confidence is {confidence}; it is a share, at least 0.5 and below 1")
     fixed = [n for n in SETTING if all(len({str(r.get(n)) for r in side}) == 1 for side in (a, b))]
     columns = [n for n in SETTING if n not in fixed or n == "benchmark"]
-    sides = [_grouped(side, columns) for side in (a, b)]
+    sides = [_group(side, columns) for side in (a, b)]
     both = [key for key in sides[0] if key in sides[1]]
     if not both:
         raise ValueError(
-            f"nothing was measured in both: A has {_said(columns, next(iter(sides[0])))}, "
-            f"B has {_said(columns, next(iter(sides[1])))}"
+            f"nothing was measured in both: A has {_label(columns, next(iter(sides[0])))}, "
+            f"B has {_label(columns, next(iter(sides[1])))}"
         )
-    found = [_difference(_said(columns, key), sides[0][key], sides[1][key], confidence) for key in both]
-    alone = [_said(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
+    found = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence) for key in both]
+    unmatched = [_label(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
     values = ((n, a[0].get(n), b[0].get(n)) for n in (*fixed, "machine", "cpu", "torch", "commit"))
-    return Comparison(found, sorted(alone), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
+    return Comparison(found, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
 
 
-def _grouped(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+def _group(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(n) for n in columns), []).append(row)
     return found
 
 
-def _said(columns: Sequence[str], key: Sequence[Any]) -> str:
+def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
     return " ".join(
         str(v) if n in ("benchmark", "subject") else f"{n} {v}" for n, v in zip(columns, key, strict=True)
     )
@@ -107,13 +107,15 @@ def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float
     logs = [math.log(sides[1][n] / sides[0][n]) for n in sides[0] if n in sides[1]]
     if not logs:
         raise ValueError(f"{what}: no round was measured in both; measure again")
-    middle, interval = typical(logs, confidence)
+    middle, interval = hodges_lehmann(logs, confidence)
     return Difference(
         what, math.exp(middle), interval and (math.exp(interval[0]), math.exp(interval[1])), len(logs)
     )
 
 
-def typical(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, tuple[float, float] | None]:
+def hodges_lehmann(
+    values: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, tuple[float, float] | None]:
     """The Hodges-Lehmann median of some values and its confidence interval; None if they are too few for one."""
     means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
     cut = _critical(len(values), (1 - confidence) / 2)

@@ -17,12 +17,12 @@ from dunes.runs import memory
 from dunes.runs.memory import Shape
 from dunes.units import format_bytes
 
-BESIDE = 0.5e9
+PROCESS_BYTES = 0.5e9
 """Bytes of Python and torch in the process that takes the step."""
 
 
 @dataclass(frozen=True)
-class Truth:
+class MeasuredMemory:
     """A real step: the most that its tensors held, and by how much the process grew, in bytes."""
 
     tensors: int
@@ -30,7 +30,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class MemoryEstimate:
     """A subject's step as it would be, without having been taken."""
 
     subject: Subject
@@ -38,19 +38,19 @@ class Foreseen:
     inference: bool
     log: Allocations
 
-    def checked(self) -> Truth:
+    def measure(self) -> MeasuredMemory:
         """The same step with data, in a process of its own: what a process grew by does not shrink again.
 
         Raises ValueError if it would not fit into the memory that is free.
         """
-        if (free := measure.free_memory(measure.device())) and free < self.log.peak + BESIDE:
+        if (free := measure.free_memory(measure.device())) and free < self.log.peak + PROCESS_BYTES:
             raise ValueError(
                 f"{self.subject.name}: the step needs {format_bytes(self.log.peak)} and {format_bytes(free)} are "
                 "free; leave out --check, or choose a smaller --batch"
             )
-        return _truth(self)
+        return _measure_in_child(self)
 
-    def record(self, truth: Truth | None) -> dict[str, Any]:
+    def record(self, truth: MeasuredMemory | None) -> dict[str, Any]:
         """All of it for JSON."""
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
@@ -58,46 +58,46 @@ class Foreseen:
         return found | {"kinds": kinds, "allocations": len(self.log.made)} | (asdict(truth) if truth else {})
 
 
-def foreseen(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> Foreseen:
+def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:
     """The step of this setting on tensors without data."""
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype), checkpointing)
-    return Foreseen(subject, shape, inference, _work(inference)(subject.outline, shape))
+    return MemoryEstimate(subject, shape, inference, _work(inference)(subject.outline, shape))
 
 
 def _work(inference: bool) -> Any:
     return memory.inference if inference else memory.training
 
 
-GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+TRIMMING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc then returns what is freed at once: the process has what tensors hold, and no holes between them."""
 
 
-def _truth(f: Foreseen) -> Truth:
-    told = {
+def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
+    request = {
         "folder": str(f.subject.folder) if f.subject.folder else None,
         "shape": [f.subject.family, f.subject.size, f.subject.context],
         "step": [f.shape.batch, f.shape.context, str(f.shape.dtype).removeprefix("torch."), f.shape.checkpointing],
         "inference": f.inference,
     }
-    command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(told)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | GIVING_BACK)
+    command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | TRIMMING_MALLOC)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
         raise ValueError(f"{f.subject.name}: the step could not be taken: {why}")
-    return Truth(**json.loads(done.stdout))
+    return MeasuredMemory(**json.loads(done.stdout))
 
 
-def _child(told: dict[str, Any]) -> Truth:
+def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
     """Take the step that was foreseen. A small one goes before, so that kernels do not count."""
-    subject = of_folder(Path(told["folder"])) if told["folder"] else of_shape(*told["shape"])
-    batch, context, dtype, checkpointing = told["step"]
-    shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(told["inference"])
+    subject = of_folder(Path(request["folder"])) if request["folder"] else of_shape(*request["shape"])
+    batch, context, dtype, checkpointing = request["step"]
+    shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])
     small = Shape(2, 64, shape.dtype, checkpointing)
     work(of_shape(subject.family, 300_000, 64).outline, small, foreseen=False)
-    before = measure.forget_peak(measure.device())
+    before = measure.reset_peak_memory(measure.device())
     log = work(subject.outline, shape, foreseen=False)
-    return Truth(log.peak, measure.peak_memory(measure.device()) - before)
+    return MeasuredMemory(log.peak, measure.peak_memory(measure.device()) - before)
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_child(json.loads(sys.argv[1])))))
+    print(json.dumps(asdict(_measure_step(json.loads(sys.argv[1])))))

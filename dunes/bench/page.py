@@ -51,7 +51,7 @@ def page(run: Path) -> str:
     config, lines = _plan(run), read_metrics(run / METRICS)
     if config is None:
         raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
-    points = plot.points(lines)
+    points = plot.run_points(lines)
     if not any(is_drawable(point["loss"]) for point in points):
         raise ValueError(f"{run}: the run has not taken a step yet that has a finite loss")
     card = read_card(run)
@@ -114,7 +114,7 @@ def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapp
 
 
 def _encoded(picture: Any) -> str:
-    return base64.b64encode(plot.svg(picture)).decode()
+    return base64.b64encode(plot.to_svg(picture)).decode()
 
 
 def _spent(seconds: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of measurements, with plotnine. Each function returns a plot; `saved` writes it.
+"""Pictures of measurements, with plotnine. Each function returns a plot; `save_plot` writes it.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
-from dunes.bench.rows import SETTING, Row, groups, summary
-from dunes.bench.timed import PHASES, Report
+from dunes.bench.profile_modules import PHASES, Report
+from dunes.bench.rows import SETTING, Row, group_rows, summarize
 from dunes.measure import KINDS, Allocations
 from dunes.runs.extra import extra
 from dunes.runs.picture import is_drawable, smooth
@@ -45,7 +45,7 @@ def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str
     return p.ggplot(frame, p.aes(**aesthetics)) + look
 
 
-def saved(plot: Any, path: Path) -> None:
+def save_plot(plot: Any, path: Path) -> None:
     """Write the picture. Raises ValueError for a name that says no format."""
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"{path}: a picture is named .svg or .png")
@@ -53,7 +53,7 @@ def saved(plot: Any, path: Path) -> None:
     plot.save(path, dpi=150, verbose=False)
 
 
-def svg(plot: Any) -> bytes:
+def to_svg(plot: Any) -> bytes:
     """The picture as SVG text."""
     held = BytesIO()
     plot.save(held, format="svg", verbose=False)
@@ -66,7 +66,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return slope, math.exp(intercept)
 
 
-def lines(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+def scaling_lines(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     """Summaries that differ in nothing but the axis, by what tells these lines apart; no single points."""
     follows = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # a size has its own name
     others = [n for n in SETTING if n not in follows]
@@ -84,7 +84,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
     `found` are summaries. Raises ValueError if no two of them differ in the axis alone.
     """
     p, records = _plotnine(), list[dict[str, Any]]()
-    for name, members in lines(found, axis).items():
+    for name, members in scaling_lines(found, axis).items():
         xs, ys = [float(m[axis]) for m in members], [float(m[of]) for m in members]
         k, a = exponent(xs, ys)
         label = f"{name}: grows as the power {k:.2f}".removeprefix(": ")
@@ -97,9 +97,9 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
         + p.geom_line(p.aes(y="fit"), size=0.8)
         + p.geom_point(size=3)
-        + p.scale_x_log10(labels=_round, breaks=_marks(r["x"] for r in records))
+        + p.scale_x_log10(labels=_round, breaks=_log_ticks(r["x"] for r in records))
         + p.scale_y_log10(
-            labels=lambda v: [words(t) for t in v], breaks=_marks(r[c] for r in records for c in ("y", "fit"))
+            labels=lambda v: [words(t) for t in v], breaks=_log_ticks(r[c] for r in records for c in ("y", "fit"))
         )
         + p.scale_color_manual(COLOURS * 4)
         + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
@@ -111,7 +111,7 @@ def _round(values: Sequence[float]) -> list[str]:
     return [format_count(v) for v in values]
 
 
-def _marks(values: Any) -> list[float]:
+def _log_ticks(values: Any) -> list[float]:
     """1, 2 and 5 times powers of ten around the values; powers of ten alone where these would be many."""
     values = list(values)
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -155,7 +155,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     p = _plotnine()
     records = []
     for name, lines in runs.items():
-        for point in points(lines):
+        for point in run_points(lines):
             if point["bits_per_byte"] is not None and is_drawable(point["bits_per_byte"]):
                 records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
     if not records:
@@ -170,7 +170,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     )
 
 
-def over_rates(found: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
+def loss_over_lr(found: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
     """A loss over the learning rate, a line for each `method`; records hold `method`, `rate` and `loss`."""
     p = _plotnine()
     frame = _frame([{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in found])
@@ -209,7 +209,7 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
     )
 
 
-def points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A run's metrics as steps, tokens and minutes of training so far, with both losses, rate and bits a byte."""
     found, tokens, seconds = [], 0, 0.0
     for line in lines:
@@ -305,17 +305,17 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
     )
 
 
-def drawn(rows: Sequence[Row], folder: Path) -> list[Path]:
+def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """All pictures that these measurements allow: scaling over each axis that varies, and rates side by side."""
-    found = [summary(group) for group in groups(rows).values()]
+    found = [summarize(group) for group in group_rows(rows).values()]
     paths = []
     for axis in AXES:
-        if lines(found, axis):
+        if scaling_lines(found, axis):
             for of in ("seconds", "peak_bytes") if found[0].get("peak_bytes") else ("seconds",):
                 paths.append(folder / f"{found[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
-                saved(scaling(found, axis, of), paths[-1])
+                save_plot(scaling(found, axis, of), paths[-1])
     paths.append(folder / f"{found[0]['benchmark']}-rates.svg")
-    saved(
+    save_plot(
         bars([_bar(f, found) for f in found], f"{found[0]['benchmark']}: {found[0]['unit']} a second"), paths[-1]
     )
     return paths

@@ -72,6 +72,6 @@ def _timed(work: Work, runs: int, clock: Callable[[], float]) -> float:
         state = work.setup()
         start = clock()
         work.run(state)
-        measure.wait(measure.device())
+        measure.synchronize(measure.device())
         total += clock() - start
     return total / runs

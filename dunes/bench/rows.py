@@ -25,13 +25,13 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def append(path: Path, row: Row) -> None:
+def append_row(path: Path, row: Row) -> None:
     """Add a row to the file; an interrupted run keeps what it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
     append_record(path, row)
 
 
-def read(path: Path, warn: Warn = print_warning) -> list[Row]:
+def read_rows(path: Path, warn: Warn = print_warning) -> list[Row]:
     """All rows of a .jsonl file; `warn` gets a line about those that are no measurements.
 
     Raises ValueError that names the file, if it holds none.
@@ -60,20 +60,20 @@ def _is_row(record: Row | None) -> TypeGuard[Row]:
     return sound and all(isinstance(text, str) for text in texts) and record["seconds"] > 0
 
 
-def key(row: Row) -> tuple[Any, ...]:
+def setting_of(row: Row) -> tuple[Any, ...]:
     """What was measured, as one value."""
     return tuple(row.get(name) for name in SETTING)
 
 
-def groups(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
+def group_rows(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     """The rows of each measured thing, in the order of their first ones."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        found[key(row)].append(row)
+        found[setting_of(row)].append(row)
     return dict(found)
 
 
-def summary(rows: Sequence[Row]) -> Row:
+def summarize(rows: Sequence[Row]) -> Row:
     """One thing's rounds in one record: the medians, and the middle half of the seconds as their spread."""
     first = rows[0]
     seconds = [float(row["seconds"]) for row in rows]
@@ -88,7 +88,7 @@ def summary(rows: Sequence[Row]) -> Row:
     return found | {name: first[name] for name in ("peak_bytes", "machine") if first.get(name) is not None}
 
 
-def commit() -> str | None:
+def source_commit() -> str | None:
     """The revision of the source tree that runs, with + if it was changed; None outside of one."""
     here = Path(__file__).parent
 

@@ -54,7 +54,7 @@ class Request(Shapes):  # what to measure
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Case:
     """One thing that is timed.
 
     `bytes` are its weights', `held` what it holds between runs and `peak` the most that its tensors hold
@@ -69,15 +69,15 @@ class Contestant:
     peak: int | None
 
 
-def contestants(name: str, request: Request) -> list[Contestant]:
+def cases(name: str, request: Request) -> list[Case]:
     """All that the request asks for. Raises ValueError for what this model or machine cannot do."""
     named = BENCHMARKS[name]
-    found = [_contestant(named, *pair) for pair in wanted(name, request)]
-    _fits(found)
+    found = [_case(named, *pair) for pair in subjects_with_settings(name, request)]
+    _check_memory(found)
     return found
 
 
-def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
+def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, Setting]]:
     """Each subject with each setting. Raises ValueError for what no machine can do."""
     for option, values in (
         ("batch", request.batches),
@@ -93,7 +93,7 @@ def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
         raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
     if wrong := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {wrong[0]!r}; it must be one of {', '.join(DTYPES)}")
-    found, computing = [], _computing(name, request)
+    found, computing = [], _dtypes_and_threads(name, request)
     for subject in _subjects(request):
         contexts = request.contexts or (subject.context,)
         if (most := max(contexts)) > subject.context:
@@ -105,13 +105,13 @@ def wanted(name: str, request: Request) -> list[tuple[Subject, Setting]]:
     return found
 
 
-def _computing(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
+def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
     """The dtypes and numbers of threads; measured where nothing is said and it matters."""
-    threads = request.threads or (measure.threads(),)
+    threads = request.threads or (measure.choose_threads(),)
     if request.dtypes:
         return request.dtypes, threads
     if name in ("train", "score"):  # these compute in what `dunes train` and `dunes eval` would
-        return (str(measure.dtype(measure.device())).removeprefix("torch."),), threads
+        return (str(measure.choose_dtype(measure.device())).removeprefix("torch."),), threads
     return ("float32",), threads
 
 
@@ -122,18 +122,18 @@ def _subjects(request: Request) -> Iterator[Subject]:
         yield of_shape(family, parse_size(size), longest) if longest else of_shape(family, parse_size(size))
 
 
-def _contestant(named: Benchmark, subject: Subject, setting: Setting) -> Contestant:
+def _case(named: Benchmark, subject: Subject, setting: Setting) -> Case:
     with torch.device("meta"):
         parameters = tree.count(subject.outline())
     size = parameters * (4 if named.memory is training else getattr(torch, setting.dtype).itemsize)
     if named.memory is None:
-        return Contestant(subject, setting, parameters, size, size, None)
+        return Case(subject, setting, parameters, size, size, None)
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))
     log = named.memory(subject.outline, shape)
-    return Contestant(subject, setting, parameters, size, log.live[0], log.peak)
+    return Case(subject, setting, parameters, size, log.live[0], log.peak)
 
 
-def _fits(found: Sequence[Contestant]) -> None:
+def _check_memory(found: Sequence[Case]) -> None:
     """Raises ValueError if the machine would swap: all models are held at once, one works at a time."""
     need = FRAGMENTS * (sum(c.held for c in found) + max((c.peak or 0) - c.held for c in found))
     if (free := measure.free_memory(measure.device())) and need > free:
@@ -148,7 +148,7 @@ def bench(
     request: Request,
     rounds: int,
     out: Path,
-    told: Callable[[str, float], object] = lambda words, done: None,
+    report: Callable[[str, float], object] = lambda words, done: None,
     least: float = LEAST,
 ) -> list[rows.Row]:
     """Race the contestants; rows go into `out` lap by lap, and those that are there stay if it is interrupted.
@@ -161,16 +161,16 @@ def bench(
         raise ValueError(f"{out}: a file of measurements is named .jsonl")
     if os.path.lexists(out):
         raise ValueError(f"{out}: is there already; choose another --out")
-    field = {f"{number}": c for number, c in enumerate(contestants(name, request))}
+    field = {f"{number}": c for number, c in enumerate(cases(name, request))}
     works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}
-    known = {"commit": rows.commit(), "dunes": __version__, **measure.fingerprint()}
+    known = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
     ceilings, kept = Ceilings(), list[rows.Row]()
     before = lambda n: torch.set_num_threads(field[n].setting.threads)
     for lap in race(works, rounds, before=before, least=least):
         row = _row(name, field[lap.name], works[lap.name], lap, ceilings) | known
-        rows.append(out, row)
+        rows.append_row(out, row)
         kept.append(row)
-        told(f"{name} round {lap.round + 1} of {rounds}", len(kept) / (rounds * len(works)))
+        report(f"{name} round {lap.round + 1} of {rounds}", len(kept) / (rounds * len(works)))
     return kept
 
 
@@ -196,7 +196,7 @@ class Ceilings:
         return max(tries.values())
 
 
-def _row(name: str, c: Contestant, work: Work, lap: Lap, ceilings: Ceilings) -> rows.Row:
+def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.Row:
     matmul = ceilings.matmul(c.setting.dtype, c.setting.threads, lap.round)
     read = ceilings.read(c.bytes, c.setting.threads, lap.round)
     return {
@@ -222,11 +222,11 @@ def _row(name: str, c: Contestant, work: Work, lap: Lap, ceilings: Ceilings) -> 
     }
 
 
-def named(name: str) -> Path:
+def default_path(name: str) -> Path:
     """Where a benchmark's rows go if nobody says."""
     return Path("runs", "bench", f"{name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
 
 
 def summaries(found: Sequence[Mapping[str, Any]]) -> list[rows.Row]:
     """One record for each contestant."""
-    return [rows.summary(group) for group in rows.groups(map(dict, found)).values()]
+    return [rows.summarize(group) for group in rows.group_rows(map(dict, found)).values()]

@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from dunes.bench.compare import Comparison
-from dunes.bench.memory import Foreseen, Truth
+from dunes.bench.memory import MeasuredMemory, MemoryEstimate
+from dunes.bench.profile_modules import PHASES, Report
 from dunes.bench.rows import SETTING
-from dunes.bench.timed import PHASES, Report
 from dunes.measure import KINDS, Allocations
 from dunes.plural import plural
 from dunes.units import format_bytes, format_count, format_seconds
@@ -20,7 +20,7 @@ WIDTH = 240
 """Of the longest line: a narrow screen wraps it; figures that were cut off would lie."""
 
 
-def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """A table on standard output: words and bars to the left, figures to the right."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
@@ -32,7 +32,7 @@ def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> 
     Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> None:
+def print_summary(found: Sequence[Mapping[str, Any]]) -> None:
     """A line for each contestant: what tells it from the others, and what came out."""
     differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in found}) > 1]
     telling = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
@@ -48,12 +48,14 @@ def summary(found: Sequence[Mapping[str, Any]]) -> None:
     lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in found]
     hidden = {"benchmark", "family", "parameters", "subject", *differ}
     fixed = ", ".join(f"{n} {_value(found[0][n])}" for n in SETTING if n not in hidden)
-    show(f"{found[0]['benchmark']}: {fixed}, {plural(found[0]['rounds'], 'round')}", [*telling, *used], lines)
+    print_table(
+        f"{found[0]['benchmark']}: {fixed}, {plural(found[0]['rounds'], 'round')}", [*telling, *used], lines
+    )
 
 
-def comparison(found: Comparison, confidence: float) -> None:
+def print_comparison(found: Comparison, confidence: float) -> None:
     """What differs, with intervals, and what else is to be known before it is believed."""
-    for name, (a, b) in found.unlike.items():
+    for name, (a, b) in found.differing.items():
         words = (
             f"A {a}, B {b}"
             if isinstance(a, str) or not a
@@ -70,16 +72,16 @@ def comparison(found: Comparison, confidence: float) -> None:
         lines.append(
             [d.what, f"{d.ratio:.3f}", f"{low:.3f} to {high:.3f}" if d.interval else "", str(d.pairs), d.verdict]
         )
-    show(
+    print_table(
         f"seconds of B over seconds of A, {confidence:.0%} confidence",
         ["", "ratio", "interval", "rounds", ""],
         lines,
     )
-    for what in found.alone:
+    for what in found.unmatched:
         print(f"only in one of them: {what}")
 
 
-def times(report: Report, overhead: float) -> None:
+def print_times(report: Report, overhead: float) -> None:
     """Where the time went: by kind of operation, and down the tree of modules, with bars."""
     phases = [p for p in PHASES if any(e.phase == p for e in report.entries)]
     kinds = report.kinds() | {"between operations (Python, waiting)": {"": report.between}}
@@ -91,16 +93,16 @@ def times(report: Report, overhead: float) -> None:
             label = "  " * depth + (name.rpartition(".")[2] if title[0] == "m" else name)
             cells = [format_seconds(by_phase[p]) if by_phase.get(p) else "" for p in phases]
             lines.append([label or "all", *cells, f"{total / report.wall:.1%}", bar(total / report.wall)])
-        show(title, ["", *phases, "share", ""], lines)
+        print_table(title, ["", *phases, "share", ""], lines)
         print()
     print(f"{format_seconds(report.wall)} in all; the profiler made it {overhead:+.0%} longer")
 
 
-def memory(log: Allocations) -> None:
+def print_memory(log: Allocations) -> None:
     """Who holds memory when most is held."""
     peak = log.peak or 1
     kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
-    show(f"tensors at the peak: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
+    print_table(f"tensors at the peak: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
     places: dict[tuple[str, str, str], list[int]] = {}
     for a in log.held():
         place = places.setdefault((re.sub(r"\b\d+\b", "*", a.where), a.kind, a.phase), [0, 0])
@@ -108,14 +110,14 @@ def memory(log: Allocations) -> None:
         place[1] += 1
     most = sorted(places.items(), key=lambda item: -item[1][0])[:16]
     print()
-    show(
+    print_table(
         "who holds it",
         ["", "bytes", "kind", "made in", "tensors"],
         [[w, format_bytes(b), k, p, str(n)] for (w, k, p), (b, n) in most],
     )
 
 
-def foreseen(found: Sequence[Foreseen], truths: Sequence[Truth | None]) -> None:
+def print_estimates(found: Sequence[MemoryEstimate], truths: Sequence[MeasuredMemory | None]) -> None:
     """One line for each step: what it would hold, and what it held where that was tried."""
     lines = []
     for f, truth in zip(found, truths, strict=True):
@@ -130,7 +132,7 @@ def foreseen(found: Sequence[Foreseen], truths: Sequence[Truth | None]) -> None:
             ]
         lines.append(line)
     seen = ["seen", "process grew by"] if any(truths) else []
-    show("at the peak", ["", "foreseen", *KINDS, *seen], lines)
+    print_table("at the peak", ["", "foreseen", *KINDS, *seen], lines)
 
 
 def bar(share: float, width: int = 30) -> str:

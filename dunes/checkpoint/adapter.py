@@ -134,7 +134,7 @@ def save_adapter(
         "base": {**(made_for or base_identity(model)), **_relative_base(base, folder)},
     }
     card |= {"structure": structure_digest(about, note), "changes": []}
-    card |= {} if context_length is None else {"context": context_length}
+    card |= {} if context_length is None else {"context_length": context_length}
 
     def fill(staged: Path) -> None:
         safetensors_writer.write_tensors(staged, weights, WEIGHTS[0], shard=1 << 62)

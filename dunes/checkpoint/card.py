@@ -10,7 +10,7 @@ from dunes.plural import plural
 from dunes.text import json_file
 
 CARD = "dunes.json"
-FORMAT = 1
+FORMAT = 2
 MAX_FILES = 20_000
 
 
@@ -23,6 +23,8 @@ def read_card(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder / CARD}: 'changes' must be a list, not {type(changes).__name__}; {_remedy(folder)}"
         )
+    if card.get("format") == 1 and "context" in card:  # its name in format 1
+        card["context_length"] = card.pop("context")
     return card
 
 

@@ -96,7 +96,7 @@ def save(
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # `known` first for its place in the file, and last because facts must not override it.
-        card = {**known, "context": context_length, "changes": [], **(facts or {}), **known}
+        card = {**known, "context_length": context_length, "changes": [], **(facts or {}), **known}
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
@@ -261,7 +261,7 @@ def _save_stamp(folder: Path) -> list[tuple[int, int] | None]:
 
 
 def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
-    """The model, its tokenizer and its card, from any form of model folder; `build` as it was given to `save`.
+    """The model, its tokenizer and its card, from any format of model folder; `build` as it was given to `save`.
 
     Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
@@ -296,9 +296,11 @@ def _load_built(folder: Path, device: torch.device | str, build: Build | None) -
 
 def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
     """The context length in a card. Raises ValueError unless it is a positive integer."""
-    context_length = card.get("context", otherwise)
+    context_length = card.get("context_length", otherwise)
     if type(context_length) is not int or context_length < 1:
-        raise ValueError(f"{folder / CARD}: context is {quote(context_length)}; expected a number of tokens")
+        raise ValueError(
+            f"{folder / CARD}: context_length is {quote(context_length)}; expected a number of tokens"
+        )
     return context_length
 
 
@@ -321,7 +323,7 @@ def load_decoder(source: Source) -> Decoder:
     return model
 
 
-def described(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
+def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a model folder, without weights. Raises ValueError like `load`."""
     source = open_verified_source(Path(folder), max_bytes=0)
     return source.family, source.config, dict(source.card)

@@ -42,7 +42,7 @@ def load(
     build: Build | None = None,
     adapters: Sequence[Path] = (),
 ) -> LoadedModel:
-    """The model, its tokenizer and its card, from any form of folder that is read here.
+    """The model, its tokenizer and its card, from any format of folder that is read here.
 
     `build` is the function that builds a model which no family describes: what `save` was given.
     `adapters` are folders that will be put on the model: its base is proven to be theirs, and changed for them.
@@ -90,8 +90,8 @@ def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
     """The family, its config and the card of a folder without its weights. Raises ValueError like `load`."""
     folder = Path(folder)
     if not is_adapter(folder):
-        return whole.described(folder)
-    family, config, _ = whole.described(base_folder(readable_folder(folder)))
+        return whole.describe(folder)
+    family, config, _ = whole.describe(base_folder(readable_folder(folder)))
     return family, config, verified_card(readable_folder(folder), max_bytes=0)
 
 

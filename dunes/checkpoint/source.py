@@ -1,4 +1,4 @@
-"""A model folder in any form that is read here, known from its headers alone."""
+"""A model folder in any format that is read here, known from its headers alone."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ class Source:
     """
 
     folder: Path
-    form: str
+    format: str
     hf_config: Mapping[str, Any]
     files: Weights
     names: Names
@@ -52,7 +52,7 @@ class Source:
     @cached_property
     def config(self) -> Any:
         """Raises ValueError for what cannot be built."""
-        with _naming_errors(self.folder / (native.PARAMS if self.form == "native" else CONFIG)):
+        with _naming_errors(self.folder / (native.PARAMS if self.format == "native" else CONFIG)):
             return FAMILIES[self.family].from_hf(dict(self.hf_config))
 
     @cached_property
@@ -62,7 +62,7 @@ class Source:
         Raises ValueError if they are far more than the files hold, before anything is built.
         """
         self._check_size(self.files.values())
-        return in_memory(build_on_meta(self.family, self.config).state_dict(), self.form)
+        return in_memory(build_on_meta(self.family, self.config).state_dict(), self.format)
 
     def _check_size(self, files: Iterable[LazyTensor]) -> None:
         """Raise ValueError if these files hold far less than the config describes."""
@@ -112,7 +112,7 @@ def _naming_errors(path: Path) -> Iterator[None]:
 
 
 def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Source:
-    """Open a model folder in any of the forms read here. Raises ValueError that says what was looked for.
+    """Open a model folder in any of the formats read here. Raises ValueError that says what was looked for.
 
     `renames` maps foreign names of tensors (with `{i}` for a number) to Hugging Face's.
     """
@@ -133,8 +133,8 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Sourc
         )
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
-    forms = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-    raise ValueError(f"{folder}: no weights; looked for {forms}, and consolidated.* with {native.PARAMS}")
+    names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
+    raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}")
 
 
 def _adapter_hint(folder: Path) -> str:

@@ -180,7 +180,7 @@ def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     """
     model = build_on_meta(source.family, source.config).eval()
     names = source.names
-    if source.form == "native":
+    if source.format == "native":
         names = native.weight_names(source.hf_config, permuted=False)
         for module in model.modules():
             if isinstance(module, Attention) and module.position is not None:

@@ -75,7 +75,7 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
     from dunes.bench import rows, run, table
     from dunes.runs.progress import Display
 
-    file, status = out or run.named(name), 0
+    file, status = out or run.default_path(name), 0
     try:
         with Display(Console(stderr=True, highlight=False)) as show:
             laps = run.bench(name, request, rounds, file, show.state)
@@ -83,12 +83,12 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
         file, status = file.with_suffix(".jsonl"), 130
         if not file.exists():
             raise
-        laps = rows.read(file)
+        laps = rows.read_rows(file)
         print("interrupted; what was measured until then:", file=sys.stderr)
     results = run.summaries(laps)
 
     def words() -> None:
-        table.summary(results)
+        table.print_summary(results)
         print(f"all laps: {file}   compare: dunes bench compare {file} OTHER   draw: dunes bench plot {file}")
 
     _print(words, {"file": str(file), "results": results}, as_json)
@@ -100,19 +100,19 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
 
     from dunes.bench import BENCHMARKS, run, table
     from dunes.bench import plot as plots
-    from dunes.bench.timed import of_work
+    from dunes.bench.profile_modules import profile_work
 
-    found = run.contestants(name, request)
+    found = run.cases(name, request)
     if len(found) > 1:
         raise ValueError(f"--by-module looks into one run, and these are {len(found)}; give each option one value")
     torch.set_num_threads(found[0].setting.threads)
     work = BENCHMARKS[name].make(found[0].subject, found[0].setting)
     if work.model is None:
         raise ValueError(f"--by-module: dunes bench {name} runs no model")
-    report, overhead = of_work(work)
+    report, overhead = profile_work(work)
     if picture:
-        plots.saved(plots.flame(report), picture)
-    _print(lambda: table.times(report, overhead), report.record() | {"overhead": overhead}, as_json)
+        plots.save_plot(plots.flame(report), picture)
+    _print(lambda: table.print_times(report, overhead), report.record() | {"overhead": overhead}, as_json)
     return 0
 
 
@@ -135,8 +135,8 @@ def compare(
     from dunes.bench import rows, table
     from dunes.bench.compare import compare as compared
 
-    found = compared(rows.read(a), rows.read(b), confidence)
-    _print(lambda: table.comparison(found, confidence), found.record(), as_json)
+    found = compared(rows.read_rows(a), rows.read_rows(b), confidence)
+    _print(lambda: table.print_comparison(found, confidence), found.record(), as_json)
     return 0
 
 
@@ -161,12 +161,12 @@ def plot(
 
     if over not in ("minutes", "tokens", "steps"):
         raise ValueError(f"--over is {over!r}; it must be minutes, tokens or steps")
-    laps = [row for p in paths if not p.is_dir() for row in rows.read(p)]
+    laps = [row for p in paths if not p.is_dir() for row in rows.read_rows(p)]
     kinds = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
-    drawn = [path for kind in kinds.values() for path in plots.drawn(kind, out)]
+    drawn = [path for kind in kinds.values() for path in plots.draw_all(kind, out)]
     if runs := {str(p): read_metrics(p / METRICS) for p in paths if p.is_dir()}:
         drawn.append(out / "loss.svg")
-        plots.saved(plots.losses(runs, over), drawn[-1])
+        plots.save_plot(plots.losses(runs, over), drawn[-1])
     names = [str(path) for path in drawn]
     _print(lambda: print("\n".join(names)), {"pictures": names}, as_json)
     return 0
@@ -216,18 +216,18 @@ def memory(
     from dunes.bench import run, table
 
     usual = {"batches": model.batches or (16,), "dtypes": model.dtypes or ("float32",), "threads": (1,)}
-    wanted = run.wanted("prefill" if inference else "train", Request(**vars(model) | usual))
-    found = [measured.foreseen(*pair, checkpointing, inference) for pair in wanted]
-    truths = [f.checked() if check else None for f in found]
+    wanted = run.subjects_with_settings("prefill" if inference else "train", Request(**vars(model) | usual))
+    found = [measured.estimate_memory(*pair, checkpointing, inference) for pair in wanted]
+    truths = [f.measure() if check else None for f in found]
 
     def words() -> None:
         if len(found) == 1:
-            table.memory(found[0].log)
+            table.print_memory(found[0].log)
             print()
-        table.foreseen(found, truths)
+        table.print_estimates(found, truths)
 
     if picture:
-        plots.saved(plots.memory(found[0].log), picture)
+        plots.save_plot(plots.memory(found[0].log), picture)
     _print(words, {"results": [f.record(t) for f, t in zip(found, truths, strict=True)]}, as_json)
     return 0
 
@@ -236,5 +236,5 @@ def prepare() -> None:
     """Memory and denormal numbers as `dunes train` has them."""
     from dunes import measure
 
-    measure.keep_memory()
-    measure.quick_small_numbers()
+    measure.keep_freed_memory()
+    measure.flush_denormals()

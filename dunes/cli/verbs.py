@@ -268,7 +268,7 @@ def inspect(model: Model, values: bool = False) -> int:
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Args:
-        model: A model folder in any form, or a name on the Hub.
+        model: A model folder in any format, or a name on the Hub.
         values: Read all numbers, too, and name tensors with odd ones.
     """
     from dunes import checkpoint
@@ -301,12 +301,12 @@ def convert(
     dtype: Round = None,
     names: Annotated[Path | None, flag("FILE", "the family's")] = None,
 ) -> None:
-    """Bring weights in from any form, as a verified folder that Hugging Face's tools open.
+    """Convert weights of any format into a verified folder that Hugging Face's tools open.
 
     Example: dunes convert ~/llama-2-7b-native ~/models/llama-2-7b --dtype bfloat16
 
     Args:
-        source: A model folder in any form, or a name on the Hub.
+        source: A model folder in any format, or a name on the Hub.
         out: The new folder.
         dtype: Round the weights.
         names: JSON object that maps foreign names to Hugging Face's, with {i} for a number.
@@ -321,7 +321,7 @@ def export(
     to: Annotated[str, flag("FORMAT", "hf")] = "hf",
     dtype: Round = None,
 ) -> None:
-    """Take a model out, verified, as a plain Hugging Face folder.
+    """Write a model as a verified plain Hugging Face folder.
 
     Example: dunes export runs/project ~/models/project --to hf
 

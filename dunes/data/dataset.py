@@ -1,11 +1,11 @@
-"""What to finetune on, from a file or a folder: records, each file of its own kind, and files of plain text."""
+"""Finetuning data from a file or a folder: files of records, each of its own format, and files of plain text."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from dunes.data.document import Document, plain_document
 from dunes.data.examples import Record, Records, read_records
-from dunes.data.files import SourceFile, Walk, passed_over
+from dunes.data.files import SourceFile, Walk, skipped_line
 from dunes.data.record_document import holds_records
 from dunes.data.records import JSON
 from dunes.plural import plural
@@ -15,9 +15,9 @@ from dunes.text.templates import Turn
 def read_dataset(
     source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
 ) -> tuple[list[Records], list[str]]:
-    """The records in a file, or in all files below a folder, and what was read and passed over, in lines.
+    """The records in a file, or in all files below a folder, and lines that tell what was read and skipped.
 
-    A file of plain text is one record; .gitignore, binaries, links and copies are dealt with as by `collect`.
+    A file of plain text is one record; .gitignore, binaries, links and duplicates as in `collect_corpus`.
     Raises ValueError that names the file, and the line or row, for records that cannot be read, and if there is
     nothing to read.
     """
@@ -25,7 +25,7 @@ def read_dataset(
     files: list[Records] = []
     documents: dict[str, Document] = {}
     for file in walk.files():
-        if _is_data(file):
+        if _has_records(file):
             files.append(read_records(file.path, text_field))
         elif isinstance(document := plain_document(file), str):
             walk.skip(document, file.name)
@@ -39,12 +39,12 @@ def read_dataset(
         files.append(Records(Path(source), "text", "plain files", rows))
         lines.append(f"{source}: {plural(len(rows), 'file')} of plain text")
     if walk.skipped:
-        lines.append(passed_over(walk.skipped))
+        lines.append(skipped_line(walk.skipped))
     if not files:
-        raise ValueError(f"{source}: nothing to learn from ({lines[0] if lines else 'no files'})")
+        raise ValueError(f"{source}: nothing to train on ({lines[0] if lines else 'no files'})")
     return files, lines
 
 
-def _is_data(file: SourceFile) -> bool:
+def _has_records(file: SourceFile) -> bool:
     """Whether to read a file as records; a .json file that the user names is refused where it holds none."""
     return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))

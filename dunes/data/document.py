@@ -1,4 +1,4 @@
-"""A file of text, and what keeps one from being a document that anybody wants to learn."""
+"""A file of text, and the reasons why a file is not one to train on."""
 
 import codecs
 import stat
@@ -42,12 +42,12 @@ class Document:
 
     @property
     def split_hash(self) -> float:
-        """Where the path's hash falls in [0, 1)."""
+        """The hash of the path, in [0, 1)."""
         return int.from_bytes(blake2b(self.name.encode(errors="surrogateescape"), digest_size=8).digest()) / 2**64
 
 
 def plain_document(file: SourceFile) -> Document | str:
-    """The document, or why it is none. A file that the user named himself is never too large."""
+    """The document, or why the file is none. A file that the user named is never too large."""
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):

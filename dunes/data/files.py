@@ -1,7 +1,7 @@
-"""The plain files below some files and folders, less what nobody wants to read.
+"""The plain files below some files and folders, without what nobody wants to read.
 
-Links are not followed unless that is asked for: what they lead to inside the sources is read at its own place or
-left out on purpose, and what lies outside may be a device, a password, or the whole disk.
+Links are not followed by default: what they lead to inside the sources is read at its own place or left out on
+purpose, and what is outside may be a device, a password, or the whole disk.
 """
 
 import io
@@ -97,11 +97,11 @@ class Walk:
             yield SourceFile(path, name, False)
 
 
-def passed_over(skipped: Mapping[str, Sequence[str]]) -> str:
-    """How many files were passed over for which reason, and how to read those that links lead to."""
+def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
+    """How many files were skipped for which reason, and how to read those that links lead to."""
     counts = sorted(((len(names), reason) for reason, names in skipped.items()), key=lambda c: -c[0])
-    hint = "; --follow-links reads what lies outside" if OUTSIDE in skipped else ""
-    return f"passed over: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
+    hint = "; --follow-links reads what is outside" if OUTSIDE in skipped else ""
+    return f"skipped: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
 
 
 def _source_path(source: str | Path) -> Path:
@@ -114,7 +114,7 @@ def _source_path(source: str | Path) -> Path:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """The file, opened for reading. Raises OSError for what is no plain file, without waiting for it."""
+    """The file, opened for reading. Raises OSError for what is not a plain file, without blocking on it."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: that alone may move a device
         raise OSError("not a plain file")
     file = open(path, "rb", opener=_opened)  # noqa: SIM115  (the caller closes it)

@@ -1,7 +1,7 @@
-"""What is known of examples before the first step, and the faults for which no step is taken.
+"""Checks of finetuning examples before the first step.
 
-Each of them trains without a complaint, to a loss that looks well, and gives a model that does not do what the
-examples show.
+Each of these faults trains without a complaint, to a loss that looks well, and gives a model that does not do what
+the examples show.
 """
 
 from collections.abc import Sequence
@@ -21,114 +21,113 @@ FEW = 0.05
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of examples to learn from, except where `validation` is named.
+    """Counts over training examples; `validation` counts the others.
 
-    `texts` are windows of plain text, the others conversations. `tokens` counts what windows share once, `trained`
-    are the targets that remain within the context and `lost` those beyond it, `lengths` the QUANTILES in ids
-    before anything is cut, `ended` the conversations in which a token that ends an answer is a target, `blank` the
-    examples without any target, `doubled` those that begin twice, validation's included, `used` the different ids,
-    and `highest` the highest of them all.
+    `windows` are those of plain text, the rest conversations. `tokens` counts what windows share once, `trained`
+    the targets within the context and `lost` those beyond it, `lengths` are QUANTILES in ids before truncation.
+    `leaked` counts validation examples that are in training too, `with_stop` conversations in which a token that
+    ends an answer is a target, `without_target` examples without any, `double_bos` those that begin twice,
+    validation's included. `max_id` is that of all examples.
     """
 
     examples: int
-    texts: int
+    windows: int
     validation: int
     tokens: int
     trained: int
     lost: int
     lengths: tuple[int, ...]
-    context: int
+    context_length: int
     truncated: int
     duplicates: int
-    shared: int
-    ended: int
-    blank: int
-    doubled: int
-    used: int
-    highest: int
+    leaked: int
+    with_stop: int
+    without_target: int
+    double_bos: int
+    distinct_ids: int
+    max_id: int
     vocab: int
 
     @property
-    def share_truncated(self) -> float:
+    def truncated_share(self) -> float:
         return self.truncated / max(self.examples, 1)
 
     @property
-    def share_trained(self) -> float:
+    def trained_share(self) -> float:
         return self.trained / max(self.tokens, 1)
 
     def lines(self) -> list[str]:
-        """The report for a person, a line for each subject."""
+        """The report as lines of text."""
         lengths = ", ".join(f"{q:.0%} {n}" for q, n in zip(QUANTILES, self.lengths, strict=True))
-        windows = f" ({self.texts} of them windows of plain text)" if self.texts else ""
+        windows = f" ({self.windows} of them windows of plain text)" if self.windows else ""
         return [
             f"{plural(self.examples, 'example')}{windows}, {self.validation} for validation; "
-            f"{plural(self.duplicates, 'is a copy of another', 'are copies of others')}, "
-            f"{plural(self.shared, 'of those for validation is', 'of those for validation are')} also learnt from",
-            f"{plural(self.tokens, 'token')}, {self.trained} of them trained on ({self.share_trained:.1%}); "
-            f"{plural(self.blank, 'example')} with nothing to train on",
-            f"length in tokens: {lengths}; cut at {self.context}: {self.share_truncated:.1%} of the examples, "
-            f"{plural(self.lost, 'trained token')} lost",
-            f"{self.used} of {self.vocab} different tokens are met; "
-            f"{plural(self.ended, 'example ends', 'examples end')} an answer",
+            f"{plural(self.duplicates, 'duplicate')}, "
+            f"{plural(self.leaked, 'validation example is', 'validation examples are')} in the training data",
+            f"{plural(self.tokens, 'token')}, {self.trained} of them targets ({self.trained_share:.1%}); "
+            f"{plural(self.without_target, 'example')} without targets",
+            f"length in tokens: {lengths}; truncated at {self.context_length}: {self.truncated_share:.1%} of the "
+            f"examples, {plural(self.lost, 'target')} lost",
+            f"{self.distinct_ids} of {self.vocab} vocabulary ids used; "
+            f"{plural(self.with_stop, 'example ends', 'examples end')} an answer",
         ]
 
     def warnings(self) -> list[str]:
-        """What is no error, and should be looked at."""
-        found = []
-        if self.share_trained < FEW:
-            found.append(f"only {self.share_trained:.1%} of the tokens are trained on; look at a few examples")
-        if self.shared:
-            found.append(
-                f"{plural(self.shared, 'validation example is', 'validation examples are')} also learnt from; "
-                "the loss on them says little"
+        """What is no error but should be looked at."""
+        warnings = []
+        if self.trained_share < FEW:
+            warnings.append(f"only {self.trained_share:.1%} of the tokens are targets; look at a few examples")
+        if self.leaked:
+            warnings.append(
+                f"{plural(self.leaked, 'validation example is', 'validation examples are')} in the training data; "
+                "the validation loss is too low"
             )
-        if self.blank:
-            found.append(
-                f"{plural(self.blank, 'example is', 'examples are')} left out, with nothing to train on "
-                "within the context"
+        if self.without_target:
+            warnings.append(
+                f"{plural(self.without_target, 'example is', 'examples are')} skipped: no targets in the context"
             )
         if self.truncated:
-            found.append(
-                f"{plural(self.truncated, 'example is', 'examples are')} cut at the end, "
-                f"where {plural(self.lost, 'trained token is', 'trained tokens are')} lost"
+            warnings.append(
+                f"{plural(self.truncated, 'example is', 'examples are')} truncated, "
+                f"{plural(self.lost, 'target')} lost"
             )
-        return found
+        return warnings
 
 
 def data_report(
     examples: Sequence[Example],
     validation: Sequence[Example],
-    context: int,
+    context_length: int,
     vocab: int,
     template: Template,
     tokenizer: Tokenizer,
 ) -> DataReport:
-    """What is known of the examples in rows of `context` tokens, for a model of `vocab` ids."""
+    """The counts for rows of `context_length` tokens and a model of `vocab` ids."""
     lengths = np.array([len(e) for e in examples], np.int64)
-    kept = [e.loss_mask[1 : context + 1] for e in examples]
-    learnt = [e.ids.tobytes() for e in examples]
-    distinct = set(learnt)
-    every = [*examples, *validation]
+    targets = [e.loss_mask[1 : context_length + 1] for e in examples]
+    training = [e.ids.tobytes() for e in examples]
+    distinct = set(training)
+    all_examples = [*examples, *validation]
     stops = np.array(sorted({template.stop_id(tokenizer), *tokenizer.stops}))
-    spoken = [(e, k) for e, k in zip(examples, kept, strict=True) if e.window_index is None]
-    ends = [bool(np.isin(e.ids[1 : context + 1][k], stops).any()) for e, k in spoken]
+    conversations = [(e, k) for e, k in zip(examples, targets, strict=True) if e.window_index is None]
+    ends = [bool(np.isin(e.ids[1 : context_length + 1][k], stops).any()) for e, k in conversations]
     return DataReport(
         examples=len(examples),
-        texts=len(examples) - len(spoken),
+        windows=len(examples) - len(conversations),
         validation=len(validation),
         tokens=int(lengths.sum()) - sum(bool(e.window_index) for e in examples),
-        trained=sum(int(k.sum()) for k in kept),
-        lost=sum(int(e.loss_mask[context + 1 :].sum()) for e in examples),
+        trained=sum(int(k.sum()) for k in targets),
+        lost=sum(int(e.loss_mask[context_length + 1 :].sum()) for e in examples),
         lengths=_quantiles(lengths),
-        context=context,
-        truncated=int((lengths > context + 1).sum()),
-        duplicates=len(learnt) - len(distinct),
-        shared=sum(e.ids.tobytes() in distinct for e in validation),
-        ended=sum(ends),
-        blank=sum(not k.any() for k in kept),
-        doubled=sum(_doubled(e, tokenizer.document_start) for e in every),
-        used=len(np.unique(np.concatenate([e.ids for e in examples]))) if examples else 0,
-        highest=max((int(e.ids.max()) for e in every if len(e)), default=-1),
+        context_length=context_length,
+        truncated=int((lengths > context_length + 1).sum()),
+        duplicates=len(training) - len(distinct),
+        leaked=sum(e.ids.tobytes() in distinct for e in validation),
+        with_stop=sum(ends),
+        without_target=sum(not k.any() for k in targets),
+        double_bos=sum(_double_bos(e, tokenizer.document_start) for e in all_examples),
+        distinct_ids=len(np.unique(np.concatenate([e.ids for e in examples]))) if examples else 0,
+        max_id=max((int(e.ids.max()) for e in all_examples if len(e)), default=-1),
         vocab=vocab,
     )
 
@@ -139,38 +138,38 @@ def _quantiles(lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tupl
     return tuple(int(n) for n in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
 
 
-def _doubled(example: Example, begin: Sequence[int]) -> bool:
-    """Whether the example begins twice. Nothing asked and nothing answered is a beginning and an end."""
+def _double_bos(example: Example, begin: Sequence[int]) -> bool:
+    """Whether the example begins with the start of a document twice; an empty question and answer do not."""
     n = len(begin)
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
 
-def check_report(found: DataReport, limit: float = 0.05) -> None:
-    """Raises ValueError for what cannot be meant; `limit` is the share of examples that may be cut."""
-    if not found.examples:
-        raise ValueError("there are no examples to learn from")
-    if found.highest >= found.vocab:
+def check_report(report: DataReport, limit: float = 0.05) -> None:
+    """Raises ValueError for examples that cannot be meant; `limit` is the share of them that may be truncated."""
+    if not report.examples:
+        raise ValueError("there are no training examples")
+    if report.max_id >= report.vocab:
         raise ValueError(
-            f"the examples hold the id {found.highest}, and the model has {found.vocab}; "
-            "the tokenizer is another model's, or the model has to be made larger"
+            f"the examples contain the id {report.max_id}, and the model has {report.vocab} embeddings; "
+            "use the model's own tokenizer"
         )
-    if found.doubled:
+    if report.double_bos:
         raise ValueError(
-            f"{plural(found.doubled, 'example begins', 'examples begin')} with the token of the beginning twice; "
+            f"{plural(report.double_bos, 'example begins', 'examples begin')} with the BOS token twice; "
             "the chat template writes it and the tokenizer adds it"
         )
-    # Before the rest: what is cut may be why nothing is left to train on.
-    if found.share_truncated > limit:
+    # First, since truncation may be why no targets are left.
+    if report.truncated_share > limit:
         raise ValueError(
-            f"{found.share_truncated:.1%} of the examples are longer than the context of {found.context} and "
-            f"would lose {plural(found.lost, 'trained token')}, allowed are {limit:.1%}; half of the "
-            f"examples have up to {plural(found.lengths[0], 'token')}, 99 % up to {found.lengths[2]}: "
-            "choose a longer context, or allow more"
+            f"{report.truncated_share:.1%} of the examples are longer than the context of {report.context_length} "
+            f"and would lose {plural(report.lost, 'target')}; at most {limit:.1%} may be truncated. Half of the "
+            f"examples have up to {plural(report.lengths[0], 'token')}, 99% up to {report.lengths[2]}: "
+            "choose a longer context length, or allow more truncation"
         )
-    if not found.trained:
-        raise ValueError(f"none of {plural(found.tokens, 'token')} is trained on: the examples have no answers")
-    if found.texts < found.examples and not found.ended:
+    if not report.trained:
+        raise ValueError(f"none of {plural(report.tokens, 'token')} is a target: the examples have no answers")
+    if report.windows < report.examples and not report.with_stop:
         raise ValueError(
-            "the token that ends an answer is never trained on, so that the model would never stop; "
-            "choose another template, or a longer context"
+            "the token that ends an answer is never a target, so that the model would never stop; "
+            "choose another template, or a longer context length"
         )

@@ -1,4 +1,4 @@
-"""The texts of files of records as documents: some of the records validate, the others are learned from."""
+"""The texts of a file of records as documents: some of the records for validation, the others for training."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,17 +17,17 @@ from dunes.text.templates import Turn
 
 @dataclass(frozen=True)
 class RecordDocument(Document):
-    """The texts of a file of records: those that validate, whose hashes are below `limit`, or the others.
+    """The texts of a file of records: those for validation, whose hashes are below `limit`, or the others.
 
-    There are `count` of them, of `size` bytes, and `what` says what is taken as text; `blank` records have none.
-    `whole` is the digest of all texts in the file.
+    There are `count` of them, of `size` bytes, and `content` tells what is taken as text; `blank` have none.
+    `file_digest` is that of all texts in the file.
     """
 
-    whole: str
+    file_digest: str
     fields: tuple[str, ...]
     limit: float
-    validates: bool
-    what: str
+    validation: bool
+    content: str
     count: int
     blank: int
 
@@ -37,9 +37,9 @@ class RecordDocument(Document):
         try:
             for _, text in record_texts(self.path, self.fields):
                 seen.update(_delimited(text))
-                if text and (_split_hash(text) < self.limit) == self.validates:
+                if text and (_split_hash(text) < self.limit) == self.validation:
                     yield text
-            whole = seen.hexdigest() == self.whole
+            whole = seen.hexdigest() == self.file_digest
         except ValueError:
             pass
         if not whole:
@@ -70,7 +70,7 @@ def holds_records(file: SourceFile) -> bool:
 
 
 def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
-    """Both sides of a file of records, about `share` of which validate: of different ones one at least, never all.
+    """A file of records in two parts, about `share` for validation: of different ones one at least, never all.
 
     A side without text is left out. Raises ValueError that names the file, the line and what was expected.
     """
@@ -94,16 +94,19 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
 
 
 def describe_records(documents: Sequence[Document]) -> list[str]:
-    """What was taken as text from how many records, and how many have none, in lines."""
+    """Lines that tell what was taken as text from how many records, and how many have none."""
     sides = [d for d in documents if isinstance(d, RecordDocument)]
-    return [_describe(what, [d for d in sides if d.what == what]) for what in dict.fromkeys(d.what for d in sides)]
+    return [
+        _describe(what, [d for d in sides if d.content == what])
+        for what in dict.fromkeys(d.content for d in sides)
+    ]
 
 
 def _describe(what: str, sides: Sequence[RecordDocument]) -> str:
     count, blank, files = sum(d.count for d in sides), sum(d.blank for d in sides), len({d.path for d in sides})
     where = f" in {files} files" if files > 1 else ""
-    without = f"; {blank} without text passed over" if blank else ""
-    return f"learned from records: {what} ({plural(count + blank, 'record')}{where}{without})"
+    without = f"; {blank} without text skipped" if blank else ""
+    return f"text from records: {what} ({plural(count + blank, 'record')}{where}{without})"
 
 
 def _split_hash(text: str) -> float:

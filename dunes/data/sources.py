@@ -1,8 +1,8 @@
-"""A corpus: the text files in some files and folders, less what nobody wants to learn.
+"""A corpus: the text in some files and folders, without what nobody wants to train on.
 
-What .gitignore excludes, links, binaries, generated giants and exact duplicates are passed over, and counted with
-their reasons. Validation is whole files, chosen by a hash of their path, so that the same file is on the same side
-on every machine and after every edit elsewhere; and of files of records it is some of the records, by their hash.
+Files that .gitignore excludes, links, binaries, large generated files and duplicates are skipped and counted by
+reason. Whole files are kept for validation, chosen by a hash of their path, so that the same file is on the same
+side on every machine and after every edit elsewhere; of files of records it is some of the records, by their hash.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Literal
 
 from dunes.data.document import Document, plain_document
-from dunes.data.files import SourceFile, Walk, passed_over
+from dunes.data.files import SourceFile, Walk, skipped_line
 from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
 from dunes.plural import plural
 
 SHOWN = 5
-"""Files of records that cannot be read of which each has a line of its own."""
+"""Files of records that cannot be read: so many are named, the others counted."""
 
 
 @dataclass
 class Corpus:
-    """The documents of a corpus, those kept for validation, and what was passed over and why.
+    """The documents of a corpus for training and validation, and the names of skipped files by reason.
 
-    `notes` say what was taken from files of records, and why some were not read. `split` is how text is held out:
-    whole `files` and records, or the `tails` of all.
+    `notes` tell what was read from files of records, and what was not. `split` tells what validation is: whole
+    `files` and records, or the `tails` of all.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -34,10 +34,10 @@ class Corpus:
     split: Literal["files", "tails"] = "files"
 
     def report(self) -> str:
-        """One line: how much was found and what was passed over."""
+        """One line: how much text there is and what was skipped."""
         size = sum(d.size for d in self.train + self.valid) / 1e6
-        kept = f"{plural(len(self.train), 'file')} to learn, {len(self.valid)} to validate, {size:.1f} MB"
-        return f"{kept}; {passed_over(self.skipped)}"
+        kept = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation, {size:.1f} MB"
+        return f"{kept}; {skipped_line(self.skipped)}"
 
 
 def collect_corpus(
@@ -67,10 +67,10 @@ def collect_corpus(
             documents |= {document.digest: document for document in found}
     if not documents:
         where, why = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
-        raise ValueError(f"{where}: no text to learn from ({why}); give files or folders of UTF-8 text")
+        raise ValueError(f"{where}: no text to train on ({why}); give files or folders of UTF-8 text")
     unread = corpus.notes[SHOWN:]
     corpus.notes[SHOWN:] = (
-        [f"passed over: {plural(len(unread), 'more file', 'more files')} of records"] if unread else []
+        [f"skipped: {plural(len(unread), 'more file', 'more files')} of records"] if unread else []
     )
     corpus.notes[:0] = describe_records([*documents.values()])
     _divide(corpus, [*documents.values()], share)
@@ -89,20 +89,20 @@ def _documents(
     except ValueError as error:
         if file.named:
             raise
-        notes.append(f"passed over: {error}")
+        notes.append(f"skipped: {error}")
         return "unreadable records"
 
 
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
-    """Share out the documents: files by their places, one of several at least unless records are held out."""
+    """Split the documents: files by their hashes, one of several at least unless records are for validation."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
     order = sorted(
         (d for d in documents if not isinstance(d, RecordDocument)), key=lambda d: (d.split_hash, d.name)
     )
-    held: list[Document] = [d for d in records if d.validates]
+    held: list[Document] = [d for d in records if d.validation]
     count = max(0, min(max(sum(d.split_hash < share for d in order), not held), len(order) - 1))
     corpus.valid = sorted([*order[:count], *held], key=_name)
-    corpus.train = sorted([*order[count:], *(d for d in records if not d.validates)], key=_name)
+    corpus.train = sorted([*order[count:], *(d for d in records if not d.validation)], key=_name)
 
 
 def _name(document: Document) -> str:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dunes.measure.places import Places, backward
+from dunes.measure.module_tracker import ModuleTracker, in_backward
 
 Kind = Literal["parameters", "gradients", "optimizer", "cache", "activations", "temporaries"]
 KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activations", "temporaries")
@@ -96,10 +96,10 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     """
     log = Allocations([])
     gc.collect()  # what waits to be freed would seem to be freed by the work
-    with Places(model) as places:
+    with ModuleTracker(model) as places:
         recorder = _Recorder(places, log.made)
         recorder.beginning(model)
-        marks: list[Any] = [_hooked(p, recorder.gradient) for p in model.parameters() if p.requires_grad]
+        marks: list[Any] = [_on_gradient(p, recorder.gradient) for p in model.parameters() if p.requires_grad]
         marks.append(register_optimizer_step_pre_hook(recorder.begin_step))
         marks.append(register_optimizer_step_post_hook(recorder.end_step))
         try:
@@ -111,12 +111,12 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
             recorder.finish()
 
 
-def _hooked(parameter: Tensor, told: Callable[[Tensor], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+def _on_gradient(parameter: Tensor, callback: Callable[[Tensor], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(callback)  # type: ignore[no-untyped-call]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, places: Places, log: list[Allocation]) -> None:
+    def __init__(self, places: ModuleTracker, log: list[Allocation]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places, self.log = places, log
         self.stepping = 0
@@ -152,12 +152,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def phase(self) -> str:
         if self.stepping:
             return "optimizer"
-        return "backward" if backward() else "forward"
+        return "backward" if in_backward() else "forward"
 
     def _where(self) -> tuple[str, bool]:
         """The module at work, or the function that is; and whether a cache of keys and values asked for it."""
         frame = sys._getframe(2)
-        while frame.f_back and _theirs(frame.f_code.co_filename):
+        while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
         cached = type(frame.f_locals.get("self")).__name__.endswith("Cache")
         place = self.places.now()
@@ -215,5 +215,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made.kind = "activations"
 
 
-def _theirs(file: str) -> bool:
+def _is_torch_frame(file: str) -> bool:
     return "/torch/" in file or file.startswith("<") or file == __file__ or "contextlib" in file

@@ -14,25 +14,25 @@ import numpy as np
 import torch
 
 DEVICES = ("cpu", "cuda", "mps")
-_chosen: str | None = None
+_device_set: str | None = None
 
 
-def use_device(name: str | None) -> None:
+def set_device(name: str | None) -> None:
     """Have `device` give the device of this name, one of DEVICES, or with None the best one again.
 
     Raises ValueError if this machine has none.
     """
-    global _chosen
+    global _device_set
     usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name is not None and not usable[name]:
         raise ValueError(f"--device is {name}, which PyTorch cannot use here; leave it out, or say --device cpu")
-    _chosen = name
+    _device_set = name
 
 
 def device() -> torch.device:
     """The device that `use_device` named; else CUDA if there, else Apple's GPU, else the CPU."""
-    if _chosen is not None:
-        return torch.device(_chosen)
+    if _device_set is not None:
+        return torch.device(_device_set)
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -44,7 +44,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seco
     count, start = 0, 0.0
     while count < 3 or perf_counter() - start < seconds:
         a @ b
-        wait(device)
+        synchronize(device)
         count += 1
         if count == 2:  # the first ones load kernels
             count, start = 2, perf_counter()
@@ -58,7 +58,7 @@ def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -
     while perf_counter() - start < seconds or not best:
         before = perf_counter()
         x.sum()
-        wait(device)
+        synchronize(device)
         best = max(best, x.nbytes / (perf_counter() - before))
     return best
 
@@ -69,13 +69,13 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(w in str(error) for w in words)
 
 
-def dtype(device: torch.device) -> torch.dtype:
+def choose_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where its matrix products are clearly faster here, else float32."""
     half, full = (matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))
     return torch.bfloat16 if half > 1.5 * full else torch.float32
 
 
-def threads(rounds: int = 3) -> int:
+def choose_threads(rounds: int = 3) -> int:
     """How many threads to compute with: all the process may use, or one where others keep them busy.
 
     Threads that wait for each other at every operation can be ten times slower than one alone when
@@ -104,7 +104,7 @@ def _seconds(threads: int) -> float:
     return median(times)
 
 
-def keep_memory() -> None:
+def keep_freed_memory() -> None:
     """Have freed memory kept for the next step, instead of given back and fetched anew each time.
 
     glibc returns large blocks to the system at once; a training step then spends a third of its time
@@ -121,7 +121,7 @@ def keep_memory() -> None:
     libc.mallopt(mmap_max, 0)
 
 
-def quick_small_numbers() -> None:
+def flush_denormals() -> None:
     """Have numbers too small for the usual format count as zero, in this thread and those it starts.
 
     Processors compute with them ten times slower: a softmax over 512 x 4,096 logits of a sure model
@@ -143,17 +143,17 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forget_peak(device: torch.device) -> int:
+def reset_peak_memory(device: torch.device) -> int:
     """Let `peak_memory` begin anew where that is possible (CUDA, Linux); returns the bytes held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    return resident()
+    return resident_memory()
 
 
-def resident() -> int:
+def resident_memory() -> int:
     """Bytes of memory that this process has now; where that is not told, the most it had."""
     try:
         with open("/proc/self/statm") as file:
@@ -170,7 +170,7 @@ def free_memory(device: torch.device) -> int:
         told = dict(line.split(":") for line in file)
         return min(int(told["MemAvailable"].split()[0]) * 1024, _granted())
     with suppress(OSError, ValueError):  # all there is, where nothing else is told
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident()
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident_memory()
     return 0
 
 
@@ -186,6 +186,6 @@ def _granted() -> int:
     return left
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

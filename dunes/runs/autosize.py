@@ -65,9 +65,9 @@ class Machine:
 
 def with_hardware(config: T) -> T:
     """The config with its threads, which are set, and its dtype; measured where it leaves them open."""
-    threads = config.threads or measure.threads()
+    threads = config.threads or measure.choose_threads()
     torch.set_num_threads(threads)
-    dtype = config.dtype or str(measure.dtype(measure.device())).removeprefix("torch.")
+    dtype = config.dtype or str(measure.choose_dtype(measure.device())).removeprefix("torch.")
     return replace(config, threads=threads, dtype=cast(Dtype, dtype))
 
 

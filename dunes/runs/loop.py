@@ -83,9 +83,9 @@ def execute_run(
         display.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
         if config.missing:
             return 0
-    measure.use_device(config.device)
-    measure.keep_memory()
-    measure.quick_small_numbers()
+    measure.set_device(config.device)
+    measure.keep_freed_memory()
+    measure.flush_denormals()
     timings = Timings()
     with display:
         make = prepare(config, timings)

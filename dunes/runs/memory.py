@@ -18,7 +18,7 @@ from dunes.train.loss import Loss
 
 Build = Callable[[], Decoder]
 
-STARTED = measure.resident() + 190e6
+STARTED = measure.resident_memory() + 190e6
 """Bytes of Python and torch: what there is now, and the code and workspaces that come with the first steps."""
 
 HOLES = 0.45

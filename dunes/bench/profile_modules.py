@@ -91,8 +91,8 @@ class Report:
 
 
 @contextmanager
-def timed(model: nn.Module) -> Iterator[Report]:
-    """`with timed(model) as report:` times the operations of the work inside; read the report afterwards.
+def profile_modules(model: nn.Module) -> Iterator[Report]:
+    """`with profile_modules(model) as report:` times the operations inside; read the report afterwards.
 
     A module's time is that of the operations its own forward calls, and of the way back through them. The
     profiler costs a few microseconds an operation while it is on, nothing when it is off.
@@ -100,23 +100,23 @@ def timed(model: nn.Module) -> Iterator[Report]:
     report, cuda = Report(), measure.device().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     profiler = profile(activities=activities)
-    with _ranges(model):
-        with _quiet():
+    with _mark_modules(model):
+        with _silence_stderr():
             profiler.start()
         try:
             start = perf_counter()
             yield report
-            measure.wait(measure.device())
+            measure.synchronize(measure.device())
             report.wall = perf_counter() - start
         finally:
-            with _quiet():
+            with _silence_stderr():
                 profiler.stop()
     events = profiler.events()  # type: ignore[no-untyped-call]
     report.entries.extend(_entries(events or [], cuda))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Without the lines that the profiler's tracer writes past Python to standard error."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -130,7 +130,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _ranges(model: nn.Module) -> Iterator[None]:
+def _mark_modules(model: nn.Module) -> Iterator[None]:
     """Have the profiler see where each module's forward begins and ends."""
     open_ranges: list[Any] = []
 
@@ -159,7 +159,7 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
     """Events of operations, each given to the module that called it or whose forward it goes back through."""
     makers: dict[int, str] = {}
     for event in events:
-        if event.sequence_nr >= 0 and not _engine(event) and (name := _module(event)) is not None:
+        if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:
             makers.setdefault(event.sequence_nr, name)
     sums: Counter[tuple[str, str, str]] = Counter()
     calls: Counter[tuple[str, str, str]] = Counter()
@@ -172,31 +172,33 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
         key = (phase, module, event.name.removeprefix("aten::"))
         sums[key] += seconds
         calls[key] += 1
-    return [Entry(p, m, kind(o), o, s, calls[p, m, o]) for (p, m, o), s in sums.most_common() if s > 0]
+    return [
+        Entry(p, m, kind_of_operation(o), o, s, calls[p, m, o]) for (p, m, o), s in sums.most_common() if s > 0
+    ]
 
 
-def of_work(work: Work) -> tuple[Report, float]:
+def profile_work(work: Work) -> tuple[Report, float]:
     """The report of one run, and how much longer the run took with the profiler on: 0.1 for a tenth."""
     assert work.model is not None, "the caller asked for a benchmark that runs a model"
     plain = []
     for _ in range(4):  # the first ones load kernels
         state, start = work.setup(), perf_counter()
         work.run(state)
-        measure.wait(measure.device())
+        measure.synchronize(measure.device())
         plain.append(perf_counter() - start)
     state = work.setup()
-    with timed(work.model) as report:
+    with profile_modules(work.model) as report:
         work.run(state)
     return report, report.wall / median(plain[1:]) - 1
 
 
-def kind(operation: str) -> str:
+def kind_of_operation(operation: str) -> str:
     """The kind of an operation, by its name."""
     plain = operation.removeprefix("aten::").removesuffix("_backward").removesuffix("_")
     return next((name for name, pattern in KINDS.items() if re.search(pattern, plain)), "elementwise")
 
 
-def _engine(event: FunctionEvent) -> bool:
+def _is_autograd_engine(event: FunctionEvent) -> bool:
     return event.name.startswith("autograd::engine::evaluate_function")
 
 
@@ -215,7 +217,7 @@ def _module(event: FunctionEvent) -> str | None:
 def _place(event: FunctionEvent, makers: Mapping[int, str]) -> tuple[str, str]:
     """The phase and the module of an event."""
     for at in _ancestors(event):
-        if _engine(at):
+        if _is_autograd_engine(at):
             return "backward", makers.get(at.sequence_nr, "")
         if at.name.startswith("Optimizer.step"):
             return "optimizer", ""

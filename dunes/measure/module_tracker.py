@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-class Places:
+class ModuleTracker:
     """`with Places(model) as places:` then `places.now()` says which module computes, by its dotted name.
 
     In a forward pass that is the innermost module whose `forward` runs. In a backward pass it is the one
@@ -68,11 +68,11 @@ class Places:
 
     def _note(self) -> None:
         """From the next node on, the innermost module is the maker; on the way back, none is made that counts."""
-        if not backward():
+        if not in_backward():
             self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
             self._names.append(self.stack[-1] if self.stack else "")
 
 
-def backward() -> bool:
+def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
