@@ -112,7 +112,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert found[50] == "the best weights: False"
     said = out.getvalue()
     assert "--- sample after 60 steps, with the best weights (step 10) ---" in said
-    loss, bits = re.search(r"text (\S+) nats a token, perplexity \S+, (\S+) bits a byte", said).groups()
+    loss, bits = re.search(r"validation loss (\S+) nats/token, perplexity \S+, (\S+) bits/byte", said).groups()
     assert f"kept: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
     checks = [
         [r["step"], r["validation_loss"]]
