@@ -442,9 +442,9 @@ def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):
 
 
 def test_losses_of_several_runs(model_folder, tmp_path):
-    from dunes.runs.run import records
+    from dunes.runs.run import read_metrics
 
-    lines = records(model_folder / "metrics.jsonl")
+    lines = read_metrics(model_folder / "metrics.jsonl")
     plot.save_plot(plot.losses({"a": lines, "b": lines}, "tokens"), tmp_path / "loss.svg")
     assert plot.run_points(lines)[-1]["tokens"] == 11 * 4 * 32
     with pytest.raises(ValueError, match="measured bits a byte yet"):
