@@ -161,7 +161,9 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
         model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, context)))
         checkpoint.save(model, tmp_path / folder, tokenizer, context)
     out, ask = tmp_path / "out.json", made.folder(str(tmp_path / "model"), 6)
-    with pytest.raises(ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'truncated': 5\}"):
+    with pytest.raises(
+        ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'truncated': 5\}"
+    ):
         made.main(seeds(tmp_path), str(out), ask, 2)
     assert json.loads(out.read_text()) == []
     rounds = made.before(tmp_path / "out.json.rounds.jsonl")

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from conftest import data
 from dunes.data.self_instruct import (
-    REQUEST,
     PROMPTS,
+    REQUEST,
     InstructionIndex,
     Round,
     Task,
-    generate,
-    parse_answer,
     build_prompt,
     build_prompts,
+    generate,
+    parse_answer,
     read_seed_tasks,
     rejection_reason,
 )
