@@ -23,7 +23,7 @@ import tyro
 from dunes import measure
 from dunes.bench import plot, rows
 from dunes.plural import plural
-from dunes.runs.run import METRICS, records
+from dunes.runs.run import METRICS, read_metrics
 from dunes.units import format_count, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -277,7 +277,7 @@ def main(only: tuple[str, ...] = (), text: Path | None = None, problems: Path | 
         if not only or name in only or (KEPT / f"{name}.json").exists():
             found[name] = step, done(name, step)
             step.pictures(found[name][1])
-    runs = {s.folder.name: records(s.folder / METRICS) for s, _ in found.values() if s.folder is not None}
+    runs = {s.folder.name: read_metrics(s.folder / METRICS) for s, _ in found.values() if s.folder is not None}
     if runs:
         plot.save_plot(plot.losses(runs), PICTURES / "learning.svg")
     TABLE.write_text(table(found))

@@ -26,7 +26,7 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
         steps: Steps in a stretch; a save must be over within it.
     """
     from dunes import measure
-    from dunes.runs.autosize import chosen
+    from dunes.runs.autosize import autosize_run
     from dunes.runs.corpus import gather, tokenize
     from dunes.runs.progress import Display
     from dunes.runs.saver import Saver
@@ -36,7 +36,7 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
     measure.keep_freed_memory()
     config = TrainConfig(sources=("stdlib",), size=size, steps=10**6)
     corpus = gather(config)
-    config, _ = chosen(config, sum(d.size for d in corpus.train))
+    config, _ = autosize_run(config, sum(d.size for d in corpus.train))
     folder = Path(tempfile.mkdtemp())
     try:
         with Display() as show:

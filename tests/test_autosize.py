@@ -16,14 +16,14 @@ from dunes.ops import attention
 from dunes.runs import autosize
 from dunes.runs.autosize import (
     Machine,
+    autosize_run,
     choose_size,
-    chosen,
+    estimate_memory,
     expected_bits,
     flops,
-    memory,
+    memory_advice,
+    meta_model,
     muon_flops,
-    needs,
-    outline,
     size_warning,
 )
 from dunes.runs.train_config import TrainConfig, parse_size
@@ -65,19 +65,19 @@ def test_a_vocabulary_too_large_for_the_size_is_named():
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measured", lambda config: pytest.fail("measured"))
-    assert chosen(whole, STDLIB) == (whole, [])
+    assert autosize_run(whole, STDLIB) == (whole, [])
 
 
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
     monkeypatch.setattr(autosize, "measured", lambda config: MACHINE)
-    config, lines = chosen(TrainConfig(sources=(), context_length=64), STDLIB)
+    config, lines = autosize_run(TrainConfig(sources=(), context_length=64), STDLIB)
     assert all((config.size, config.batch, config.context_length == 64))
     assert (config.dtype, config.threads, config.matmul) == ("bfloat16", 2, 1.2e12)
     assert len(lines) == 4
     assert all("\n" not in line for line in lines)
     assert "a larger model would be undertrained" in lines[2]
-    assert chosen(config, STDLIB) == (config, []), "and stays so"
-    given = chosen(TrainConfig(sources=(), size="1m"), STDLIB)[1]
+    assert autosize_run(config, STDLIB) == (config, []), "and stays so"
+    given = autosize_run(TrainConfig(sources=(), size="1m"), STDLIB)[1]
     assert "a larger model" not in given[2], "nobody chose"
 
 
@@ -114,13 +114,13 @@ def test_orthogonalising_is_what_muon_computes():
 
 def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
     config = TrainConfig(size="2x256", batch=16, context_length=256, dtype="bfloat16")
-    sum_of = lambda **changes: sum(memory(replace(config, **changes)).values())
-    parts = memory(config)
-    assert parts["parameters"] == pytest.approx(4 * count(outline(config)), rel=1e-6)
+    sum_of = lambda **changes: sum(estimate_memory(replace(config, **changes)).values())
+    parts = estimate_memory(config)
+    assert parts["parameters"] == pytest.approx(4 * count(meta_model(config)), rel=1e-6)
     for changes in ({"context_length": 512}, {"dtype": "float32"}):
         assert sum_of(**changes) > sum(parts.values()), changes
     assert sum_of(size="2x1024") > 1.5 * sum(parts.values())
-    assert re.match(r"this run needs about \d\d\.\d GB", needs(replace(config, batch=1000)))
+    assert re.match(r"this run needs about \d\d\.\d GB", memory_advice(replace(config, batch=1000)))
 
 
 @pytest.mark.slow
@@ -131,13 +131,13 @@ def test_the_estimate_is_what_a_run_takes(code, tmp_path):
         from pathlib import Path
         from dunes import measure
         from dunes.runs import train
-        from dunes.runs.autosize import memory
+        from dunes.runs.autosize import estimate_memory
         from dunes.runs.train_config import TrainConfig, parse_size
         from dunes.runs.progress import Display
         train.SAVE_SECONDS = 1.0
         shape = {"size": "3m", "vocab_size": 300, "batch": 16, "context_length": 256}
         plan = TrainConfig(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
-        said = sum(memory(plan).values())
+        said = sum(estimate_memory(plan).values())
         assert train.train(plan, Path(sys.argv[2]), Display()) == 0
         print(said / measure.peak_memory(torch.device("cpu")))
     """

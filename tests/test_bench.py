@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dunes.bench.profile_modules import kind_of_operation, profile_work
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +19,7 @@ from dunes import bench, measure
 from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.page import page
+from dunes.bench.profile_modules import kind_of_operation, profile_work
 from dunes.bench.race import Lap, Work, race
 from dunes.bench.subject import Setting, of_folder, of_shape
 from dunes.cli import bench as cli
@@ -442,9 +442,9 @@ def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):
 
 
 def test_losses_of_several_runs(model_folder, tmp_path):
-    from dunes.runs.run import records
+    from dunes.runs.run import read_metrics
 
-    lines = records(model_folder / "metrics.jsonl")
+    lines = read_metrics(model_folder / "metrics.jsonl")
     plot.save_plot(plot.losses({"a": lines, "b": lines}, "tokens"), tmp_path / "loss.svg")
     assert plot.run_points(lines)[-1]["tokens"] == 11 * 4 * 32
     with pytest.raises(ValueError, match="measured bits a byte yet"):

@@ -797,10 +797,10 @@ def test_no_single_bit_of_a_card_can_lie(documents, tmp_path):
 FOREIGN = {
     "no card": (lambda f: (f / "shard.json").unlink(), "not a shard of tokens"),
     "a card of something else": (lambda f: (f / "shard.json").write_text("[1, 2]"), "not a shard of tokens"),
-    "another format": (lambda f: change(f, format=9), "its format is 9, and 1 is what is read here"),
+    "another format": (lambda f: change(f, format=9), "format 9; this version reads 1"),
     "ids of four bytes": (lambda f: change(f, vocab=70_000), r"bytes, not \d+ ids of 4 bytes"),
-    "an id too large": (lambda f: change(f, vocab=100), r"id \d+ is not below the vocabulary's 100"),
-    "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), "not the bytes"),
+    "an id too large": (lambda f: change(f, vocab=100), r"id \d+ is outside the vocabulary of 100"),
+    "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), "its SHA-256 is not that"),
     "a cut file": (lambda f: replaced(f / "tokens.bin", lambda d: d[:-1]), "bytes, not"),
 }
 
@@ -830,7 +830,7 @@ def test_the_first_id_that_does_not_exist_is_named(documents, tmp_path):
     shard = token_shard(documents, BYTES, tmp_path)
     first = next(i for i, token in enumerate(shard.tokens.tolist()) if token >= 110)
     change(shard.folder, vocab=110)
-    with pytest.raises(ValueError, match=f"id {first} is not below"):
+    with pytest.raises(ValueError, match=f"id {first} is outside"):
         open_shard(shard.folder)
 
 
@@ -846,7 +846,7 @@ def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
     path = shard.folder / "tokens.bin"
     path.chmod(0o600)
     os.truncate(path, 50)
-    with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
+    with pytest.raises(ValueError, match=r"tokens\.bin: the tokens changed while they were in use"):
         windows.batch(4)
     with pytest.raises(ValueError, match="ends inside token 25"):
         TokenFile(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]

@@ -75,7 +75,7 @@ def llama3():
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator([WORDS], trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
-    return begun(inner, LLAMA3_TOKENS)
+    return read_config(inner, LLAMA3_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,10 @@ def spaced():
     inner.train_from_iterator([WORDS], trainer)
     steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
-    return begun(inner, ("<s>", "</s>"))
+    return read_config(inner, ("<s>", "</s>"))
 
 
-def begun(inner, special):
+def read_config(inner, special):
     """With these special tokens, of which the first stands before a text."""
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     inner.post_processor = processors.TemplateProcessing(

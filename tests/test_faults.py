@@ -24,7 +24,7 @@ from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
-from dunes.runs.run import Run, records
+from dunes.runs.run import Run, read_metrics
 from dunes.runs.saver import Saver
 from dunes.runs.train import prepare, train
 from dunes.runs.train_config import TrainConfig
@@ -372,11 +372,11 @@ def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path
     show, out = display()
     assert train(toy(code), tmp_path / "c", show, strict=True) == 3
     assert re.search(r"stopped: .*12\.0 MB are needed", out.getvalue())
-    assert len(records(tmp_path / "c" / "metrics.jsonl")) < 12
+    assert len(read_metrics(tmp_path / "c" / "metrics.jsonl")) < 12
 
 
 def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(code, tmp_path, monkeypatch):
-    config, real = toy(code, steps=30), loop_module._note
+    config, real = toy(code, steps=30), loop_module._log_step
     train(config, tmp_path / "straight", display()[0])
 
     def cutting(folder, step, bits):
@@ -388,8 +388,8 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
 
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "_note", cutting)
-        with pytest.raises(ValueError, match=r"tokens\.bin: the tokens were changed while they were in use"):
+        patch.setattr(loop_module, "_log_step", cutting)
+        with pytest.raises(ValueError, match=r"tokens\.bin: the tokens changed while they were in use"):
             train(config, tmp_path / "cut", display()[0])
     assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
     assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
@@ -502,7 +502,7 @@ def outcome(folder: Path):
     state.pop("elapsed"), state.pop("timings")
     lines = [
         (r["step"], r["loss_hex"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
-        for r in records(folder / "metrics.jsonl")
+        for r in read_metrics(folder / "metrics.jsonl")
     ]
     return state, lines, (folder / "model.safetensors").read_bytes()
 
@@ -525,7 +525,7 @@ def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
         begun = time.monotonic()
         aimed, wait = chance.random() < 0.4, chance.uniform(0.0, 1.2)
         while kills and process.poll() is None:
-            running = len(records(folder / "metrics.jsonl")) > 0
+            running = len(read_metrics(folder / "metrics.jsonl")) > 0
             saving = bool(list((folder / "state").glob(".dunes-*")))
             begun = begun if running else time.monotonic()
             if running and (saving if aimed else time.monotonic() - begun > wait):

@@ -18,7 +18,7 @@ from dunes.checkpoint import atomic
 from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines
-from dunes.runs.run import cut, records
+from dunes.runs.run import read_metrics, truncate_metrics
 from dunes.runs.tensorboard import written
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
@@ -60,7 +60,7 @@ def metrics(path, count, **damaged):
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_line_costs_itself_alone_and_is_told(damage, tmp_path):
     path, warnings = metrics(tmp_path / "metrics.jsonl", 6, line_3=DAMAGED[damage]), []
-    assert [r["step"] for r in records(path, warnings.append)] == [1, 2, 4, 5, 6]
+    assert [r["step"] for r in read_metrics(path, warnings.append)] == [1, 2, 4, 5, 6]
     assert len(warnings) == 1
     assert f"{path}, line 3: " in warnings[0]
     assert "\n" not in warnings[0]
@@ -70,14 +70,14 @@ def test_a_damaged_line_costs_itself_alone_and_is_told(damage, tmp_path):
 @pytest.mark.parametrize("odd", ODD)
 def test_an_object_that_is_no_metric_is_passed_over_and_told(odd, tmp_path):
     path, warnings = metrics(tmp_path / "metrics.jsonl", 4, line_2=json.dumps(ODD[odd]).encode()), []
-    assert [r["step"] for r in records(path, warnings.append)] == [1, 3, 4]
+    assert [r["step"] for r in read_metrics(path, warnings.append)] == [1, 3, 4]
     assert "line 2: " in warnings[0]
 
 
 def test_damage_is_told_on_standard_error_where_nobody_listens(tmp_path, capsys):
-    assert len(records(metrics(tmp_path / "metrics.jsonl", 3, line_1=b"{", line_3=b"}"))) == 1
+    assert len(read_metrics(metrics(tmp_path / "metrics.jsonl", 3, line_1=b"{", line_3=b"}"))) == 1
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path / 'metrics.jsonl'}, line 1: ")
-    assert records(tmp_path / "nowhere.jsonl") == []
+    assert read_metrics(tmp_path / "nowhere.jsonl") == []
     assert capsys.readouterr().err == ""
 
 
@@ -94,13 +94,13 @@ def test_what_goes_on_from_an_earlier_step_loses_no_good_line(tmp_path):
     path, warnings = metrics(tmp_path / "metrics.jsonl", 400, line_44=b'{"step": 44, "lo'), []
     own = b'{"somebody": "wrote this"}\n'
     path.write_bytes(own + path.read_bytes())
-    cut(path, 350, warnings.append)
-    assert [r["step"] for r in records(path, warnings.append)] == [i for i in range(1, 351) if i != 44]
+    truncate_metrics(path, 350, warnings.append)
+    assert [r["step"] for r in read_metrics(path, warnings.append)] == [i for i in range(1, 351) if i != 44]
     assert path.read_bytes().startswith(own)
     assert b'"lo\n' not in path.read_bytes()
     assert "line 45: " in warnings[0]
     before = path.stat()
-    cut(path, 350, warnings.append)
+    truncate_metrics(path, 350, warnings.append)
     assert path.stat() == before, "not written again for nothing"
 
 
@@ -144,7 +144,7 @@ def test_an_end_that_a_crash_left_is_mended_before_more_is_written(tmp_path):
 
 def crash_at(step, monkeypatch):
     """A disk that is full while this step is noted, and leaves half of its line."""
-    real = loop_module.note
+    real = loop_module.append_metrics
 
     def note(folder, record):
         if record["step"] == step:
@@ -153,7 +153,7 @@ def crash_at(step, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(folder, record)
 
-    monkeypatch.setattr(loop_module, "note", note)
+    monkeypatch.setattr(loop_module, "append_metrics", note)
 
 
 def test_a_run_on_a_disk_that_was_full_keeps_all_other_metrics(code, tmp_path, monkeypatch):
@@ -165,12 +165,12 @@ def test_a_run_on_a_disk_that_was_full_keeps_all_other_metrics(code, tmp_path, m
     assert out.getvalue().count("warning: writing metrics.jsonl failed") == 1
     assert "metrics.jsonl, line 4: " in out.getvalue(), "said when the picture is drawn"
     expected = [n for n in range(1, 13) if n != 4]
-    assert [r["step"] for r in records(folder / "metrics.jsonl", list)] == expected
+    assert [r["step"] for r in read_metrics(folder / "metrics.jsonl", list)] == expected
     show, out = display()
     longer = {"resume": True, "override": ["steps"]}
     assert train(toy(code, steps=15), folder, show, **longer) == 0
     assert "metrics.jsonl, line 4: " in out.getvalue()
-    assert [r["step"] for r in records(folder / "metrics.jsonl", pytest.fail) if "loss" in r] == [
+    assert [r["step"] for r in read_metrics(folder / "metrics.jsonl", pytest.fail) if "loss" in r] == [
         *expected,
         13,
         14,
@@ -263,10 +263,10 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
     path = tmp_path / "seeds.jsonl"
     seed = {"instruction": "Name\u2028one\x85colour.", "input": "", "output": "Red."}
     path.write_text(json.dumps(seed, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert self_instruct.seed_tasks(path)[0].instruction == seed["instruction"]
+    assert self_instruct.read_seed_tasks(path)[0].instruction == seed["instruction"]
     path.write_bytes(b'{"instruction": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"seeds\.jsonl, line 1: not UTF-8 at byte 20"):
-        self_instruct.seed_tasks(path)
+        self_instruct.read_seed_tasks(path)
 
 
 def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):

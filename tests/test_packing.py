@@ -275,7 +275,7 @@ def test_what_has_no_target_is_left_out():
     assert (made.rows_per_epoch, made.row(0), made.row(7)) == (1, [1], [1])
     with pytest.raises(ValueError, match="none of 3 examples has a target within 24 tokens"):
         Batches([late, prompt, one], CONTEXT, 1)
-    with pytest.raises(ValueError, match="context and batch are at least 1, not 24 and 0"):
+    with pytest.raises(ValueError, match="context length and batch size are at least 1, not 24 and 0"):
         Batches(EXAMPLES, CONTEXT, 0)
 
 

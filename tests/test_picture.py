@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from conftest import display, toy
 from dunes.runs.evaluate import Score
 from dunes.runs.picture import centered_mean, loss_picture
-from dunes.runs.run import Run, records
+from dunes.runs.run import Run, read_metrics
 from dunes.runs.tensorboard import written
 from dunes.runs.train import train
 
@@ -111,12 +111,12 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert found[60] == "the best weights: True"
     assert found[50] == "the best weights: False"
     said = out.getvalue()
-    assert "--- after 60 steps, with the best weights (step 10), it writes ---" in said
-    loss, bits = re.search(r"text (\S+) nats a token, perplexity \S+, (\S+) bits a byte", said).groups()
+    assert "--- sample after 60 steps, with the best weights (step 10) ---" in said
+    loss, bits = re.search(r"validation loss (\S+) nats/token, perplexity \S+, (\S+) bits/byte", said).groups()
     assert f"kept: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
     checks = [
         [r["step"], r["validation_loss"]]
-        for r in records(tmp_path / "run" / "metrics.jsonl")
+        for r in read_metrics(tmp_path / "run" / "metrics.jsonl")
         if r.get("validation_loss")
     ]
     assert lines(drawn[-1])["validation loss"] == checks
@@ -144,7 +144,7 @@ def test_a_page_shows_both_losses_in_one_unit(tmp_path):
     pytest.importorskip("plotnine")
     from dunes.bench import plot
 
-    timed = {"count": 10, "seconds": 1.0, "rate": 1.0}
+    timed = {"count": 10, "seconds": 1.0, "lr_scale": 1.0}
     metrics = [step(i, 3.0 - i / 10, **timed) for i in range(1, 9)]
     metrics[3] |= {"validation_loss": 2.7, "bits_per_byte": 1.9}
     metrics[7] |= {"validation_loss": 2.6, "bits_per_byte": 1.8}

@@ -31,7 +31,7 @@ from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting_note, rising_loss_warning
 from dunes.runs.progress import Display
-from dunes.runs.run import records
+from dunes.runs.run import read_metrics
 from dunes.runs.score import score_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig, parse_size
@@ -67,7 +67,7 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     folder = tmp_path / "run"
     show, out = display()
     train(toy(code, steps=60), folder, show)
-    lines = records(folder / "metrics.jsonl")
+    lines = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in lines] == list(range(1, 61))
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
     assert all(float.fromhex(r["loss_hex"]) == r["loss"] for r in lines)
@@ -85,14 +85,14 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
 
 def stopping_at(step, monkeypatch):
     """A person who presses Ctrl-C during this step."""
-    real = loop_module._note
+    real = loop_module._log_step
 
     def note(path, done, bits):
         real(path, done, bits)
         if done.number == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(loop_module, "_note", note)
+    monkeypatch.setattr(loop_module, "_log_step", note)
 
 
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
     exact = [
-        [(r["step"], r["loss_hex"], r["lr_scale"]) for r in records(f / "metrics.jsonl")]
+        [(r["step"], r["loss_hex"], r["lr_scale"]) for r in read_metrics(f / "metrics.jsonl")]
         for f in (straight, halves)
     ]
     assert exact[0] == exact[1]
@@ -135,7 +135,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
-    rates = [r["lr_scale"] for r in records(tmp_path / "run" / "metrics.jsonl")]
+    rates = [r["lr_scale"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert max(rates) == 1.0
     assert rates[-1] < 0.1
 
@@ -190,10 +190,10 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     with pytest.raises(ValueError, match="--override size: cannot be changed when resuming; only sources"):
         train(toy(code), folder, display()[0], resume=True, override=["size"])
     assert train(longer, folder, display()[0], resume=True, override=["steps"]) == 0
-    lines = records(folder / "metrics.jsonl")
+    lines = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
-    assert run_module.begun(folder, TrainConfig).steps == 25
+    assert run_module.read_config(folder, TrainConfig).steps == 25
     assert lines[-1]["lr_scale"] < 0.1 < lines[12]["lr_scale"], "the rate went up again, and down to the new end"
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     assert train(TrainConfig(sources=()), folder, display()[0], resume=True, override=["corpus"]) == 0
@@ -248,36 +248,36 @@ def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(
     real = Tokenizer.train
     monkeypatch.setattr(Tokenizer, "train", lambda *a: trained.append(a[0]) or real(*a))
 
-    def begun(**changes):
+    def read_config(**changes):
         show, _ = display()
         config = toy(code, **changes)
         with show:
             return tokenize(config, gather(config), None, show).tokenizer.json()
 
-    first = begun()
-    assert begun() == first
+    first = read_config()
+    assert read_config() == first
     assert len(trained) == 1
     (path,) = (tmp_path / "home" / "tokenizers").iterdir()
     path.write_bytes(path.read_bytes().replace(b'"def"', b'"dfe"', 1) + b" ")
-    assert begun() == first, "a damaged one is not used"
-    begun(vocab_size=310)
+    assert read_config() == first, "a damaged one is not used"
+    read_config(vocab_size=310)
     (code / "module_1.py").write_text("something = 'else'\n" * 50)
-    begun()
+    read_config()
     assert len(trained) == 4
 
 
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
     config = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
     train(config, tmp_path / "run", display()[0])
-    kept = run_module.begun(tmp_path / "run", TrainConfig)
+    kept = run_module.read_config(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context_length, kept.matmul))
     monkeypatch.setattr(autosize, "measured", lambda config: pytest.fail("measured again"))
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
-    assert run_module.begun(tmp_path / "run", TrainConfig) == kept
+    assert run_module.read_config(tmp_path / "run", TrainConfig) == kept
     another = autosize.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
     monkeypatch.setattr(autosize, "measured", lambda config: another)
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, override=["dtype"]) == 0
-    assert run_module.begun(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
+    assert run_module.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
 
     def broken(model, batch):
         total, counted = real(model, batch)
-        if len(records(tmp_path / "run" / "metrics.jsonl")) >= 7:
+        if len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 7:
             trained.setdefault("weights", {k: v.clone() for k, v in model.state_dict().items()})
             total = total * float("nan")
         return total, counted
@@ -308,8 +308,8 @@ def test_a_tokenizer_left_by_a_run_that_never_began_is_not_used(code, tmp_path):
 
 
 def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
-    holds = "from pathlib import Path; from dunes.runs.run import alone; import sys, time\n"
-    holds += "with alone(Path(sys.argv[1])): print(1, flush=True); time.sleep(100)"
+    holds = "from pathlib import Path; from dunes.runs.run import run_lock; import sys, time\n"
+    holds += "with run_lock(Path(sys.argv[1])): print(1, flush=True); time.sleep(100)"
     line = [sys.executable, "-c", holds, tmp_path / "run"]
     with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
         other.stdout.readline()
@@ -444,7 +444,7 @@ def test_several_checks_above_the_best_are_a_warning():
         best, best_step, checks_since_best = Score(100.0, 10, 10), 50, 3
         last, trainer = Score(102.0, 10, 10), SimpleNamespace(base_lrs=[0.01])
 
-    assert "after step 50) for 3 checks" in rising_loss_warning(Fake)
+    assert "after step 50) for 3 validations" in rising_loss_warning(Fake)
     Fake.checks_since_best = 2
     assert rising_loss_warning(Fake) == ""
     Fake.last, Fake.checks_since_best = Score(100.5, 10, 10), 9
@@ -530,7 +530,7 @@ def test_depth_and_width_can_be_asked_for(code, tmp_path):
 
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
     run = lambda name, **changes: train(toy(code, steps=3, **changes), tmp_path / name, display()[0])
-    losses = lambda name: [r["loss_hex"] for r in records(tmp_path / name / "metrics.jsonl")]
+    losses = lambda name: [r["loss_hex"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
     for name, changes in {"usual": {}, "same": {"lr": 0.02}, "other": {"lr": 0.01}}.items():
         run(name, **changes)
     assert losses("usual") == losses("same") != losses("other")
@@ -575,7 +575,7 @@ def started(code, folder):
     """A training process that has done some steps."""
     process = start(code, folder)
     limit = time.monotonic() + 90
-    while len(records(folder / "metrics.jsonl")) < 8:
+    while len(read_metrics(folder / "metrics.jsonl")) < 8:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -590,7 +590,7 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
         time.sleep(0.001)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert run_module.begun(folder, TrainConfig).steps == 100_000
+    assert run_module.read_config(folder, TrainConfig).steps == 100_000
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
     assert run_module.checkpoint.latest_state(folder, told.append) is None or not told
@@ -606,7 +606,7 @@ def test_sigusr1_saves_and_goes_on(code, tmp_path):
         assert time.monotonic() < limit
         time.sleep(0.05)
     at = int(checkpoint.latest_state(folder).name[5:])
-    while records(folder / "metrics.jsonl")[-1]["step"] < at + 3:
+    while read_metrics(folder / "metrics.jsonl")[-1]["step"] < at + 3:
         assert time.monotonic() < limit
         time.sleep(0.05)
     process.kill()

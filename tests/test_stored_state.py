@@ -16,7 +16,7 @@ from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import alone
+from dunes.runs.run import run_lock
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -395,7 +395,7 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
     assert "already contains a run" not in again
     assert "last saved state: step 12" in again
     assert "--resume continues from there up to 12 steps" in again
-    with alone(run):
+    with run_lock(run):
         assert "in use by another training process" in dry(config, run)
         assert "in use by another training process" in dry(TrainConfig(), run, resume=True)
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"} == {

@@ -10,7 +10,7 @@ import pytest
 from conftest import display, toy
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
-from dunes.runs.run import records
+from dunes.runs.run import read_metrics
 from dunes.runs.tensorboard import written
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
@@ -46,7 +46,7 @@ def shown(folder, found=None):
 
 def noted(folder):
     """The same, as metrics.jsonl and samples.md say it."""
-    lines = [r for r in records(folder / "metrics.jsonl") if "loss" in r]
+    lines = [r for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
     points = {
         tag: [(r["step"], float(np.float32(value(r)))) for r in lines if value(r) is not None]
         for tag, value in TAGS.items()

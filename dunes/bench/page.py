@@ -14,7 +14,7 @@ from dunes.plural import plural
 from dunes.runs.config import RunConfig
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.picture import is_drawable
-from dunes.runs.run import METRICS, begun, records
+from dunes.runs.run import METRICS, read_config, read_metrics
 from dunes.runs.tensorboard import SAMPLES, written
 from dunes.runs.train_config import TrainConfig
 from dunes.text import json_file
@@ -48,7 +48,7 @@ $sections
 
 def page(run: Path) -> str:
     """The page of the run in this folder. Raises ValueError if there is none, or nothing was trained yet."""
-    config, lines = _plan(run), records(run / METRICS)
+    config, lines = _plan(run), read_metrics(run / METRICS)
     if config is None:
         raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
     points = plot.run_points(lines)
@@ -77,7 +77,7 @@ def page(run: Path) -> str:
 def _plan(run: Path) -> RunConfig | None:
     """The plan of a run of either kind, if there is one. Raises ValueError if what is there is none."""
     path = run / "state" / "plan.json"
-    return begun(run, FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig)
+    return read_config(run, FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig)
 
 
 def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -157,14 +157,14 @@ def plot(
     """
     from dunes.bench import plot as plots
     from dunes.bench import rows
-    from dunes.runs.run import METRICS, records
+    from dunes.runs.run import METRICS, read_metrics
 
     if over not in ("minutes", "tokens", "steps"):
         raise ValueError(f"--over is {over!r}; it must be minutes, tokens or steps")
     laps = [row for p in paths if not p.is_dir() for row in rows.read_rows(p)]
     kinds = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
     drawn = [path for kind in kinds.values() for path in plots.draw_all(kind, out)]
-    if runs := {str(p): records(p / METRICS) for p in paths if p.is_dir()}:
+    if runs := {str(p): read_metrics(p / METRICS) for p in paths if p.is_dir()}:
         drawn.append(out / "loss.svg")
         plots.save_plot(plots.losses(runs, over), drawn[-1])
     names = [str(path) for path in drawn]

@@ -1,8 +1,8 @@
-"""Batches of examples: one a row with padding, or as many in a row as fit, each seeing only itself.
+"""Batches of examples: one per row with padding, or packed, as many per row as fit, each attending only to itself.
 
-The order is a pure function of (seed, epoch, position), as that of `windows`. Packing is best-fit decreasing
-(https://arxiv.org/abs/2404.10830): the lengths alone say how many rows there are and how they are filled, so
-every epoch has as many; which of several examples of a length stands where changes from epoch to epoch.
+The order is a pure function of (seed, epoch, position), as in `windows`. Packing is best-fit decreasing
+(https://arxiv.org/abs/2404.10830): the lengths alone determine the rows, so every epoch has the same number of
+them; which of several examples of one length is in which row changes from epoch to epoch.
 """
 
 # Shapes: B batch, T tokens.
@@ -24,15 +24,15 @@ from dunes.ops.cross_entropy import IGNORE
 from dunes.plural import plural
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""ids, targets and positions, each (B, T) int64: IGNORE where nothing is asked, -1 where there is padding."""
+"""ids, targets and positions, each (B, T) int64: IGNORE where there is no target, -1 for padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Rows of up to `context` tokens from examples that have a target in them; `batch` rows at a time.
+    """Batches of `batch_size` rows of up to `context_length` tokens, from the examples that have a target in them.
 
-    An example of more than `context` + 1 ids is cut at its end, which `report` counts beforehand. Raises
-    ValueError if nothing is left to train on.
+    An example of more than `context_length` + 1 ids is truncated, which `data_report` counts beforehand. Raises
+    ValueError if no targets are left.
     """
 
     examples: Sequence[Example]
@@ -44,7 +44,9 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.context_length < 1 or self.batch_size < 1:
-            raise ValueError(f"context and batch are at least 1, not {self.context_length} and {self.batch_size}")
+            raise ValueError(
+                f"context length and batch size are at least 1, not {self.context_length} and {self.batch_size}"
+            )
         if not len(self._kept):
             raise ValueError(
                 f"none of {plural(len(self.examples), 'example')} has a target "
@@ -53,9 +55,9 @@ class Batches:
 
     @cached_property
     def _kept(self) -> NDArray[np.int64]:
-        """Numbers of the examples with a target: what has none would be a row of nothing."""
-        asked = [e.loss_mask[1 : self.context_length + 1].any() for e in self.examples]
-        return np.flatnonzero(np.array(asked, bool))
+        """Indices of the examples with a target."""
+        has_target = [e.loss_mask[1 : self.context_length + 1].any() for e in self.examples]
+        return np.flatnonzero(np.array(has_target, bool))
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
@@ -63,7 +65,7 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """Which ranks, by length from the longest, stand in each row."""
+        """Which ranks, by length from the longest, each row holds."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
 
@@ -74,22 +76,22 @@ class Batches:
 
     @property
     def fill_rate(self) -> float:
-        """The share of packed rows that is no padding."""
+        """The share of packed rows that is not padding."""
         return float(self._lengths.sum() / (self.rows_per_epoch * self.context_length))
 
     def row(self, position: int) -> list[int]:
-        """The numbers of the examples in the row at this position of the endless order."""
+        """The indices of the examples in the row at this position of the endless order."""
         epoch, within = divmod(position, self.rows_per_epoch)
         ranks = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
         return [int(self._kept[i]) for i in self._ranked(epoch)[ranks]]
 
     def _ranked(self, epoch: int) -> NDArray[np.int64]:
-        """The examples by length from the longest; those of one length in an order of this epoch's."""
+        """The examples by length from the longest; those of one length in an order of this epoch."""
         if epoch not in self._cache:
-            # Another seed than that of the rows, which would otherwise be in the same order.
-            drawn = shuffle_index(np.arange(len(self._kept)), len(self._kept), (self.seed, -1 - epoch))
+            # Not the key of the rows, which would otherwise be in the same order.
+            order = shuffle_index(np.arange(len(self._kept)), len(self._kept), (self.seed, -1 - epoch))
             self._cache.clear()
-            self._cache[epoch] = [np.lexsort((drawn, -self._lengths))]
+            self._cache[epoch] = [np.lexsort((order, -self._lengths))]
         return self._cache[epoch][0]
 
     def batch(self, number: int) -> Batch:
@@ -105,7 +107,7 @@ class Batches:
             start += 1
 
     def one_epoch(self) -> Iterator[Batch]:
-        """Each row of the first epoch once, the last batch perhaps with fewer: for evaluation."""
+        """Each row of the first epoch once, for evaluation; the last batch may be smaller."""
         for start in range(0, self.rows_per_epoch, self.batch_size):
             rows = [self.row(i) for i in range(start, min(start + self.batch_size, self.rows_per_epoch))]
             yield collate([[self.examples[i] for i in row] for row in rows], self.context_length, full=self.packed)
@@ -114,13 +116,15 @@ class Batches:
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
     """Rows of examples as a batch, `context` wide if `full`, else as the longest of them.
 
-    Targets are the next ids of the same example, so that none crosses into the next one. Padding is told by its
-    positions, and is no token: its id, 0, is never looked at.
+    Targets are the next ids of the same example, so that none crosses into the next one. Padding has position -1
+    and id 0, which is never read.
     """
-    made = [_row(row, context_length) for row in rows]
-    width = context_length if full else max(len(ids) for ids, *_ in made)
-    filled = [[_pad(part, width, value) for part, value in zip(row, (0, IGNORE, -1), strict=True)] for row in made]
-    ids, targets, positions = (torch.from_numpy(np.stack(part)) for part in zip(*filled, strict=True))
+    parts = [_row(row, context_length) for row in rows]
+    width = context_length if full else max(len(ids) for ids, *_ in parts)
+    padded = [
+        [_pad(part, width, value) for part, value in zip(row, (0, IGNORE, -1), strict=True)] for row in parts
+    ]
+    ids, targets, positions = (torch.from_numpy(np.stack(part)) for part in zip(*padded, strict=True))
     return ids, targets, positions
 
 

@@ -1,4 +1,4 @@
-"""Rows of files: one JSON object a line, one JSON list, or parquet; the first two gzipped or not."""
+"""Rows of files: JSON lines, a JSON list or parquet; the first two may be gzipped."""
 
 import gzip
 import io
@@ -18,14 +18,14 @@ MAX_ROW_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 31
 
 LINES, TABLE = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), ".parquet"
 JSON = (".json", ".json.gz")
-"""How the names of files end that hold rows, and of files that may hold them."""
+"""File name endings of records, and of files that may hold records."""
 
 PARQUET_ROWS = 8192
 """Rows of a table in memory at a time."""
 
 
 def file_format(path: Path) -> str:
-    """How the rows of a file are written: a JSON list, JSON lines or parquet. Raises OSError."""
+    """A JSON list, JSON lines or parquet. Raises OSError."""
     if _is_parquet(path):
         return "parquet"
     with _opened(path) as file:
@@ -33,7 +33,7 @@ def file_format(path: Path) -> str:
 
 
 def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each row with its place, file and line or row; of a table with these fields, if any, only they are read.
+    """Each row with its place, file and line or row; of a table that has these fields only they are read.
 
     Raises ValueError that names the file, the line or row, what was expected and what was found.
     """
@@ -80,7 +80,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _first_byte(file: BinaryIO) -> bytes:
-    """The first byte that is neither blank nor of a byte order mark; the file begins anew afterwards."""
+    """The first byte that is neither blank nor of a byte order mark; rewinds the file."""
     start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     file.seek(0)
     return start

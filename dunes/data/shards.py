@@ -1,8 +1,8 @@
-"""Tokens of a corpus on disk: private, immutable, digested, mapped into memory.
+"""Tokens of a corpus on disk: private, immutable, with a digest, memory-mapped.
 
-A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each closed by
-the end token) and `shard.json`. It is kept under a key made of the documents' contents, the tokenizer
-and the settings, so a changed corpus or tokenizer never meets old tokens.
+A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each followed by the end token)
+and `shard.json`. Its key is a hash of the documents' contents, the tokenizer and the settings, so a changed corpus
+or tokenizer never gets old tokens.
 """
 
 import json
@@ -30,7 +30,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` token ids, all below `vocab`, that stand for `size` bytes of text in `documents` files."""
+    """`length` token ids, all below `vocab`, of `size` bytes of text in `documents` files."""
 
     folder: Path
     length: int
@@ -41,20 +41,20 @@ class Shard:
 
     @cached_property
     def tokens(self) -> NDArray[np.uint16] | NDArray[np.uint32]:
-        """All ids, mapped from the file."""
+        """All ids, memory-mapped."""
         return np.memmap(self.folder / "tokens.bin", _dtype(self.vocab), "r", shape=(self.length,))
 
     @cached_property
     def token_file(self) -> "TokenFile":
-        """The same ids, read from the file as they are asked for."""
+        """The same ids, read from the file on demand."""
         return TokenFile(self.folder / "tokens.bin", _dtype(self.vocab), self.length)
 
 
 class TokenFile:
-    """Ids in a file that is read where it is asked: it costs no memory, and is never touched unseen.
+    """Ids in a file that is read on demand, without a memory map.
 
-    A mapped file that somebody shortens kills the process that reads it; this one raises ValueError as
-    soon as its size or time of change is not what it was when it was opened.
+    A mapped file that somebody truncates kills the process that reads it; this raises ValueError as soon as the
+    size or modification time is not what it was when the file was opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], length: int) -> None:
@@ -67,9 +67,9 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """Ids at an index (N, T), whose rows are read each from its least to its greatest place."""
+        """Ids at an index (N, T); each row is one read, from its least to its greatest index."""
         if self._stat() != self._initial_stat:
-            raise ValueError(f"{self.path}: the tokens were changed while they were in use; start again")
+            raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
 
     def _span(self, start: int, stop: int) -> NDArray[Any]:
@@ -98,9 +98,9 @@ def token_shard(
     cache: Path | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Shard:
-    """The shard of these documents, from the cache or written now; `progress` hears of bytes as they are done.
+    """The shard of these documents, from the cache or written now; `progress` gets the bytes as they are done.
 
-    Raises ValueError if a document changes under our hands.
+    Raises ValueError if a document changes meanwhile.
     """
     card = _card(documents, tokenizer)
     folder = (cache or default_cache()) / str(card["key"])
@@ -120,7 +120,7 @@ def token_shard(
 
 
 def _card(documents: Sequence[Document], tokenizer: Tokenizer) -> dict[str, str | int]:
-    """What shard.json will say, as far as that is known before a token is made."""
+    """The content of shard.json that is known before tokenizing."""
     return {
         "format": FORMAT,
         "key": _key(documents, tokenizer),
@@ -166,7 +166,7 @@ def _write(
 
 
 def _groups(document: Document) -> Iterator[list[tuple[str, bool]]]:
-    """The document's texts in parts, each with whether it ends its text, about BLOCK characters at a time."""
+    """The document's texts in parts, each with whether it ends its text, in groups of about BLOCK characters."""
     group: list[tuple[str, bool]] = []
     size = 0
     for text in document.texts():
@@ -181,7 +181,7 @@ def _groups(document: Document) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
-    """The shard in this folder, if it is whole and the card's."""
+    """The shard in this folder, if it is intact and matches the card."""
     try:
         shard = open_shard(folder)
     except ValueError:
@@ -190,8 +190,8 @@ def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
 
 
 def open_shard(folder: Path) -> Shard:
-    """The shard in a folder. Raises ValueError that names what is not as it was written: the card, the
-    size, the digest, or the first id that the vocabulary does not have."""
+    """The shard in a folder. Raises ValueError that names what is wrong: the card, the size, the
+    digest, or the first id outside the vocabulary."""
     try:
         card = json.loads((folder / "shard.json").read_text())
         written, digest = card["format"], card["sha256"]
@@ -201,7 +201,7 @@ def open_shard(folder: Path) -> Shard:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder}: not a shard of tokens: {error!r}") from None
     if written != FORMAT:
-        raise ValueError(f"{folder}: its format is {written!r}, and {FORMAT} is what is read here")
+        raise ValueError(f"{folder}: format {written!r}; this version reads {FORMAT}")
     if size != shard.length * dtype.itemsize:
         raise ValueError(
             f"{path}: {plural(size, 'byte')}, not {plural(shard.length, 'id')} of {dtype.itemsize} bytes"
@@ -213,8 +213,8 @@ def open_shard(folder: Path) -> Shard:
             ids: NDArray[Any] = np.frombuffer(data, dtype)
             wrong = np.flatnonzero(ids >= shard.vocab)
             if len(wrong):
-                raise ValueError(f"{path}: id {done + wrong[0]} is not below the vocabulary's {shard.vocab}")
+                raise ValueError(f"{path}: id {done + wrong[0]} is outside the vocabulary of {shard.vocab}")
             done += len(ids)
     if seen.hexdigest() != digest:
-        raise ValueError(f"{path}: not the bytes that were written")
+        raise ValueError(f"{path}: its SHA-256 is not that in shard.json")
     return shard

@@ -1,41 +1,41 @@
-"""Plain text to finetune on: windows of the context's length, and what of it is held out."""
+"""Plain text for finetuning: windows of the context length, and the tails kept for validation."""
 
 from collections.abc import Iterator, Sequence
 
 from dunes.data.examples import Example, Record
 
 LEAST_TAIL = 16
-"""Tokens at the end of a text that are worth measuring on."""
+"""The shortest tail, in tokens, that is worth validating on."""
 
 
-def split_windows(example: Example, context: int) -> Iterator[Example]:
-    """The text in windows of up to `context` + 1 ids that share their ends: all but the first are targets once."""
-    for number, start in enumerate(range(0, max(1, len(example) - 1), context)):
-        stop = start + context + 1
-        place = f"{example.place}, window {number + 1}" if len(example) > context + 1 else example.place
+def split_windows(example: Example, context_length: int) -> Iterator[Example]:
+    """The text in windows of up to `context_length` + 1 ids, overlapping by one: no id is a target twice."""
+    for number, start in enumerate(range(0, max(1, len(example) - 1), context_length)):
+        stop = start + context_length + 1
+        place = f"{example.place}, window {number + 1}" if len(example) > context_length + 1 else example.place
         yield Example(
             example.ids[start:stop], example.loss_mask[start:stop], place, number + (example.window_index or 0)
         )
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """The plain texts of which each is more than the share of all of them."""
+    """The plain texts that are each more than this share of all of them."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
 
 
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """The texts without their last tokens, about `share` of them, and these; short texts are only learned from.
+    """The texts without their tails, about `share` of their tokens, and the tails; short texts have none.
 
-    A tail begins with the last token that is learned, as what the first one to predict is predicted from.
+    A tail begins with the last training token, from which its first token is predicted.
     """
-    learn, held = [], []
+    heads, tails = [], []
     for text in texts:
         cut = len(text) - round((len(text) - 1) * share)
         if len(text) - cut < LEAST_TAIL:
-            learn.append(text)
+            heads.append(text)
             continue
-        learn.append(Example(text.ids[:cut], text.loss_mask[:cut], text.place, 0))
-        held.append(Example(text.ids[cut - 1 :], text.loss_mask[cut - 1 :], f"{text.place}, its end", 1))
-    return learn, held
+        heads.append(Example(text.ids[:cut], text.loss_mask[:cut], text.place, 0))
+        tails.append(Example(text.ids[cut - 1 :], text.loss_mask[cut - 1 :], f"{text.place}, its end", 1))
+    return heads, tails

@@ -22,7 +22,7 @@ ROUNDS = 4
 
 
 class TokenIds(Protocol):
-    """A long row of ids: an array, or a `TokenFile` of a file."""
+    """A long sequence of ids: an array or a `TokenFile`."""
 
     def __len__(self) -> int: ...
 
@@ -31,10 +31,10 @@ class TokenIds(Protocol):
 
 @dataclass(frozen=True)
 class Windows:
-    """Tokens are met once an epoch, in windows of `length` + 1 ids that share their ends.
+    """Each epoch has every token once, in windows of `length` + 1 ids that overlap by one.
 
-    Each epoch cuts at another place and shuffles anew. What is left over at the two ends is less than two
-    windows, and met in other epochs. Raises ValueError if there is not one window.
+    Each epoch starts at another offset and shuffles anew. What is left over at the two ends is less than two
+    windows, and part of other epochs. Raises ValueError if there is not one window.
     """
 
     tokens: TokenIds
@@ -50,19 +50,19 @@ class Windows:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows in an epoch. The cut moves from epoch to epoch, which costs up to one window."""
+        """How many windows an epoch has. The offset changes from epoch to epoch, which costs up to one window."""
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the windows begin that stand at these positions of the endless order."""
+        """The starts of the windows at these positions of the endless order."""
         epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
+            mask = epochs == epoch
             slack = len(self.tokens) - 1 - self.windows_per_epoch * self.length
-            cut = _hash(self.seed, int(epoch), 0) % (slack + 1)
-            starts[here] = cut + self.length * shuffle_index(
-                within[here], self.windows_per_epoch, (self.seed, int(epoch))
+            offset = _hash(self.seed, int(epoch), 0) % (slack + 1)
+            starts[mask] = offset + self.length * shuffle_index(
+                within[mask], self.windows_per_epoch, (self.seed, int(epoch))
             )
         return starts
 
@@ -79,7 +79,7 @@ class Windows:
 
 
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
-    """Where a permutation of 0..size-1 sends these indices, without writing the permutation down.
+    """The images of these indices under a permutation of 0..size-1, without materialising it.
 
     A Feistel network over the next power of four, walked until it falls below `size`.
     https://en.wikipedia.org/wiki/Format-preserving_encryption

@@ -80,7 +80,7 @@ def measured(config: TrainConfig) -> Machine:
     return Machine(config.threads, config.dtype, matmul, measure.read_rate(device))
 
 
-def chosen(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
+def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
     """The plan with nothing left open, for `size` bytes of text to learn from; and why, in a few lines.
 
     A plan that has everything is returned as it is, and nothing is measured.
@@ -129,7 +129,7 @@ def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[Train
 
 
 def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
-    model = outline(config)
+    model = meta_model(config)
     rate = 1 / seconds_per_token(model, config, machine)
     steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS) * rate / (
         config.batch * config.context_length
@@ -142,7 +142,7 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
 
 def size_warning(config: TrainConfig) -> str:
     """A warning where no model with this vocabulary is as small as the size that was asked for; else empty."""
-    count = tree.count(outline(config))
+    count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
     return (
@@ -156,13 +156,13 @@ def unique_tokens(config: TrainConfig, size: int) -> float:
     return max(1.0, size / (BYTES_PER_TOKEN if config.tokenizer == "bpe" else 1.0))
 
 
-def outline(config: TrainConfig) -> Decoder:
+def meta_model(config: TrainConfig) -> Decoder:
     """The model of a plan without its weights."""
     with torch.device("meta"):
-        return build(config)
+        return build_model(config)
 
 
-def build(config: TrainConfig) -> Decoder:
+def build_model(config: TrainConfig) -> Decoder:
     """The model of a plan, before anything is known of the text."""
     model: Decoder = FAMILIES[config.family].build(config_for(config, vocabulary(config)))
     return model
@@ -251,16 +251,16 @@ def activation_bytes(model: nn.Module, context: int) -> float:
     return 2.0 * (linear + scores + vocab)
 
 
-def needs(config: TrainConfig) -> str:
+def memory_advice(config: TrainConfig) -> str:
     """The memory that a run takes, its largest parts, and what makes it less, in words."""
-    return f"{largest(memory(config))}; reduce --batch, --context-length or --size to need less"
+    return f"{largest(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
 
 
-def memory(config: TrainConfig) -> dict[str, float]:
+def estimate_memory(config: TrainConfig) -> dict[str, float]:
     """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
     assert config.dtype, "chosen before"
     log = training(
-        partial(build, config), Shape(config.batch, config.context_length, getattr(torch, config.dtype))
+        partial(build_model, config), Shape(config.batch, config.context_length, getattr(torch, config.dtype))
     )
     return process(log, log.by("kind", moment=0).get(("parameters",), 0))
 
@@ -274,5 +274,5 @@ def describe_choice(config: TrainConfig, machine: Machine, guess: Estimate, why:
         f"context length {config.context_length}",
         f"at about {format_count(guess.rate)} tokens/s, trains on {format_count(guess.tokens)} tokens "
         f"({guess.epochs:.1f} epochs){why}; estimated: {guess.bits:.2f} bits/byte",
-        needs(config),
+        memory_advice(config),
     ]

@@ -48,13 +48,13 @@ def gather(config: TrainConfig) -> Corpus:
     return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
 
 
-def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, show: Display) -> Tokens:
+def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, display: Display) -> Tokens:
     """Train the tokenizer, or take the one kept in that folder, and turn the documents into tokens.
 
     Raises ValueError if there is not one window to learn from, or nothing to predict in what is held out.
     """
-    tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(config, corpus.train, show)
-    shards = [_shard(documents, tokenizer, show) for documents in (corpus.train, corpus.valid) if documents]
+    tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(config, corpus.train, display)
+    shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
     train: TokenIds
     valid: TokenIds
     train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.token_file for s in shards)
@@ -67,7 +67,7 @@ def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, show: Displ
     return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
 
 
-def _tokenizer(config: TrainConfig, documents: Sequence[Document], show: Display) -> Tokenizer:
+def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Display) -> Tokenizer:
     """Trained on the documents; or the one that was before, from the cache beside the tokens."""
     asked = f"{config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
     key = _digest(asked.encode())
@@ -75,7 +75,7 @@ def _tokenizer(config: TrainConfig, documents: Sequence[Document], show: Display
     for path in folder.glob(f"{key}-*.json"):
         if path.stem.endswith(_digest(text := path.read_bytes())):
             return Tokenizer(tokenizers.Tokenizer.from_str(text.decode()))
-    show.detail(f"training a {config.tokenizer} tokenizer")
+    display.detail(f"training a {config.tokenizer} tokenizer")
     trained = Tokenizer.train(config.tokenizer, _sample(documents, config), config.vocab_size)
     data = trained.json().encode()
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +107,13 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
                 break
 
 
-def _shard(documents: Sequence[Document], tokenizer: Tokenizer, show: Display) -> Shard:
+def _shard(documents: Sequence[Document], tokenizer: Tokenizer, display: Display) -> Shard:
     total, done = sum(d.size for d in documents), 0
 
     def told(size: int) -> None:
         nonlocal done
         done += size
-        show.state("tokenizing", done / max(1, total))
+        display.state("tokenizing", done / max(1, total))
 
     return token_shard(documents, tokenizer, progress=told)
 

@@ -18,7 +18,7 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, answered, kept, optimizer, prepare_model
 from dunes.runs.finetune_method import METHODS, unused_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.loop import Make, go
+from dunes.runs.loop import Make, execute_run
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule
 from dunes.runs.score import held_out
@@ -28,11 +28,11 @@ from dunes.train import Trainer
 BASELINE = Path("state") / "baseline.json"
 
 
-def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: int = 0, **options: Any) -> int:
+def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
     """Finetune into the folder, or go on with the run there; `options` are fields of `RunOptions`.
 
     So many `examples` are shown first, in colours that tell what is trained on. Returns and raises what
-    `loop.go` does.
+    `execute_run` does.
     """
     going = RunOptions(**options)
     if idle := unused_options(config, going.asked or ()):
@@ -40,17 +40,17 @@ def finetune(config: FinetuneConfig, folder: Path, show: Display, *, examples: i
 
     def prepared(config: FinetuneConfig, timings: Timings) -> Make | None:
         with timings("reading the examples"):
-            data = FinetuneData.read(config, show)
+            data = FinetuneData.read(config, display)
         for example in data.train[:examples]:
-            show.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
+            display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("choosing"):
-            ready, known = data.chosen(show), domain(data, show)
-        return None if going.dry_run else lambda: prepare(ready, known, folder, show)
+            ready, known = data.chosen(display), domain(data, display)
+        return None if going.dry_run else lambda: prepare(ready, known, folder, display)
 
-    return go(config, folder, show, going, prepared)
+    return execute_run(config, folder, display, going, prepared)
 
 
-def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, show: Display) -> Run:
+def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, display: Display) -> Run:
     """A run at its first step; `known` is text of the base's own domain."""
     config, device = data.config, measure.device()
     assert config.dtype, "chosen before"
@@ -58,14 +58,14 @@ def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, show: Disp
     model = data.base.model.to(device)
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, known, stored)
-    before = _asked(task, model, folder / BASELINE, show)
+    before = _asked(task, model, folder / BASELINE, display)
     model, notes, base = _changed(model, config)
     task = replace(task, before=before, notes=notes, base=base, settings=architecture_digest(base_model(model)))
     kept(model, config)
     schedule = build_schedule(config)
-    how: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
+    options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
     trainer = Trainer(
-        model, optimizer(config, model), answered, accumulate=config.batch // config.micro_batch, **how
+        model, optimizer(config, model), answered, accumulate=config.batch // config.micro_batch, **options
     )
     return Run(folder, config, task, model, trainer, schedule)
 
@@ -83,15 +83,15 @@ def _changed(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict
     return model, notes, base
 
 
-def _asked(task: FinetuneTask, model: Decoder, path: Path, show: Display) -> Baseline:
+def _asked(task: FinetuneTask, model: Decoder, path: Path, display: Display) -> Baseline:
     """What the base can do, or what it could when the states beside this file were saved."""
     dtype = getattr(torch, task.config.dtype or "float32")
-    before = _earlier(path, show)
+    before = _earlier(path, display)
     if before is None:
-        show.detail("evaluating the base model")
+        display.detail("evaluating the base model")
         before = task.able(model, dtype)
     elif before.text != task.text:
-        show.detail("the text to measure forgetting on changed: evaluating the base model again")
+        display.detail("the text to measure forgetting on changed: evaluating the base model again")
         before = replace(before, domain=task.known(model, dtype), text=task.text)
     else:
         return before
@@ -99,30 +99,30 @@ def _asked(task: FinetuneTask, model: Decoder, path: Path, show: Display) -> Bas
     return before
 
 
-def _earlier(path: Path, show: Display) -> Baseline | None:
+def _earlier(path: Path, display: Display) -> Baseline | None:
     """What the file says, if there are states beside it and it is whole."""
     if not (path.is_file() and any(path.parent.glob("step-*"))):
         return None
     try:
         return Baseline.read(path)
     except ValueError as error:
-        show.line(f"warning: {error}")
+        display.line(f"warning: {error}")
         return None
 
 
-def domain(data: FinetuneData, show: Display) -> TokenIds | None:
+def domain(data: FinetuneData, display: Display) -> TokenIds | None:
     """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
     tokenizer = data.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"
     try:
-        how = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
-        ids, files = held_out(tokenizer, data.base.card, data.config.forgetting_data, **how)
+        options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
+        ids, files = held_out(tokenizer, data.base.card, data.config.forgetting_data, **options)
     except (ValueError, OSError):
         if data.config.forgetting_data:
             raise
-        show.line(
+        display.line(
             "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
         )
         return None
-    show.detail(f"forgetting is measured on {plural(files, 'file')} of the base model's own text")
+    display.detail(f"forgetting is measured on {plural(files, 'file')} of the base model's own text")
     return ids

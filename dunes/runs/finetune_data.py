@@ -59,7 +59,7 @@ class FinetuneData:
     held: Sequence[Record]
 
     @classmethod
-    def read(cls, config: FinetuneConfig, show: Display) -> "FinetuneData":
+    def read(cls, config: FinetuneConfig, display: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
         if is_adapter(folder := checkpoint.locate_model(config.model).folder):
             raise ValueError(
@@ -70,16 +70,16 @@ class FinetuneData:
             read_dataset(config.val_data, config.text_field, config.follow_links) if config.val_data else ([], [])
         )
         for line in (*lines, *more):
-            show.detail(line)
+            display.detail(line)
         base, tokenizer = checkpoint.load_with_tokenizer(folder)
         records = main_records([*files, *others])
         template = choose_template(config, records, tokenizer, base.card)
-        show.detail(f"template: {template.name}")
+        display.detail(f"template: {template.name}")
         own = taught(base)
         if own is None or config.template or records.format not in PLAIN_KINDS:
             tokenizer = templates.attach_template(template, tokenizer)
             if own not in (None, template.name):
-                show.line(f"warning: it replaces the template that the base model was trained with: {own}")
+                display.line(f"warning: it replaces the template that the base model was trained with: {own}")
         write = partial(_written, config, template, records.format not in PLAIN_KINDS, tokenizer)
         rows, held = ([row for r in side for row in r.rows] for side in (files, others))
         if held:
@@ -92,28 +92,28 @@ class FinetuneData:
         learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
         return cls(replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, held)
 
-    def chosen(self, show: Display) -> "FinetuneData":
+    def chosen(self, display: Display) -> "FinetuneData":
         """The same with nothing left open in the plan, after the report on the examples.
 
         Raises ValueError for examples from which a model would not learn what they show.
         """
         context = self.config.context_length
         if context > self.base.context_length:
-            show.line(
+            display.line(
                 f"warning: the base model was trained on {self.base.context_length} tokens; longer "
                 "contexts are learned from this data alone"
             )
         found = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
         for line in found.lines():
-            show.detail(line)
+            display.detail(line)
         check_report(found, self.config.max_truncated)
         for line in found.warnings():
-            show.line(f"warning: {line}")
+            display.line(f"warning: {line}")
         rows = Batches(self.train, context, 1, packed=self.config.packing).rows_per_epoch
         batch = choose_batch(self.config, context, rows)
         steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, self._width)
         config = with_hardware(replace(self.config, batch=batch, steps=steps, lr=lr))
-        return replace(self, config=_fitting(replace(self, config=config), show))
+        return replace(self, config=_fitting(replace(self, config=config), display))
 
     @property
     def template_name(self) -> str | None:
@@ -183,7 +183,7 @@ def taught(base: checkpoint.LoadedModel) -> str | None:
     return name or (None if own is None else templates.ModelTemplate.name)
 
 
-def _fitting(data: FinetuneData, show: Display) -> FinetuneConfig:
+def _fitting(data: FinetuneData, display: Display) -> FinetuneConfig:
     """The plan with as many rows at once as free memory holds; says what is needed and what there is."""
     config, free = data.config, measure.free_memory(measure.device())
     at_once = config.micro_batch or config.batch
@@ -193,9 +193,9 @@ def _fitting(data: FinetuneData, show: Display) -> FinetuneConfig:
     while not config.micro_batch and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if config.batch % n == 0)
         parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
-    show.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
+    display.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
-        show.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
+        display.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
     return replace(config, micro_batch=at_once)
 
 

@@ -27,7 +27,7 @@ from dunes.runs.finetune_method import ADAPTER, METHODS
 from dunes.runs.json_lines import append_text
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import largest
-from dunes.runs.run import Run, facts
+from dunes.runs.run import Run, card_facts
 from dunes.runs.stored_state import is_score
 from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Conversation
@@ -101,10 +101,6 @@ class FinetuneTask:
     def tokenizer(self) -> Tokenizer:
         return self.data.tokenizer
 
-    @property
-    def subject(self) -> str:
-        return "answers"
-
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
         every = sha256()
@@ -164,11 +160,11 @@ class FinetuneTask:
             tokens = generate(model, room, limit=ANSWER, context_length=context, sample=likeliest, stop=stop)
             return self.tokenizer.decode([token.id for token in tokens])
 
-    def needs(self) -> str:
+    def memory_advice(self) -> str:
         remedy = "reduce --context-length or --micro-batch, or use --method qlora"
         return f"{largest(memory(self.data))}; {remedy}"
 
-    def opening(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         config, trained = self.config, tree.count(run.model, trainable=True)
         assert config.threads, "chosen before"
         assert config.batch, "chosen before"
@@ -213,7 +209,7 @@ class FinetuneTask:
 
     def _facts(self, run: Run, score: Score, after: Baseline | None) -> dict[str, Any]:
         assert self.before is not None, "asked at the beginning"
-        about = facts(run, score, "finetuned")
+        about = card_facts(run, score, "finetuned")
         if after is not None:
             about["measured"] |= {"before": self.before.score.loss}
         if after is not None and self.before.domain and after.domain:

@@ -1,4 +1,4 @@
-"""A run from its plan to its end: steps, and between them checks, samples and saves; what a person sees of it."""
+"""A run from start to end: training steps, and between them validation, samples, saves and progress."""
 
 import os
 import shlex
@@ -24,14 +24,14 @@ from dunes.runs.run import (
     METRICS,
     FolderInUse,
     Run,
-    alone,
-    begin,
-    begun,
+    append_metrics,
     load_trainable_state,
-    note,
-    records,
+    read_config,
+    read_metrics,
     resolve_config,
-    resume,
+    restore_run,
+    run_lock,
+    start_run,
 )
 from dunes.runs.saver import Saver
 from dunes.runs.tensorboard import TensorBoard
@@ -44,10 +44,10 @@ FINAL_TOKENS = 262_144
 SAVE_SECONDS = 60.0
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 CLOSING = 3.0
-"""Seconds that the end of a run takes beside the last score: the model, the picture."""
+"""Seconds that the end of a run takes beside the final validation: saving the model, plotting."""
 
 PATIENCE, WORSE = 3, 1.01
-"""There is a warning when so many checks brought no better validation loss and it is that many times the best."""
+"""Warn after this many validations without improvement, if the loss is this many times the best."""
 
 NOT_SAVED = 3
 DIVERGED = 4
@@ -55,100 +55,105 @@ DIVERGED = 4
 Make = Callable[[], Run]
 
 
-def go(
-    config: T, folder: Path, show: Display, how: RunOptions, prepare: Callable[[T, Timings], Make | None]
+def execute_run(
+    config: T, folder: Path, display: Display, options: RunOptions, prepare: Callable[[T, Timings], Make | None]
 ) -> int:
-    """Run the plan into the folder, or go on with the run there.
+    """Train into the folder, or resume the run there.
 
-    `prepare` reads what is to be learned, says what it finds and gives back what makes the run, or None if that
-    is all. Returns an exit status: 0, 128 + the signal that ended the run early, 3 if the last state could not
-    be saved, or 4 if training did not recover from numbers that are not finite. Raises ValueError, before
-    anything is written, for what cannot be done.
+    `prepare` reads and reports on the data, and returns a function that creates the run, or None in a dry run.
+    Returns an exit status: 0, 128 + the signal that ended the run, 3 if the last state could not be saved, or
+    4 if training did not recover from values that are not finite. Raises ValueError, before anything is written,
+    for what cannot be done.
     """
     start = monotonic()
-    board = TensorBoard(folder if how.tensorboard else None, NonFatal(show))
+    board = TensorBoard(folder if options.tensorboard else None, NonFatal(display))
     config = config.with_absolute_paths()
-    with _occupied(show, how.dry_run):
-        config = resolve_config(config, folder, how.resume, how.asked, how.override)
+    with _warn_in_dry_run(display, options.dry_run):
+        config = resolve_config(config, folder, options.resume, options.asked, options.override)
     if (folder / "state" / "lock").exists():
-        with _occupied(show, how.dry_run), alone(folder):  # refused now, not after the text was read
+        with (
+            _warn_in_dry_run(display, options.dry_run),
+            run_lock(folder),
+        ):  # refused now, not after reading the data
             pass
-    if how.dry_run and (earlier := begun(folder, type(config))) is not None:
-        state = checkpoint.latest_state(folder, show.line)
+    if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
+        state = checkpoint.latest_state(folder, display.line)
         newest = f"last saved state: step {int(state.name[5:])}" if state else "nothing saved yet"
-        goes_on = f"; --resume continues from there up to {config.length}" if how.resume else ""
-        show.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
+        goes_on = f"; --resume continues from there up to {config.length}" if options.resume else ""
+        display.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
         if config.missing:
             return 0
     measure.set_device(config.device)
     measure.keep_freed_memory()
     measure.flush_denormals()
     timings = Timings()
-    with show:
+    with display:
         make = prepare(config, timings)
         if make is None:
             return 0
-        with alone(folder), Saver(show.line, how.strict) as saver:
+        with run_lock(folder), Saver(display.line, options.strict) as saver:
             with timings("building the model"):
                 run = make()
-                if how.resume:
-                    resume(run, show.line, how.override, how.strict)
+                if options.resume:
+                    restore_run(run, display.line, options.override, options.strict)
                 else:
-                    begin(run.config, folder, run.task.tokenizer)
+                    start_run(run.config, folder, run.task.tokenizer)
             run.timings.seconds.update(timings.seconds)
-            # Time spent on preparing counts: a person waits for that, too.
+            # Preparing counts as elapsed time: the user waits for it, too.
             run.elapsed += monotonic() - start
-            show.detail(run.task.opening(run))
+            display.detail(run.task.summary(run))
             with board:
-                status = _run(run, saver, show, board)
-            for line in ("wall-clock time:", *lines(run.timings.seconds)) if how.profile else ():
-                show.line(line)
+                status = _train(run, saver, display, board)
+            for line in ("wall-clock time:", *lines(run.timings.seconds)) if options.profile else ():
+                display.line(line)
             return status
 
 
 @contextmanager
-def _occupied(show: Display, dry: bool) -> Iterator[None]:
-    """A dry run only says that there is a run already."""
+def _warn_in_dry_run(display: Display, dry: bool) -> Iterator[None]:
+    """In a dry run, only warn that the folder already contains a run."""
     try:
         yield
     except FolderInUse as error:
         if not dry:
             raise
-        show.line(f"warning: {error}")
+        display.line(f"warning: {error}")
 
 
 @dataclass
 class StopRequest:
-    """The signal that asked the run to stop, 0 while none did; and whether one asked for a save."""
+    """The signal that asked the run to stop, or 0; and whether a signal asked for a save."""
 
     signal: int = 0
     save: bool = False
 
 
-def _run(run: Run, saver: Saver, show: Display, board: TensorBoard) -> int:
+def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
     with _signals() as request:
         try:
-            loop(run, request, saver, show, board)
+            train_loop(run, request, saver, display, board)
         except Diverged as error:
             saver.last(run)
-            show.line(f"{error} (the last state is in {run.folder}/state)")
+            display.line(f"{error} (the last state is in {run.folder}/state)")
             return DIVERGED
         except OSError as error:
-            show.line(f"stopped: {error}; the last good state is in {run.folder}/state")
+            display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
-        except ValueError:  # the data went wrong, the weights did not
+        except ValueError:  # the data is at fault, the weights are not
             saver.last(run)
             raise
         except (RuntimeError, MemoryError) as error:
             if not measure.out_of_memory(error):
                 raise
-            raise ValueError(f"out of memory in step {run.trainer.number + 1}; {run.task.needs()}") from None
-        return _finish(run, request, saver, show, board)
+            raise ValueError(
+                f"out of memory in step {run.trainer.number + 1}; {run.task.memory_advice()}"
+            ) from None
+        return _finish(run, request, saver, display, board)
 
 
 @contextmanager
 def _signals() -> Iterator[StopRequest]:
-    """The first Ctrl-C or SIGTERM asks the run to stop at the next step; the second ends the process at once.
+    """The first SIGINT or SIGTERM asks the run to stop after the current step; the second exits at once.
 
     SIGUSR1 asks for a save.
     """
@@ -171,43 +176,43 @@ def _signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def loop(run: Run, request: StopRequest, saver: Saver, show: Display, board: TensorBoard) -> None:
-    """Step, and between steps measure, check, sample and save, until the schedule or the wish says stop.
+def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> None:
+    """Train, and between steps validate, sample and save, until the schedule ends or a stop is requested.
 
-    Raises Diverged if training does not recover, ValueError if the tokens were changed meanwhile, and
-    OSError if a strict saver cannot save.
+    Raises Diverged if training does not recover, ValueError if the tokens changed on disk, and OSError if a strict
+    saver cannot save.
     """
     config = run.config
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL)
     run.start_time, saved, warned = monotonic() - run.elapsed, monotonic(), 0
-    told, non_fatal = _teller(run, show), board.non_fatal
+    report, non_fatal = _step_reporter(run, display), board.non_fatal
     over = run.schedule.is_over(run.trainer.number)
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in steps:
         run.elapsed = monotonic() - run.start_time
-        _split(run, step)
+        _add_step_time(run, step)
         if clock is not None:
-            # What the end takes is known better after each check, and never more than a tenth.
-            clock.seconds = config.seconds - min(config.seconds / 10, CLOSING + run.scoring(FINAL_TOKENS))
+            # The duration of the end is known better after each validation, and bounded by a tenth.
+            clock.seconds = config.seconds - min(config.seconds / 10, CLOSING + run.score_seconds(FINAL_TOKENS))
             clock.update(step.number, run.elapsed)
-        over, checked = run.schedule.is_over(step.number), None
-        with run.timings("checks"), non_fatal("validation"):
-            checked = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-        if checked and warned != run.best_step and (words := rising_loss_warning(run)):
+        over, score = run.schedule.is_over(step.number), None
+        with run.timings("validation"), non_fatal("validation"):
+            score = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
+        if score and warned != run.best_step and (words := rising_loss_warning(run)):
             warned = run.best_step
-            show.line(words)
+            display.line(words)
         with non_fatal("writing metrics.jsonl"):
-            _note(run.folder, step, checked)
-        board.step(step, checked.bits_per_byte if checked else None)
+            _log_step(run.folder, step, score)
+        board.step(step, score.bits_per_byte if score else None)
         with run.timings("samples"), non_fatal("sampling"):
             if step.number in SAMPLES and not over:
-                board.sample(step.number, _sample(run, show, step.number))
-        told(step)
+                board.sample(step.number, _sample(run, display, step.number))
+        report(step)
         if over:
             return
         if request.signal:
-            show.line("stopping after this step and saving; interrupt again to exit at once")
+            display.line("stopping after this step and saving; interrupt again to exit at once")
             return
         with run.timings("saves"):
             saver.look()
@@ -215,8 +220,8 @@ def loop(run: Run, request: StopRequest, saver: Saver, show: Display, board: Ten
                 saved, request.save = monotonic(), False
 
 
-def _split(run: Run, step: Step) -> None:
-    """Count the step's time: the first one of a process also loads kernels, or compiles."""
+def _add_step_time(run: Run, step: Step) -> None:
+    """Add the step's time: the first one of a process also loads kernels or compiles."""
     data, run.data = run.timings.seconds["data"] - run.data, run.timings.seconds["data"]
     run.timings.add("steps" if run.warm else "first step", step.seconds - data)
     run.warm = True
@@ -224,12 +229,12 @@ def _split(run: Run, step: Step) -> None:
 
 @dataclass
 class NonFatal:
-    """`with non_fatal("sampling"):` what is done beside training and must not end it.
+    """`with non_fatal("sampling"):` work beside training that must not end it.
 
-    A full disk or too little memory is told once for each kind of work.
+    A full disk or too little memory is reported once for each kind of work.
     """
 
-    show: Display
+    display: Display
     failed: set[str] = field(default_factory=set)
 
     @contextmanager
@@ -240,7 +245,9 @@ class NonFatal:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
                 raise
             if work not in self.failed:
-                self.show.line(f"warning: {work} failed: {' '.join(str(error).split())[:200]}; training continues")
+                self.display.line(
+                    f"warning: {work} failed: {' '.join(str(error).split())[:200]}; training continues"
+                )
             self.failed.add(work)
 
 
@@ -248,23 +255,23 @@ def _check_due(step: int) -> bool:
     return step % 50 == 0 or step in (10, 25)
 
 
-def _note(folder: Path, step: Step, checked: Score | None) -> None:
-    """Note a step. The loss stands there twice: to read, and exactly."""
+def _log_step(folder: Path, step: Step, score: Score | None) -> None:
+    """Log a step to metrics.jsonl, its loss also as an exact hex float."""
     record: dict[str, Any] = asdict(step)
     record = {"step": record.pop("number")} | record | {"loss_hex": step.loss.hex()}
-    if checked:
-        record |= {"validation_loss": checked.loss, "bits_per_byte": checked.bits_per_byte}
-    note(folder, record)
+    if score:
+        record |= {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte}
+    append_metrics(folder, record)
 
 
-def _teller(run: Run, show: Display) -> Callable[[Step], None]:
-    """What the display is told after each step."""
+def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
+    """A function that reports each step to the display."""
     losses: list[float] = []
     work = flops(run.model, run.config.context_length)
 
-    def told(step: Step) -> None:
+    def report(step: Step) -> None:
         if step.skipped:
-            show.line(
+            display.line(
                 f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; this step was skipped"
             )
         else:
@@ -280,24 +287,24 @@ def _teller(run: Run, show: Display) -> Callable[[Step], None]:
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{format_seconds(round(left))} left",
         ]
-        show.state("  ".join(filter(None, parts)), run.done(step.number))
+        display.state("  ".join(filter(None, parts)), run.done(step.number))
 
-    return told
+    return report
 
 
-def _sample(run: Run, show: Display, weights_step: int) -> str:
-    """What the model writes with its weights, those of `weights_step`, on the screen and into samples.md."""
+def _sample(run: Run, display: Display, weights_step: int) -> str:
+    """Generate a sample with the weights of `weights_step`, to the screen and to samples.md."""
     steps = plural(run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
     text = run.task.sample(run.model)
-    show.detail(f"\n--- sample after {steps} ---\n{text}\n---")
+    display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
     append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
     return text
 
 
-def _finish(run: Run, request: StopRequest, saver: Saver, show: Display, board: TensorBoard) -> int:
-    """Save the state and what was learned, draw the picture, and say what there is and what to do next."""
+def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
+    """Save state and results, plot the loss, and print the final report."""
     step, non_fatal = run.trainer.number, board.non_fatal
     status = 128 + request.signal if request.signal else 0
     try:
@@ -305,39 +312,39 @@ def _finish(run: Run, request: StopRequest, saver: Saver, show: Display, board: 
             saved = saver.last(run)
         if not saved:
             status = NOT_SAVED
-        with run.timings("last score"):
-            score = _last_score(run, interrupted=bool(request.signal))
+        with run.timings("final validation"):
+            score = _final_score(run, interrupted=bool(request.signal))
             kept_step = run.best_step if run.best_weights else step
         with run.timings("samples"), non_fatal("sampling"):
             if run.warm and not request.signal:
-                board.sample(step, _sample(run, show, kept_step))
+                board.sample(step, _sample(run, display, kept_step))
         run.elapsed = monotonic() - run.start_time
         with run.timings("saves"):
-            there = run.task.close(run, score, bool(request.signal))
+            report = run.task.close(run, score, bool(request.signal))
     except OSError as error:
-        show.line(f"not saved: {error}")
+        display.line(f"not saved: {error}")
         return NOT_SAVED
-    with run.timings("picture"), non_fatal("plotting"):
-        loss_picture(records(run.folder / METRICS, show.line), score, kept_step, run.folder / "loss.png")
+    with run.timings("plot"), non_fatal("plotting"):
+        loss_picture(read_metrics(run.folder / METRICS, display.line), score, kept_step, run.folder / "loss.png")
     over = "stopped" if request.signal else "done"
-    show.line(
+    display.line(
         f"\n{over} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "
         f"{score.loss:.3f} nats/token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits/byte"
     )
     if words := overfitting_note(run):
-        show.line(words)
+        display.line(words)
     folder = shlex.quote(str(run.folder))
-    *lines, following = there
+    *lines, next_steps = report
     for line in lines:
-        show.line(line)
-    show.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md")
-    going_on = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
-    show.line(going_on if request.signal else following)
+        display.line(line)
+    display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md")
+    resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
+    display.line(resume if request.signal else next_steps)
     return status
 
 
-def _last_score(run: Run, interrupted: bool) -> Score:
-    """The score of the best weights, which the model has from here on; somebody who stops a run waits less."""
+def _final_score(run: Run, interrupted: bool) -> Score:
+    """The score of the best weights, which are loaded; after an interrupt the last known one is used."""
     if run.best_weights:
         load_trainable_state(run.model, run.best_weights)
     if interrupted and run.best:
@@ -346,21 +353,22 @@ def _last_score(run: Run, interrupted: bool) -> Score:
 
 
 def rising_loss_warning(run: Run) -> str:
-    """The warning that validation loss has been above its best for several checks; else empty."""
+    """A warning if the validation loss has been above its best for several validations; else empty."""
     if not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
     if run.last.bits_per_byte < run.best.bits_per_byte * WORSE:
         return ""
     return (
         f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
-        f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} checks; the best "
+        f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} "
+        "validations; the best "
         f"weights are kept. If it jumped, lower the learning rate (now {run.trainer.base_lrs[0]:.2g}); if it rose "
         "slowly, train for fewer steps or on more data"
     )
 
 
 def overfitting_note(run: Run) -> str:
-    """Which weights were saved, if validation loss has risen since they were the best; else empty."""
+    """Which weights were saved, if the validation loss has risen since its best; else empty."""
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""
     return (

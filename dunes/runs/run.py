@@ -1,4 +1,4 @@
-"""A run in progress: made from a plan, kept on disk, found again."""
+"""A run in progress: created from its config, saved to disk, resumed."""
 
 import json
 import os
@@ -44,11 +44,7 @@ WARMUP = 20
 
 
 class Task(Protocol):
-    """What a run learns. `prints` are fingerprints of what it learns from, `tokens` those in a full score, and
-    `subject` what is scored, in a word."""
-
-    @property
-    def subject(self) -> str: ...
+    """What a run trains on. `fingerprints` identify its data, `tokens` counts the targets of a full validation."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -60,40 +56,40 @@ class Task(Protocol):
     def tokens(self) -> int: ...
 
     def batches(self, start: int) -> Iterator[Any]:
-        """Endless batches for the trainer, from number `start` on."""
+        """Endless batches for the trainer, starting with number `start`."""
         ...
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        """The model's score on what is held out, or on about `limit` tokens of it."""
+        """The validation score, on all validation tokens or on about `limit` of them."""
         ...
 
     def sample(self, model: Decoder) -> str:
-        """What the model writes by now."""
+        """Text that the model generates."""
         ...
 
-    def needs(self) -> str:
-        """The memory that it takes, and what would make it less, in words."""
+    def memory_advice(self) -> str:
+        """How much memory the run needs, and what would reduce it, in words."""
         ...
 
-    def opening(self, run: "Run") -> str:
-        """What the run is, in a line."""
+    def summary(self, run: "Run") -> str:
+        """The run in one line."""
         ...
 
     def close(self, run: "Run", score: Score, interrupted: bool) -> list[str]:
-        """Write what was learned into the run's folder; what there is now and what to do next, in lines.
+        """Save the results into the run's folder, and return lines for the final report.
 
-        `hurried`: somebody waits for the run to stop.
+        `interrupted`: the run was asked to stop, so that the rest is kept short.
         """
         ...
 
 
 @dataclass
 class Run:
-    """What a run computes with, and what it remembers beside the trainer's own state.
+    """A run's model and trainer, and its state beside the trainer's own.
 
-    `began` is when it would have begun, by the clock, had it never been interrupted. `spent` is over all
-    its processes, `data` what of it batches took up to the last step, and `warm` whether this process has
-    taken a step. `checks_since_best` is 0 right after the check with the best score so far.
+    `start_time` is when the run would have started had it never been interrupted. `timings` cover all processes of
+    the run, `data` is the part of them that waited for batches up to the last step, and `warm` says whether this
+    process has taken a step. `checks_since_best` is 0 right after the validation with the best score so far.
     """
 
     folder: Path
@@ -116,23 +112,23 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What matrix products are computed in."""
+        """The dtype of matrix products."""
         return self.trainer.dtype
 
     def done(self, step: int) -> float:
-        """The share of the run that is over."""
+        """The fraction of the run that is done."""
         return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
 
     def score(self, limit: int | None = None) -> Score:
-        """The model's score on what is held out, or on about `limit` tokens of it."""
+        """The validation score, on all validation tokens or on about `limit` of them."""
         return self.task.score(self.model, self.dtype, limit)
 
-    def scoring(self, limit: int) -> float:
-        """Seconds that a score on so many tokens takes, by the last check."""
+    def score_seconds(self, limit: int) -> float:
+        """Seconds that scoring this many tokens takes, by the last validation."""
         return self.seconds_per_token * min(limit, self.task.tokens)
 
     def check(self, limit: int) -> Score:
-        """Score the model; the best weights so far are remembered."""
+        """Validate the model, and remember the best weights so far."""
         start = perf_counter()
         self.last = score = self.score(limit)
         self.seconds_per_token = (perf_counter() - start) / score.tokens
@@ -169,17 +165,17 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The schedule of a run: of its steps, or open until a clock ends it."""
+    """The learning-rate schedule: over `steps`, or open until the clock ends the run."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
 class FolderInUse(ValueError):
-    """There is a run in the folder already, or a process at work on it."""
+    """The folder already contains a run, or another process is using it."""
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the run's lock, which a dead process lets go by itself. Raises FolderInUse if another has it."""
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the run's lock, which is released when a process dies. Raises FolderInUse if another process has it."""
     lock = folder / "state" / "lock"  # the folder itself is locked by each save
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
@@ -192,8 +188,8 @@ def alone(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def begin(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Write down what the run is to do. The plan comes last: with it there is a run."""
+def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
+    """Save tokenizer and config. The config comes last: with it the folder contains a run."""
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
     write_config(config, folder)
 
@@ -203,10 +199,10 @@ def write_config(config: RunConfig, folder: Path) -> None:
     write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
 
 
-def begun(folder: Path, kind: type[T]) -> T | None:
-    """The plan of the run in this folder, if there is a run.
+def read_config(folder: Path, kind: type[T]) -> T | None:
+    """The config of the run in this folder, if there is one.
 
-    Raises ValueError if that is of another kind, or no plan.
+    Raises ValueError if it belongs to another kind of run, or cannot be read.
     """
     path = folder / "state" / "plan.json"
     if not path.is_file():
@@ -231,13 +227,13 @@ def _of_this_format(stored: Any) -> Any:
 
 
 def resolve_config(
-    config: T, folder: Path, again: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
+    config: T, folder: Path, resume: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
 ) -> T:
-    """The plan to follow: this one in a new folder, the run's own when going on.
+    """The config to use: this one in a new folder, the run's own when resuming.
 
-    Raises Occupied if there is a run and it is not to go on, ValueError if there is none, or if something
-    was asked for that is not as in the run and not in `override`. What is in `override` and measured is
-    left open, to be measured anew.
+    Raises FolderInUse if the folder contains a run and `resume` is not set, ValueError if it contains none, or if
+    an option that was `asked` for differs from the run's and is not in `override`. Measured options in `override`
+    are measured again.
     """
     for path in (folder, folder / "state"):
         if os.path.lexists(path) and not path.is_dir():
@@ -249,16 +245,16 @@ def resolve_config(
         )
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes exclude each other; set one of them")
-    earlier = begun(folder, type(config))
+    earlier = read_config(folder, type(config))
     if earlier is None:
-        if again:
-            _free(folder)
+        if resume:
+            _check_new_folder(folder)
             raise ValueError(f"{folder}: there is no run to resume; start one without --resume")
         if config.missing:
             raise ValueError(config.missing)
-        _free(folder)
+        _check_new_folder(folder)
         return config
-    if not again:
+    if not resume:
         raise FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
     differences = config.differences(earlier, config.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
@@ -273,20 +269,20 @@ def resolve_config(
     return replace(earlier, **anew | {name: getattr(config, name) for name in differences})
 
 
-def _free(folder: Path) -> None:
-    """Raise ValueError unless a run can be begun here without writing over a model that is no run's."""
+def _check_new_folder(folder: Path) -> None:
+    """Raise ValueError unless a run can start here without overwriting a model that was not made by a run."""
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
             raise ValueError(
                 f"{folder}: contains a model that was not made by a run ({name}); choose another --out"
             )
-    there = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{there}: is not a writable folder; choose another --out")
+    parent = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{parent}: is not a writable folder; choose another --out")
 
 
 def run_state(run: Run) -> dict[str, Any]:
-    """All that a resumed run needs."""
+    """Everything that resuming needs."""
     return {
         "config": asdict(run.config),
         "fingerprints": dict(run.task.fingerprints),
@@ -303,21 +299,23 @@ def run_state(run: Run) -> dict[str, Any]:
     }
 
 
-def resume(run: Run, told: Callable[[str], None], override: Collection[str] = (), strict: bool = False) -> None:
-    """Go back to the newest whole state, if there is one.
+def restore_run(
+    run: Run, warn: Callable[[str], None], override: Collection[str] = (), strict: bool = False
+) -> None:
+    """Restore the newest undamaged state, if there is one.
 
-    Raises ValueError, and changes nothing, if the plan or the corpus is not the one of the state, but
-    for what is in `override`; and with `strict`, if the newest state is damaged.
+    Raises ValueError, and changes nothing, if config or data differ from the state's in more than `override`
+    names; and with `strict`, if the newest state is damaged.
     """
 
     def damaged(line: str) -> None:
         if strict:
             raise ValueError(line)
-        told(line)
+        warn(line)
 
     if (folder := checkpoint.latest_state(run.folder, damaged)) is None:
-        told("nothing saved yet; starting from step 0")
-        cut(run.folder / METRICS, 0, told)
+        warn("nothing saved yet; starting from step 0")
+        truncate_metrics(run.folder / METRICS, 0, warn)
         return
     state = read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
@@ -338,22 +336,22 @@ def resume(run: Run, told: Callable[[str], None], override: Collection[str] = ()
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     run.trainer.load_state_dict(state["trainer"])
-    if not {"steps", "minutes"} & differences.keys():  # else the rate goes up again, and falls towards the new end
+    if not {"steps", "minutes"} & differences.keys():  # else the rate rises again, and decays towards the new end
         run.schedule.records[:] = state["schedule"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = state["best"], state["last"]
     run.checks_since_best = state["checks_since_best"]
     run.timings.seconds.update(state["timings"])
     run.data = run.timings.seconds["data"]
-    cut(run.folder / METRICS, run.trainer.number, told)
-    told(f"resuming after step {run.trainer.number}")
+    truncate_metrics(run.folder / METRICS, run.trainer.number, warn)
+    warn(f"resuming after step {run.trainer.number}")
     if differences:
-        note(run.folder, {"step": run.trainer.number, "changed": differences})
+        append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
         write_config(run.config, run.folder)
 
 
-def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
-    """What the card says of how the model was made, under that verb."""
+def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
+    """What the card records about the training, under that verb."""
     return {
         verb: {
             **asdict(run.config),
@@ -372,18 +370,18 @@ def facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
     }
 
 
-def note(folder: Path, record: dict[str, Any]) -> None:
-    """Append a line to the run's metrics."""
+def append_metrics(folder: Path, record: dict[str, Any]) -> None:
+    """Append a record to the run's metrics."""
     append_record(folder / METRICS, record)
 
 
-def records(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, those that are damaged left out; `warn` gets a line about these."""
+def read_metrics(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl without damaged ones, about which `warn` gets a line."""
     return read_records(path, METRIC, _is_metric, warn)
 
 
 def _is_metric(record: dict[str, Any]) -> bool:
-    """Whether a line is a step's, or a note about one, with numbers where readers compute with them."""
+    """Whether a record has a step number, and numbers wherever readers compute with them."""
     if type(record.get("step")) is not int or not _is_number(record["step"]):
         return False
     if not all(_is_number(record[name]) for name in SCORES if record.get(name) is not None):
@@ -398,8 +396,8 @@ def _is_number(value: object) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
 
 
-def cut(path: Path, step: int, warn: Warn = print_warning) -> None:
-    """Take away the metrics after this step, which will be made again, and lines that are no objects."""
+def truncate_metrics(path: Path, step: int, warn: Warn = print_warning) -> None:
+    """Remove the metrics after this step, which will be written again, and lines that are not JSON objects."""
     lines = read_lines(path)
     warn_of_damage(path, [line for line in lines if line.record is None], METRIC, warn)
     kept = [x for x in lines if x.record is not None and not (_is_metric(x.record) and x.record["step"] > step)]

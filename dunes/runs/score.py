@@ -14,7 +14,7 @@ from dunes.text import Tokenizer
 
 
 def score_folder(
-    folder: Path, sources: Sequence[str] = (), any_base: bool = False, **how: Any
+    folder: Path, sources: Sequence[str] = (), any_base: bool = False, **options: Any
 ) -> tuple[Score, int]:
     """The score on all text in the sources, and how many files that is.
 
@@ -25,25 +25,25 @@ def score_folder(
     """
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     try:
-        ids, files = held_out(tokenizer, loaded.card, sources, **how)
+        ids, files = held_out(tokenizer, loaded.card, sources, **options)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return evaluate(loaded.model, ids, widths(tokenizer.token_bytes()), loaded.context_length), files
 
 
 def held_out(
-    tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = (), **how: Any
+    tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = (), **options: Any
 ) -> tuple[TokenIds, int]:
     """The ids of all text in the sources, and how many files that is; without sources, of what the training in
     the card held out. Raises ValueError if the card does not say what that is."""
     trained = card.get("trained", {})
     if sources:
-        corpus = collect_corpus(sources, **how)
+        corpus = collect_corpus(sources, **options)
         return _ids(tokenizer, corpus.valid + corpus.train, True), len(corpus.valid + corpus.train)
     if trained.get("split") not in ("files", "tails"):
         raise ValueError("does not record its validation files; pass the sources to score")
     told = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
-    corpus = collect_corpus(trained["sources"], **told | how)
+    corpus = collect_corpus(trained["sources"], **told | options)
     whole = trained["split"] == "files"
     documents = corpus.valid if whole else corpus.train + corpus.valid
     return _ids(tokenizer, documents, whole), len(documents)

@@ -15,7 +15,7 @@ from dunes.runs.progress import Display
 def run_tasks(
     folder: Path,
     tasks: Sequence[str],
-    show: Display,
+    display: Display,
     *,
     task_folder: Path | None = None,
     limit: int | None = None,
@@ -38,13 +38,13 @@ def run_tasks(
     _known(tasks, manager.all_tasks)
     from dunes.runs.harness import Harness
 
-    with show:
-        model = Harness(folder, show.state, any_base)
+    with display:
+        model = Harness(folder, display.state, any_base)
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model=model, tasks=list(tasks), task_manager=manager, limit=limit
         )
         if model.cut:
-            show.line(
+            display.line(
                 f"{plural(model.cut, 'time')} a text exceeded the context length of {model.max_length} "
                 "tokens and was "
                 "truncated on the left"

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dunes.runs.extra import extra
-from dunes.runs.run import METRICS, records
+from dunes.runs.run import METRICS, read_metrics
 from dunes.train import Step
 
 FOLDER = "tensorboard"
@@ -76,7 +76,7 @@ class TensorBoard:
         self._put(file_version="brain.Event:2")
         # Such a TensorBoard forgets here what it has read.
         self._put(session_log=self._event.SessionLog(status=self._event.SessionLog.START))
-        noted = [r for r in records(run / METRICS) if "loss" in r]
+        noted = [r for r in read_metrics(run / METRICS) if "loss" in r]
         clock = time() - sum(r["seconds"] for r in noted)
         for record in noted:
             clock += record["seconds"]

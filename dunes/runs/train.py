@@ -15,14 +15,14 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.plural import plural
-from dunes.runs.autosize import chosen, config_for, needs, size_warning
+from dunes.runs.autosize import autosize_run, config_for, memory_advice, size_warning
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.loop import Make, go
+from dunes.runs.loop import Make, execute_run
 from dunes.runs.memory import nats
 from dunes.runs.progress import Display
-from dunes.runs.run import Run, build_schedule, facts
+from dunes.runs.run import Run, build_schedule, card_facts
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import sample_text
@@ -31,10 +31,10 @@ from dunes.train import Trainer, muon
 from dunes.units import format_count
 
 
-def train(config: TrainConfig, folder: Path, show: Display, **options: Any) -> int:
+def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
     """Run the plan into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
-    Returns and raises what `loop.go` does.
+    Returns and raises what `execute_run` does.
     """
     going = RunOptions(**options)
 
@@ -42,21 +42,21 @@ def train(config: TrainConfig, folder: Path, show: Display, **options: Any) -> i
         with timings("reading the text"):
             corpus = gather(config)
         for line in (corpus.report(), *corpus.notes):
-            show.detail(line)
+            display.detail(line)
         config = replace(config, split=corpus.split)
         with timings("choosing"):
-            config, reasons = chosen(config, sum(d.size for d in corpus.train))
+            config, reasons = autosize_run(config, sum(d.size for d in corpus.train))
         for line in reasons:
-            show.detail(line)
+            display.detail(line)
         if words := size_warning(config):
-            show.line(words)
+            display.line(words)
         if going.dry_run:
             return None
         with timings("tokenizing"):
-            tokens = tokenize(config, corpus, folder / "state" if going.resume else None, show)
+            tokens = tokenize(config, corpus, folder / "state" if going.resume else None, display)
         return lambda: prepare(config, folder, tokens)
 
-    return go(config, folder, show, going, prepared)
+    return execute_run(config, folder, display, going, prepared)
 
 
 def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
@@ -85,10 +85,6 @@ class TrainTask:
         return self.text.tokenizer
 
     @property
-    def subject(self) -> str:
-        return "text"
-
-    @property
     def fingerprints(self) -> Mapping[str, str]:
         return self.text.fingerprints
 
@@ -109,10 +105,10 @@ class TrainTask:
     def sample(self, model: Decoder) -> str:
         return sample_text(model, self.tokenizer, self.config.context_length, seed=self.config.seed)
 
-    def needs(self) -> str:
-        return needs(self.config)
+    def memory_advice(self) -> str:
+        return memory_advice(self.config)
 
-    def opening(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         config = self.config
         assert config.threads, "chosen before"
         return (
@@ -124,7 +120,7 @@ class TrainTask:
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         checkpoint.save(
-            run.model, run.folder, self.tokenizer, self.config.context_length, facts(run, score, "trained")
+            run.model, run.folder, self.tokenizer, self.config.context_length, card_facts(run, score, "trained")
         )
         folder = shlex.quote(str(run.folder))
         return [f"model: {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
