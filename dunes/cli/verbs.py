@@ -308,7 +308,7 @@ def convert(
     Args:
         source: A model folder in any format, or a name on the Hub.
         out: The new folder.
-        dtype: Round the weights.
+        dtype: Round the weights to this dtype.
         names: JSON object that maps foreign names to Hugging Face's, with {i} for a number.
     """
     _convert(source, out, dtype, names)
@@ -329,7 +329,7 @@ def export(
         model: A model folder, or a name on the Hub.
         out: The new folder.
         to: The format: hf (Hugging Face's).
-        dtype: Round the weights.
+        dtype: Round the weights to this dtype.
     """
     if to != "hf":
         raise ValueError(
