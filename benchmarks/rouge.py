@@ -31,9 +31,9 @@ def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_0
     """
     from rouge_score import rouge_scorer, tokenize
 
-    from dunes.data.self_instruct import SIMILAR, Earlier, seed_tasks
+    from dunes.data.self_instruct import MAX_SIMILARITY, InstructionIndex, read_seed_tasks
 
-    texts = [task.instruction.split() for task in seed_tasks(seeds)]
+    texts = [task.instruction.split() for task in read_seed_tasks(seeds)]
     chance = random.Random(0)
 
     def made() -> str:
@@ -46,13 +46,13 @@ def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_0
     result = {}
     for count in earlier:
         past, asked = [made() for _ in range(count)], [made() for _ in range(new)]
-        tokens, index = [tokenize.tokenize(text, None) for text in past], Earlier(past)
+        tokens, index = [tokenize.tokenize(text, None) for text in past], InstructionIndex(past)
         index.nearest("")  # the first look imports
         rows = []
         for text in asked:
-            ours, fast = timed(lambda i, t: (i.nearest(t, SIMILAR) or (0.0, ""))[0], index, text)
+            ours, fast = timed(lambda i, t: (i.nearest(t, MAX_SIMILARITY) or (0.0, ""))[0], index, text)
             theirs, slow = timed(nearest, tokenize.tokenize(text, None), tokens)
-            assert ours == (theirs if theirs > SIMILAR else 0.0), text
+            assert ours == (theirs if theirs > MAX_SIMILARITY else 0.0), text
             rows.append((fast, slow))
         fast, slow = (median(side) for side in zip(*rows, strict=True))
         print(f"{count} earlier: {fast * 1e3:.2f} ms, rouge_score {slow * 1e3:.0f} ms, {slow / fast:.0f} times")

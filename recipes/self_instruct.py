@@ -21,14 +21,14 @@ from dunes import checkpoint
 from dunes.checkpoint.atomic import write_file
 from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
-from dunes.data.self_instruct import STOP, TOKENS, Ask, Round
+from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.generate import sampler
 from dunes.plural import plural
 from dunes.runs.json_lines import append_record, keep_lines, print_warning, read_lines, warn_of_damage
 from dunes.runs.write import write
 
 
-def folder(path: str, limit: int = TOKENS) -> Ask:
+def folder(path: str, limit: int = TOKENS) -> AskModel:
     """A model of ours. Raises ValueError where a prompt leaves no room for an answer."""
     loaded = checkpoint.load(path)
 
@@ -57,7 +57,7 @@ def stopped(pieces: Iterable[str], limit: int) -> tuple[str, bool]:
     return text, count >= limit
 
 
-def server(url: str, name: str, limit: int = TOKENS) -> Ask:
+def server(url: str, name: str, limit: int = TOKENS) -> AskModel:
     """A model behind OpenAI's protocol. Raises ValueError that names the address."""
 
     def one(prompt: str) -> tuple[str, bool]:
@@ -96,12 +96,12 @@ def _round(row: Any) -> Round | None:
     return found if isinstance(found.number, int) and all(isinstance(text, str) for text in texts) else None
 
 
-def main(seeds: str, out: str, ask: Ask, wanted: int = 1000) -> int:
+def main(seeds: str, out: str, ask: AskModel, wanted: int = 1000) -> int:
     rounds = Path(f"{out}.rounds.jsonl")
     past = before(rounds)
     kept = [task for found in past for task in found.kept]
     try:
-        for found in self_instruct.generate(ask, self_instruct.seed_tasks(seeds), wanted=wanted, before=past):
+        for found in self_instruct.generate(ask, self_instruct.read_seed_tasks(seeds), wanted=wanted, before=past):
             append_record(rounds, found.row())
             kept += found.kept
             why = Counter(item.reason.partition(":")[0] for item in found.items if item.reason)

@@ -263,10 +263,10 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
     path = tmp_path / "seeds.jsonl"
     seed = {"instruction": "Name\u2028one\x85colour.", "input": "", "output": "Red."}
     path.write_text(json.dumps(seed, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert self_instruct.seed_tasks(path)[0].instruction == seed["instruction"]
+    assert self_instruct.read_seed_tasks(path)[0].instruction == seed["instruction"]
     path.write_bytes(b'{"instruction": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"seeds\.jsonl, line 1: not UTF-8 at byte 20"):
-        self_instruct.seed_tasks(path)
+        self_instruct.read_seed_tasks(path)
 
 
 def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from conftest import data
 from dunes import checkpoint
 from dunes.data import collect_corpus, read_records
-from dunes.data.self_instruct import ASKED, prompts, seed_tasks
+from dunes.data.self_instruct import REQUEST, build_prompts, read_seed_tasks
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.write import text_before_cursor
@@ -156,18 +156,23 @@ def seeds(folder):
 
 def test_self_instruct_asks_a_model_folder(tmp_path):
     made = recipe("self_instruct")
-    tokenizer = Tokenizer.train("bpe", [ASKED], 300)
+    tokenizer = Tokenizer.train("bpe", [REQUEST], 300)
     for context, folder in ((2048, "model"), (64, "short")):
         model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, context)))
         checkpoint.save(model, tmp_path / folder, tokenizer, context)
     out, ask = tmp_path / "out.json", made.folder(str(tmp_path / "model"), 6)
-    with pytest.raises(ValueError, match=r"nothing was kept of 10 rounds; of the last: \{'truncated': 5\}"):
+    with pytest.raises(
+        ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'truncated': 5\}"
+    ):
         made.main(seeds(tmp_path), str(out), ask, 2)
     assert json.loads(out.read_text()) == []
     rounds = made.before(tmp_path / "out.json.rounds.jsonl")
     assert [r.number for r in rounds] == list(range(10))
     texts = [item.text for r in rounds for item in r.items]
-    assert ask(prompts(seed_tasks(seeds(tmp_path)), 0, 0))[0] == (texts[0].removeprefix("4. Instruction:"), True)
+    assert ask(build_prompts(read_seed_tasks(seeds(tmp_path)), 0, 0))[0] == (
+        texts[0].removeprefix("4. Instruction:"),
+        True,
+    )
     with pytest.raises(
         ValueError, match=r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"
     ):
@@ -213,7 +218,7 @@ def test_a_mistake_is_one_line_in_a_recipe_too(name, given, message, tmp_path, m
 
 
 def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypatch, capsys):
-    tokenizer = Tokenizer.train("bpe", [ASKED], 300)
+    tokenizer = Tokenizer.train("bpe", [REQUEST], 300)
     model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, 256)))
     checkpoint.save(model, tmp_path / "model", tokenizer, 256)
     out = tmp_path / "out.json"

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from conftest import data
 from dunes.data.self_instruct import (
-    ASKED,
     PROMPTS,
-    Earlier,
+    REQUEST,
+    InstructionIndex,
     Round,
     Task,
+    build_prompt,
+    build_prompts,
     generate,
-    parsed,
-    prompt,
-    prompts,
-    seed_tasks,
-    unfit,
+    parse_answer,
+    read_seed_tasks,
+    rejection_reason,
 )
 
 with warnings.catch_warnings():
@@ -43,7 +43,7 @@ def theirs(a, b):
 
 
 def rouge_l(a, b):
-    return (Earlier([a]).nearest(b) or (0.0, ""))[0]
+    return (InstructionIndex([a]).nearest(b) or (0.0, ""))[0]
 
 
 def listed(*items, first=4):
@@ -56,7 +56,7 @@ def listed(*items, first=4):
 
 
 def test_a_prompt_shows_tasks_in_its_layout_and_begins_the_next():
-    assert prompt(SEEDS[:3]) == ASKED + (
+    assert build_prompt(SEEDS[:3]) == REQUEST + (
         "###\n1. Instruction: Name three birds of Asia\n1. Input:\n<noinput>\n1. Output:\nCrane, ibis, hoopoe.\n"
         "###\n2. Instruction: Sort these numbers from small to large.\n2. Input:\n3, 1, 2\n2. Output:\n1, 2, 3\n"
         "###\n3. Instruction: What is the capital of France?\n3. Input:\n<noinput>\n3. Output:\nParis.\n"
@@ -66,11 +66,11 @@ def test_a_prompt_shows_tasks_in_its_layout_and_begins_the_next():
 
 def test_what_was_shown_is_read_back_from_an_answer():
     answer = listed(*[(t.instruction, t.input or "<NOinput>", t.output) for t in SEEDS])
-    items = list(parsed(answer, False))
+    items = list(parse_answer(answer, False))
     assert [i.task for i in items] == [replace(t, instruction=t.instruction.strip()) for t in SEEDS]
     assert not any(i.reason for i in items)
-    assert [i.reason for i in parsed(answer, True)] == ["", "", "", "truncated"]
-    assert [i.task for i in parsed(answer, True)][3] is None
+    assert [i.reason for i in parse_answer(answer, True)] == ["", "", "", "truncated"]
+    assert [i.task for i in parse_answer(answer, True)][3] is None
 
 
 # A model that writes what is good and what is not, and the list that Alpaca's rules make of it
@@ -122,13 +122,13 @@ def test_kept_and_dropped_are_those_of_the_recorded_list():
 
 
 def test_words_are_whole_and_limits_are_alpacas():
-    assert unfit("one two three") == "short"
-    assert unfit("one two three four") == ""
-    assert unfit(" ".join(["word"] * 150)) == ""
-    assert unfit(" ".join(["word"] * 151)) == "long"
-    assert unfit("Tell the PLOT of the story.") == "word: plot"
-    assert unfit("Tell how a photograph is made.") == ""
-    assert unfit("write a program that adds numbers") == ""
+    assert rejection_reason("one two three") == "short"
+    assert rejection_reason("one two three four") == ""
+    assert rejection_reason(" ".join(["word"] * 150)) == ""
+    assert rejection_reason(" ".join(["word"] * 151)) == "long"
+    assert rejection_reason("Tell the PLOT of the story.") == "word: plot"
+    assert rejection_reason("Tell how a photograph is made.") == ""
+    assert rejection_reason("write a program that adds numbers") == ""
 
 
 def many(seed):
@@ -149,9 +149,9 @@ def test_it_goes_on_until_enough_and_asks_by_seed_and_number():
     rounds = list(generate(ask, SEEDS, wanted=12, seed=3))
     assert [r.number for r in rounds] == [0, 1, 2]
     assert sum(len(r.kept) for r in rounds) == 15
-    assert asked == [prompts(SEEDS, 3, n) for n in range(3)]
+    assert asked == [build_prompts(SEEDS, 3, n) for n in range(3)]
     assert len(asked[0]) == len(set(asked[0])) == PROMPTS
-    assert prompts(SEEDS, 3, 0) != prompts(SEEDS, 4, 0)
+    assert build_prompts(SEEDS, 3, 0) != build_prompts(SEEDS, 4, 0)
     assert all(item.reason.startswith("similar: 1.00") for r in rounds for item in r.items[1::2])
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_goes_on_is_the_run():
     start = list(islice(generate(answers, SEEDS, wanted=20), 2))
     assert start + list(generate(answers, SEEDS, wanted=20, before=start)) == whole
     assert list(generate(answers, SEEDS, wanted=20, before=whole)) == []
-    again = next(generate(lambda p: answers(prompts(SEEDS, 0, 0)), SEEDS, wanted=99, before=whole))
+    again = next(generate(lambda p: answers(build_prompts(SEEDS, 0, 0)), SEEDS, wanted=99, before=whole))
     assert not again.kept, "what rounds before have kept counts as earlier"
 
 
@@ -171,7 +171,7 @@ def test_too_few_seeds_and_a_model_that_has_none_are_refused():
     with pytest.raises(ValueError, match="2 seed tasks; a prompt shows 3"):
         next(generate(many(0), SEEDS[:2], wanted=1))
     rounds = []
-    with pytest.raises(ValueError, match=r"nothing was kept of 10 rounds; of the last: \{'layout': 5\}"):
+    with pytest.raises(ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'layout': 5\}"):
         rounds.extend(generate(lambda p: [("no", False)] * len(p), SEEDS, wanted=1))
 
 
@@ -179,15 +179,15 @@ def test_seed_files(tmp_path):
     path = tmp_path / "seeds.jsonl"
     own = {"instruction": "a", "input": "", "output": "c"}
     path.write_text(json.dumps({"instruction": "a", "instances": [own, own]}) + "\n" + json.dumps(own))
-    assert seed_tasks(path) == [Task("a", "", "c")] * 2
+    assert read_seed_tasks(path) == [Task("a", "", "c")] * 2
     path.write_text(json.dumps(own) + "\n{")
     with pytest.raises(ValueError, match="line 2: not JSON"):
-        seed_tasks(path)
+        read_seed_tasks(path)
     for line in ("[]", "3", '{"instruction": "a"}', '{"instruction": "a", "instances": []}',
                  '{"instruction": "a", "input": null, "output": "b"}'):  # fmt: skip
         path.write_text(json.dumps(own) + "\n" + line)
         with pytest.raises(ValueError, match="line 2: expected an object with instruction"):
-            seed_tasks(path)
+            read_seed_tasks(path)
 
 
 def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
@@ -195,10 +195,10 @@ def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
     rows = [{"instruction": f"a\u2028b\x85{i}", "input": "\u2029", "output": "c"} for i in range(2)]
     text = "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     path.write_bytes(f"\ufeff{text}\r\n".encode())
-    assert seed_tasks(path) == [Task(*row.values()) for row in rows]
+    assert read_seed_tasks(path) == [Task(*row.values()) for row in rows]
     path.write_bytes(f"{text}\n\n[".encode())
     with pytest.raises(ValueError, match="line 5: not JSON"):
-        seed_tasks(path)
+        read_seed_tasks(path)
 
 
 # ROUGE-L
@@ -211,7 +211,7 @@ TEXT = st.text("ab c1é.", max_size=90) | st.text(max_size=40)
 def test_rouge_is_that_of_rouge_score(texts, new, above):
     scores = [theirs(text, new) for text in texts]
     assert [rouge_l(text, new) for text in texts] == scores
-    found = Earlier(texts).nearest(new, above)
+    found = InstructionIndex(texts).nearest(new, above)
     if max(scores, default=0.0) <= above:
         assert found is None
     else:
@@ -219,17 +219,17 @@ def test_rouge_is_that_of_rouge_score(texts, new, above):
 
 
 def test_rouge_of_the_tasks_that_people_wrote():
-    instructions = [task.instruction for task in seed_tasks(data("alpaca_seed_tasks.jsonl"))]
+    instructions = [task.instruction for task in read_seed_tasks(data("alpaca_seed_tasks.jsonl"))]
     worst = max(abs(rouge_l(a, b) - theirs(a, b)) for a in instructions[::3] for b in instructions)
     print(f"59 x 175 pairs: {worst:.1e}")
     assert worst <= 1e-12
     for i, text in enumerate(instructions[:40]):
         others = instructions[:i] + instructions[i + 1 :]
-        assert Earlier(others).nearest(text)[0] == max(theirs(other, text) for other in others)
+        assert InstructionIndex(others).nearest(text)[0] == max(theirs(other, text) for other in others)
 
 
 def test_long_texts_and_ties():
-    assert Earlier(["a b y z", "b a d c"]).nearest("a b c d") == (0.5, "a b y z"), (
+    assert InstructionIndex(["a b y z", "b a d c"]).nearest("a b c d") == (0.5, "a b y z"), (
         "the first, though it shares less"
     )
     chance = random.Random(0)
@@ -238,4 +238,6 @@ def test_long_texts_and_ties():
         assert rouge_l(a, b) == theirs(a, b)
     seven_of_ten = "a b c d e f g h i j", "a b c d e f g x y z"
     assert rouge_l(*seven_of_ten) == theirs(*seven_of_ten)
-    assert (Earlier(seven_of_ten[:1]).nearest(seven_of_ten[1], 0.7) is None) == (theirs(*seven_of_ten) <= 0.7)
+    assert (InstructionIndex(seven_of_ten[:1]).nearest(seven_of_ten[1], 0.7) is None) == (
+        theirs(*seven_of_ten) <= 0.7
+    )

@@ -25,13 +25,13 @@ SHOWN, LAST, PROMPTS = 3, 20, 5
 """How many tasks a prompt shows, up to which number it asks for more, and how many prompts a round asks."""
 
 STOP = (f"\n{LAST}.",)
-"""Where an answer ends. Alpaca stopped at "20." anywhere, and so inside "2020.", too."""
+"""Where an answer ends. Alpaca stopped at "20." anywhere, also inside "2020."."""
 
 TOKENS = 3072
-"""How long an answer may get."""
+"""The most tokens of an answer."""
 
-SIMILAR = 0.7
-"""An instruction that is nearer than this, in ROUGE-L, to an earlier one is dropped."""
+MAX_SIMILARITY = 0.7
+"""An instruction with a higher ROUGE-L to an earlier one is dropped."""
 
 WORDS = (
     "image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps", "draw", "plot",
@@ -41,7 +41,7 @@ WORDS = (
 
 BANNED = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
-ASKED = f"""Write a list of {LAST} different tasks for a language model that follows instructions.
+REQUEST = f"""Write a list of {LAST} different tasks for a language model that follows instructions.
 
 What they should be like:
 1. No two begin with the same verb, and they are about different things.
@@ -59,7 +59,7 @@ The {LAST} tasks:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A record of Alpaca's; `input` is empty if the instruction needs none."""
+    """An Alpaca record; `input` is empty if the instruction needs none."""
 
     instruction: str
     input: str
@@ -68,7 +68,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a model wrote between two marks, the task in it, and why it is dropped (empty: it is kept)."""
+    """What a model wrote for one task, the task parsed from it, and why it is dropped (empty: it is kept)."""
 
     text: str
     task: Task | None
@@ -77,7 +77,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All that came of one call of the model. The numbers count from 0."""
+    """The result of one call of the model. Rounds are numbered from 0."""
 
     number: int
     items: tuple[Item, ...]
@@ -87,21 +87,21 @@ class Round:
         return [item.task for item in self.items if item.task and not item.reason]
 
     def row(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As a JSON object."""
         return asdict(self)
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Round":
-        """From what `row` gave."""
+        """The inverse of `row`."""
         items = [Item(i["text"], i["task"] and Task(**i["task"]), i["reason"]) for i in row["items"]]
         return cls(row["number"], tuple(items))
 
 
-Ask = Callable[[list[str]], Sequence[tuple[str, bool]]]
+AskModel = Callable[[list[str]], Sequence[tuple[str, bool]]]
 """A language model: to each prompt what follows it, and whether that was cut off at its limit of tokens."""
 
 
-def seed_tasks(path: Path | str) -> list[Task]:
+def read_seed_tasks(path: Path | str) -> list[Task]:
     """The tasks in a file of records: Alpaca's keys, or Self-Instruct's with `instances`.
 
     Raises ValueError that names the line and what was expected.
@@ -124,41 +124,43 @@ def _seed_task(place: str, row: Any) -> Task:
 
 
 def generate(
-    ask: Ask, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
+    ask: AskModel, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
 ) -> Iterator[Round]:
-    """Ask until `wanted` tasks are kept, those of the rounds `before` included; yield what each round brought.
+    """Ask until `wanted` tasks are kept, including those of the rounds `before`; yield each new round.
 
-    What is shown depends on the seed and the round's number alone, so that a run may go on where it stopped.
-    Raises ValueError for too few seeds, and after ten rounds of which nothing was kept.
+    Prompts depend only on the seed and the number of the round, so that a run can be resumed. Raises ValueError
+    for too few seeds, and after ten rounds without a kept task.
     """
     if len(seeds) < SHOWN:
         raise ValueError(
-            f"{plural(len(seeds), 'seed task')}; a prompt shows {SHOWN}, so at least as many are expected"
+            f"{plural(len(seeds), 'seed task')}; a prompt shows {SHOWN}, so at least as many are needed"
         )
     past = list(before)
-    earlier = Earlier([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
+    earlier = InstructionIndex([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
     kept, idle = sum(len(r.kept) for r in past), 0
     for number in count(max((r.number for r in past), default=-1) + 1):
         if kept >= wanted:
             return
-        answers = ask(prompts(seeds, seed, number))
-        found = Round(number, tuple(judged(item, earlier) for a in answers for item in parsed(*a)))
-        kept, idle = kept + len(found.kept), 0 if found.kept else idle + 1
-        yield found
+        answers = ask(build_prompts(seeds, seed, number))
+        new_round = Round(number, tuple(filter_item(item, earlier) for a in answers for item in parse_answer(*a)))
+        kept, idle = kept + len(new_round.kept), 0 if new_round.kept else idle + 1
+        yield new_round
         if idle == 10:
-            reasons = Counter(item.reason for item in found.items).most_common(3)
-            raise ValueError(f"nothing was kept of 10 rounds; of the last: {dict(reasons)}; try another model")
+            reasons = Counter(item.reason for item in new_round.items).most_common(3)
+            raise ValueError(
+                f"10 rounds without a kept task; reasons in the last: {dict(reasons)}; try another model"
+            )
 
 
-def prompts(seeds: Sequence[Task], seed: int, number: int) -> list[str]:
-    """What a round asks, each with other seed tasks; tasks that a model made are never shown."""
+def build_prompts(seeds: Sequence[Task], seed: int, number: int) -> list[str]:
+    """The prompts of a round, each with other seed tasks; generated tasks are never shown."""
     chance = random.Random(f"{seed} {number}")
-    return [prompt(chance.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
+    return [build_prompt(chance.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
 
 
-def prompt(tasks: Sequence[Task]) -> str:
-    """The request, the tasks in its layout, and the beginning of the next."""
-    text = ASKED
+def build_prompt(tasks: Sequence[Task]) -> str:
+    """The request, the tasks in its layout, and the beginning of the next one."""
+    text = REQUEST
     for i, task in enumerate(tasks, 1):
         instruction = " ".join(task.instruction.split()).rstrip(":")
         text += f"###\n{i}. Instruction: {instruction}\n{i}. Input:\n{task.input or '<noinput>'}\n"
@@ -166,10 +168,10 @@ def prompt(tasks: Sequence[Task]) -> str:
     return f"{text}###\n{len(tasks) + 1}. Instruction:"
 
 
-def parsed(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
+def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
     """The items of an answer to a prompt whose next task has the number `first`.
 
-    Of an answer that is truncated the last one is dropped.
+    The last item of a truncated answer is dropped.
     """
     parts = f"{first}. Instruction:{answer}".split("###")
     for number, text in enumerate(parts, first):
@@ -183,21 +185,21 @@ def parsed(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Ite
             yield Item(text, Task(instruction, "" if given.lower() == "<noinput>" else given, output))
 
 
-def judged(item: Item, earlier: "Earlier") -> Item:
-    """The item with the reason for which it is dropped; a kept one is among the earlier ones from then on."""
+def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
+    """The item with the reason for which it is dropped; a kept one is added to the earlier ones."""
     if item.task is None:
         return item
     instruction = item.task.instruction
-    if reason := unfit(instruction):
+    if reason := rejection_reason(instruction):
         return replace(item, reason=reason)
-    if near := earlier.nearest(instruction, SIMILAR):
+    if near := earlier.nearest(instruction, MAX_SIMILARITY):
         return replace(item, reason=f"similar: {near[0]:.2f} to {near[1]!r}")
     earlier.add(instruction)
     return item
 
 
-def unfit(instruction: str) -> str:
-    """Why an instruction is dropped, whatever came before it; empty if it is not."""
+def rejection_reason(instruction: str) -> str:
+    """Why an instruction is dropped by itself; empty if it is not."""
     length = len(instruction.split())
     if length <= 3:
         return "short"
@@ -213,7 +215,7 @@ def unfit(instruction: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """ROUGE's tokens: runs of ASCII letters and digits, in small letters."""
+    """ROUGE's tokens: runs of ASCII letters and digits, in lower case."""
     return re.findall("[a-z0-9]+", text.lower())
 
 
@@ -229,7 +231,7 @@ def _measure(common: int, a: int, b: int) -> float:
 
 
 def _masks(tokens: Sequence[str]) -> dict[str, int]:
-    """For each token the bits of the places where it stands."""
+    """For each token a bit mask of its positions."""
     masks: dict[str, int] = defaultdict(int)
     for i, token in enumerate(tokens):
         masks[token] |= 1 << i
@@ -237,7 +239,7 @@ def _masks(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
-    """The length of the longest common subsequence, a row of its table at once in the bits of a number.
+    """The length of the longest common subsequence, bit-parallel: a row of its table in one integer.
 
     https://doi.org/10.1016/j.ipl.2004.04.006 (Hyyrö's form)
     """
@@ -248,11 +250,11 @@ def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
     return (whole ^ row).bit_count()
 
 
-class Earlier:
-    """The instructions so far, so that the one nearest to a new one is found without looking at all.
+class InstructionIndex:
+    """The instructions so far; finds the nearest one to a new one without comparing it with all.
 
-    A common subsequence is no longer than the tokens that two texts have in common, whatever their order. The
-    k-th time that a token stands in a text is listed by itself, so these are counted for all texts in one pass.
+    A common subsequence is no longer than the number of tokens that two texts share. The k-th occurrence of a
+    token has an inverted list of its own, so these are counted for all texts in one pass.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -286,7 +288,7 @@ class Earlier:
         return None if found is None else (best, self.texts[found])
 
     def _bounds(self, tokens: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """For each text what the measure is at most."""
+        """An upper bound of the measure for each text."""
         hits = [np.array(self.having[key]) for key in _counted(tokens) if key in self.having]
         shared = np.bincount(np.concatenate(hits) if hits else np.zeros(0, np.int64), minlength=len(self.texts))
         sizes = np.array(self.lengths) + len(tokens)

@@ -9,7 +9,7 @@ LEAST_TAIL = 16
 
 
 def split_windows(example: Example, context_length: int) -> Iterator[Example]:
-    """The text in windows of up to `context_length` + 1 ids, overlapping by one: each id but the first is one target."""
+    """The text in windows of up to `context_length` + 1 ids, overlapping by one: no id is a target twice."""
     for number, start in enumerate(range(0, max(1, len(example) - 1), context_length)):
         stop = start + context_length + 1
         place = f"{example.place}, window {number + 1}" if len(example) > context_length + 1 else example.place

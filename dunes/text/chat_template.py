@@ -1,8 +1,9 @@
-"""Chat templates: from messages to the text that a model was trained on.
+"""A model folder's chat template: from messages to the text that the model was trained on.
 
-The template is a stranger's program that comes with the model, so it is rendered in a short-lived
-process of its own, in jinja2's sandbox and within limits of time, memory and output
-(https://huggingface.co/docs/transformers/chat_templating). The words in it are only ever data.
+The template is a program of somebody else's, so it is rendered in a short-lived process of its own, in jinja2's
+sandbox and with limits on time, memory and output (https://huggingface.co/docs/transformers/chat_templating).
+A bound on operators, filters and loops does not replace the process: lists in lists that share their parts take
+exponential time to compare or to write.
 """
 
 import json
@@ -18,16 +19,16 @@ from dunes.text import json_file
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_TEMPLATE, MAX_OUTPUT = 1 << 18, 1 << 20
-"""The largest template, and the most that it may write, in characters."""
+"""The longest template and the longest rendered text, in characters."""
 
 SECONDS = 5
-"""How long a template may take, by the clock."""
+"""Wall-clock limit of a rendering process."""
 
 Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool]
 """Messages, and whether the text is to end where an answer begins."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Under which names a message brings what its writer thought; templates read the first two."""
+"""The keys under which messages hold reasoning; templates read the first two."""
 
 LIMITS = {
     "RLIMIT_CPU": 2,
@@ -37,7 +38,7 @@ LIMITS = {
     "RLIMIT_NPROC": 0,
     "RLIMIT_CORE": 0,
 }
-"""What the process that renders may use: seconds, bytes, no file, no process; as far as the system can."""
+"""Limits of the rendering process: seconds, bytes, no files, no processes; as far as the system has them."""
 
 
 def read_template(folder: Path | str) -> str | None:
@@ -54,7 +55,7 @@ def read_template(folder: Path | str) -> str | None:
 
 
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
-    """The same from the contents of these files, of which messages say that they lie in `folder`."""
+    """The same from the contents of these files; errors name them as files in `folder`."""
     if (content := files.get(JINJA)) is not None:
         try:
             return _check_size(content.decode("utf-8"), str(folder / JINJA))
@@ -66,16 +67,16 @@ def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
     return None if found is None else _check_size(_default_template(found, folder / CONFIG), str(folder / CONFIG))
 
 
-def _default_template(found: Any, path: Path) -> str:
-    """A template is a text, or several with names."""
-    named = found if isinstance(found, list) else [{"name": "default", "template": found}]
+def _default_template(value: Any, path: Path) -> str:
+    """A chat_template is a text, or a list of named ones."""
+    named = value if isinstance(value, list) else [{"name": "default", "template": value}]
     names = [each.get("name") if isinstance(each, dict) else None for each in named]
-    chosen = named[names.index("default")].get("template") if "default" in names else None
-    if not isinstance(chosen, str):
+    template = named[names.index("default")].get("template") if "default" in names else None
+    if not isinstance(template, str):
         raise ValueError(
-            f"{path}: chat_template is no text, nor a list with the name 'default' in it: {names[:9]}"
+            f"{path}: chat_template is neither a text nor a list with one named 'default': {names[:9]}"
         )
-    return chosen
+    return template
 
 
 def _check_size(text: str, place: str) -> str:
@@ -96,48 +97,47 @@ def render(
     `variables` are more names for the template, such as `bos_token` or `tools`. Raises ValueError if the
     template refuses the messages, fails, or passes a limit.
     """
-    (found,) = render_many(template, [(messages, add_generation_prompt)], variables)
-    if isinstance(found, ValueError):
-        raise found
-    return found
+    (text,) = render_many(template, [(messages, add_generation_prompt)], variables)
+    if isinstance(text, ValueError):
+        raise text
+    return text
 
 
 def render_many(
     template: str,
-    asked: Sequence[Request],
+    requests: Sequence[Request],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str | ValueError]:
-    """`render` of many conversations, each with its `add_generation_prompt`, in one process.
+    """`render` for many requests in one process; a ValueError stands for a conversation that the template refuses.
 
-    What the template refuses is a ValueError in its place. The limits are those of one conversation:
-    when all of them together pass these, halves are tried.
+    The limits are those of one conversation: when all together exceed them, halves are tried.
     """
-    words = [
+    contexts = [
         {
             "tools": None,
             "documents": None,
             **(variables or {}),
             "messages": [_normalize_message(m) for m in messages],
         }
-        | {"add_generation_prompt": opened}
-        for messages, opened in asked
+        | {"add_generation_prompt": add_generation_prompt}
+        for messages, add_generation_prompt in requests
     ]
-    if not words:
+    if not contexts:
         return []
     try:
-        return _render_in_process(template, words)
+        return _render_in_process(template, contexts)
     except ValueError as error:
-        if len(asked) == 1:
+        if len(requests) == 1:
             return [error]
-    half = len(asked) // 2
-    return render_many(template, asked[:half], variables) + render_many(template, asked[half:], variables)
+    half = len(requests) // 2
+    return render_many(template, requests[:half], variables) + render_many(template, requests[half:], variables)
 
 
-def _render_in_process(template: str, words: Sequence[dict[str, Any]]) -> list[str | ValueError]:
-    """A text or what went wrong for each. Raises ValueError if it went wrong for all of them together."""
+def _render_in_process(template: str, contexts: Sequence[dict[str, Any]]) -> list[str | ValueError]:
+    """A text or an error for each. Raises ValueError if the process as a whole fails."""
     request = {
         "template": _check_size(template, "the chat template"),
-        "words": words,
+        "variables": contexts,
         "path": sorted({str(Path(_module_path(name)).parents[1]) for name in ("jinja2", "markupsafe")}),
         "limits": LIMITS,
         "output": MAX_OUTPUT,
@@ -157,28 +157,28 @@ def _render_error(answer: Mapping[str, Any]) -> ValueError:
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates get it: nothing is missing rather than None, and reasoning has both of its names."""
+    """A message as templates get it: without keys that are None, and reasoning under both of its names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a mapping with 'role' and 'content', found {type(message).__name__}")
-    told = {k: v for k, v in message.items() if v is not None}
-    reasoning = next((told[k] for k in REASONING_KEYS if k in told), None)
-    return told if reasoning is None else {"thinking": reasoning, **told, "reasoning_content": reasoning}
+    kept = {k: v for k, v in message.items() if v is not None}
+    reasoning = next((kept[k] for k in REASONING_KEYS if k in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 def _run_process(request: str) -> dict[str, Any]:
     """The answer of `template_process.py`, run without site-packages, environment and anything else of ours."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
-    kept = {k: v for k, v in os.environ.items() if k in ("SYSTEMROOT", "TZ")}
+    environment = {k: v for k, v in os.environ.items() if k in ("SYSTEMROOT", "TZ")}
     try:
         done = subprocess.run(
             command, input=request.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            timeout=SECONDS, env=kept, check=False,
+            timeout=SECONDS, env=environment, check=False,
         )  # fmt: skip
         answer: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         return {"error": f"it was stopped after {SECONDS} s"}
     except ValueError:
-        limit = f"{LIMITS['RLIMIT_CPU']} s of work and {LIMITS['RLIMIT_AS'] >> 20} MiB are what it may use"
+        limit = f"its limits are {LIMITS['RLIMIT_CPU']} s of CPU time and {LIMITS['RLIMIT_AS'] >> 20} MiB"
         return {"error": f"it was stopped (exit code {done.returncode}); {limit}"}
     return answer
 

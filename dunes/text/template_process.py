@@ -16,7 +16,7 @@ from typing import Any
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Set this process's limits by their names in `resource`; what the system has not is left to the caller."""
+    """Set this process's limits by their names in `resource`; those that the system lacks are left out."""
     try:
         import resource
     except ImportError:  # Windows
@@ -28,10 +28,10 @@ def set_limits(limits: dict[str, int]) -> None:
             continue
 
 
-def render(template: str, words: dict[str, Any], limit: int) -> str:
-    """The template with these words."""
+def render(template: str, variables: dict[str, Any], limit: int) -> str:
+    """The text that the template makes of these variables."""
     parts, length = [], 0
-    for part in compile_template(template).generate(words):
+    for part in compile_template(template).generate(variables):
         length += len(part)
         if length > limit:
             raise ValueError(f"it writes more than {limit} characters")
@@ -46,7 +46,7 @@ def compile_template(template: str) -> Any:
     from jinja2.exceptions import SecurityError
 
     class Generation(ext.Extension):
-        """`{% generation %}` marks what an assistant wrote; the text is that of its body."""
+        """`{% generation %}` marks what an assistant wrote; it renders its body."""
 
         tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
@@ -59,14 +59,14 @@ def compile_template(template: str) -> Any:
             return str(caller())
 
     class Namespace(utils.Namespace):
-        """Without names that begin with an underscore: these lead to Python's objects."""
+        """Without names that begin with an underscore, which lead to Python's objects."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *rest = args
-            found = dict(*rest, **kwargs)
-            for name in found:
+            values = dict(*rest, **kwargs)
+            for name in values:
                 check_name(name)
-            utils.Namespace.__init__(self, found)
+            utils.Namespace.__init__(self, values)
 
         def __setitem__(self, name: str, value: Any) -> None:
             check_name(name)
@@ -105,24 +105,26 @@ def compile_template(template: str) -> Any:
     return environment.from_string(template)
 
 
-def render_or_error(template: str, words: dict[str, Any], limit: int) -> dict[str, str]:
-    """The text, or what went wrong."""
+def render_or_error(template: str, variables: dict[str, Any], limit: int) -> dict[str, str]:
+    """The text, or the error."""
     try:
-        return {"text": render(template, words, limit)}
+        return {"text": render(template, variables, limit)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Read a request from standard input, write the answer to standard output."""
     request = json.load(sys.stdin)
     sys.path += request["path"]
-    # No file can be opened once the limits stand: what is imported late, and by whatever fails, is imported now.
+    # No file can be opened under the limits: modules that jinja2 imports late, also on errors, are imported now.
     for name in ("jinja2.debug", "pprint", "encodings.unicode_escape"):
         import_module(name)
     render("{{ 'ö' }}{{ strftime_now('%d %b') }}{{ [1] | tojson }}", {}, 99)
     set_limits(request["limits"])
-    answers = [render_or_error(request["template"], words, request["output"]) for words in request["words"]]
+    answers = [
+        render_or_error(request["template"], variables, request["output"]) for variables in request["variables"]
+    ]
     print(json.dumps({"answers": answers}))
 
 

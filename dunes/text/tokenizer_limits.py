@@ -1,7 +1,7 @@
-"""Tokenizers of others that would make much of little, refused before the library is at work with them.
+"""Limits on a foreign tokenizer's pipeline: what expands a text too much is refused before it runs.
 
-How much longer a text can become is bounded by what each step of the pipeline says of itself. What that cannot
-tell, since Unicode's own rules and patterns play together, is tried on single characters, step by step.
+How much longer a text can become is bounded from the settings of each step. What these cannot tell, as Unicode's
+rules and patterns interact, is tried on single characters, step by step.
 """
 
 import json
