@@ -95,7 +95,7 @@ def test_the_base_is_found_where_both_were_moved_and_missed_with_a_remedy(made, 
     folder, said = made
     (tmp_path / "new").mkdir()
     shutil.move(tmp_path / "base", tmp_path / "new" / "base")
-    with pytest.raises(ValueError, match=r"is not there; .*dunes chat BASE --adapter") as error:
+    with pytest.raises(ValueError, match=r"does not exist; .*dunes chat BASE --adapter") as error:
         checkpoint.load(folder)
     assert "\n" not in str(error.value)
     assert describe_adapter(folder)[1]
@@ -164,7 +164,7 @@ def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
     card = json.loads((tmp_path / "a" / "dunes.json").read_text())
     card["changes"][0]["request"]["double"] = False
     (tmp_path / "a" / "dunes.json").write_text(json.dumps(card))
-    with pytest.raises(ValueError, match="made for other weights"):
+    with pytest.raises(ValueError, match="made for a different base"):
         checkpoint.load(tmp_path / "a")
     card["changes"][0]["name"] = "shuffle"
     (tmp_path / "a" / "dunes.json").write_text(json.dumps(card))
@@ -228,17 +228,20 @@ def lengthened(held):
 
 
 DAMAGED = {
-    "another prefix: every tensor would be dropped": (weights(renamed), "has no place in this llama"),
-    "a layer too many": (weights(lengthened), "has no place in this llama"),
-    "a module lost": (weights(lambda h: lose(h, "layers.1.self_attn.v_proj")), "nothing for 1 of them.*1.*v_proj"),
-    "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "nothing for 2 of them"),
-    "all lost": (weights(lambda h: h.clear()), "nothing for 14 of them"),
-    "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "changes nothing"),
-    "another alpha": (words(lora_alpha=8.0), "another model here"),
-    "another base": (other_base, "made for other weights"),
-    "another base in bfloat16": (partial(other_base, dtype=torch.bfloat16), "made for other weights"),
-    "a base with other angles": (partial(other_settings, rope_theta=500.0), "another model here"),
-    "a base with another epsilon": (partial(other_settings, rms_norm_eps=0.01), "another model here"),
+    "another prefix: every tensor would be dropped": (weights(renamed), "does not exist in this llama model"),
+    "a layer too many": (weights(lengthened), "does not exist in this llama model"),
+    "a module lost": (
+        weights(lambda h: lose(h, "layers.1.self_attn.v_proj")),
+        "no tensors for 1 of them.*1.*v_proj",
+    ),
+    "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "no tensors for 2 of them"),
+    "all lost": (weights(lambda h: h.clear()), "no tensors for 14 of them"),
+    "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "has no effect"),
+    "another alpha": (words(lora_alpha=8.0), "a different model here"),
+    "another base": (other_base, "made for a different base"),
+    "another base in bfloat16": (partial(other_base, dtype=torch.bfloat16), "made for a different base"),
+    "a base with other angles": (partial(other_settings, rope_theta=500.0), "a different model here"),
+    "a base with another epsilon": (partial(other_settings, rms_norm_eps=0.01), "a different model here"),
 }
 
 
@@ -298,7 +301,7 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     line = [sys.executable, "-m", "dunes", "generate", tmp_path / "no card", "ab", "--tokens", "4"]
     written = subprocess.run(line, capture_output=True, text=True, timeout=200)
     assert written.returncode == 0
-    assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: says nothing of its base's weights")
+    assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: has no digests of its base's weights")
     assert written.stderr.count("\n") == 1
     assert verbs.evaluate(str(folder), (str(tmp_path / "text.txt"),)) in (0, None)
     assert "bits/byte" in capsys.readouterr().out
@@ -342,7 +345,7 @@ def test_verbs_refuse_another_base_in_another_dtype_unless_told_to_take_it(verb,
     folder, _ = made
     (folder / "x.txt").write_text("abc def. " * 4)
     other_base(folder, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"made for other weights.*--any-base") as error:
+    with pytest.raises(ValueError, match=r"made for a different base.*--any-base") as error:
         ANOTHER[verb](folder, False)
     assert "\n" not in str(error.value)
     assert not (folder.parent / "m").exists()
@@ -355,16 +358,16 @@ def test_inspect_compares_the_numbers_where_it_is_asked_to(made):
     folder, _ = made
     lines, reason = describe_adapter(folder, values=True)
     assert reason is None
-    assert "its numbers those of the adapter's card" in lines
+    assert "base check  its weights match the adapter's digests" in lines
     other_base(folder, torch.bfloat16)
     lines, reason = describe_adapter(folder)
     assert reason is None
-    assert "its numbers compared when it is opened, or with --values" in lines
+    assert "base check  done when the adapter is loaded, or with --values" in lines
     lines, reason = describe_adapter(folder, values=True)
-    assert "made for other weights" in reason
-    assert not any("those of" in line for line in lines)
+    assert "made for a different base" in reason
+    assert not any("match" in line for line in lines)
     (folder / "dunes.json").unlink()
-    assert "its numbers cannot be compared: the adapter's card does not know them" in describe_adapter(folder)[0]
+    assert "base check  not possible: the adapter's card has no digests of the base" in describe_adapter(folder)[0]
 
 
 ROUNDED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -401,7 +404,7 @@ def test_a_base_in_another_form_is_known(form, tmp_path):
     checkpoint.load_adapter(model, tmp_path / "a")
     with torch.no_grad():
         model.blocks[0].attn.q.base.weight[1, 1] *= 1.5
-    with pytest.raises(ValueError, match="made for other weights"):
+    with pytest.raises(ValueError, match="made for a different base"):
         checkpoint.load_adapter(model, tmp_path / "a", "again")
 
 
@@ -420,7 +423,7 @@ def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
     words = json.loads((tmp_path / "b" / "dunes.json").read_text())
     words["changes"][0]["request"]["double"] = False
     (tmp_path / "b" / "dunes.json").write_text(json.dumps(words))
-    with pytest.raises(ValueError, match="made for other weights"):
+    with pytest.raises(ValueError, match="made for a different base"):
         checkpoint.load(tmp_path / "b")
     words["changes"][0]["request"]["double"] = True
     (tmp_path / "b" / "dunes.json").write_text(json.dumps(words))
@@ -437,7 +440,7 @@ def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
         lambda: checkpoint.load(tmp_path / "a"),
         lambda: load_chat_engine(str(tmp_path / "base"), [tmp_path / "a"]),
     ):
-        with pytest.raises(ValueError, match="made for other weights"):
+        with pytest.raises(ValueError, match="made for a different base"):
             refused()
 
 

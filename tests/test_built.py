@@ -105,9 +105,9 @@ def test_arguments_are_in_the_card_and_given_to_the_function(tmp_path):
         match=r"test_built:learned does not take the arguments \{\"dim\": 16.*missing a required argument",
     ):
         checkpoint.load(tmp_path, build=learned)
-    with pytest.raises(ValueError, match=r"arguments of test_built:build: .*JSON must hold them"):
+    with pytest.raises(ValueError, match=r"arguments of test_built:build: .*they must be JSON"):
         save(model, tmp_path, arguments={"dim": torch.ones(1)})
-    with pytest.raises(ValueError, match="gave a str; a module is expected"):
+    with pytest.raises(ValueError, match="gave a str; expected a module"):
         save(model, tmp_path, build=lambda: "x")
 
 
@@ -150,7 +150,7 @@ class Wider(Shifted):
 
 
 def test_every_difference_from_what_was_saved_is_listed(kept):
-    with pytest.raises(ValueError, match="builds another model than was saved") as caught:
+    with pytest.raises(ValueError, match="builds a different model from the saved one") as caught:
         checkpoint.load(kept, build=partial(build, tied=False, window=4, mlp=Wider))
     said = str(caught.value)
     assert said.startswith(f"{kept}: test_built:build builds")
@@ -161,18 +161,18 @@ def test_every_difference_from_what_was_saved_is_listed(kept):
             f"blocks.{i}.mlp.up.weight is (64, 32), not (96, 32)",
             f"blocks.{i}.mlp.up.bias is (64,), not (96,)",
             f"blocks.{i}.mlp.scale is torch.float64, not torch.float32",
-            f"blocks.{i}.mlp is of another class or has other settings",
+            f"blocks.{i}.mlp has another class or other settings",
         ):
             assert words in said
     assert "head.weight is the same tensor as embed.token.weight, not a tensor of its own" in said
-    assert "blocks.0.attn is of another class or has other settings" in said
+    assert "blocks.0.attn has another class or other settings" in said
     assert "blocks.1.attn is" not in said
     assert "\n" not in said
 
 
 def test_other_settings_alone_are_refused_with_a_way_out(kept):
     with pytest.raises(
-        ValueError, match=r"blocks\.0\.attn is of another class .*; where this is meant, .*load_state"
+        ValueError, match=r"blocks\.0\.attn has another class .*; if this is intended, .*load_state"
     ):
         checkpoint.load(kept, build=partial(build, window=4))
 
@@ -190,7 +190,7 @@ def test_a_set_is_the_same_in_whatever_order_it_lies(tmp_path):
 
 def test_a_function_that_builds_another_model_is_refused_before_anything_is_written(tmp_path):
     def refusal(model, **how):
-        with pytest.raises(ValueError, match="builds another model than this: ") as caught:
+        with pytest.raises(ValueError, match="builds a different model: ") as caught:
             save(model, tmp_path / "own", **how)
         assert not (tmp_path / "own").exists()
         return str(caught.value)
@@ -200,7 +200,7 @@ def test_a_function_that_builds_another_model_is_refused_before_anything_is_writ
     assert "norm.weight is torch.bfloat16, not torch.float32" in refusal(learned(build()).bfloat16())
     model = learned(build())
     model.blocks[0].mlp.shift += 1
-    assert "blocks.0.mlp.shift holds other numbers, and is not persistent: it would be lost" in refusal(model)
+    assert "blocks.0.mlp.shift has other values, and is not persistent: it would be lost" in refusal(model)
     model = learned(build())
     model.blocks[1].mlp.noise = nn.Parameter(torch.zeros(2))
     assert "blocks.1.mlp.noise (2,) is not a weight of this model" in refusal(model)
@@ -239,7 +239,7 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
         "then checkpoint.load(folder, build=function)"
     )
     words = (
-        f"{kept}: built by test_built:build, which is not imported by itself; load it in Python with that "
+        f"{kept}: built by test_built:build, which is not imported automatically; load it in Python with that "
         f"function: checkpoint.load({str(kept)!r}, build=build)"
     )
     for read in (checkpoint.load, checkpoint.describe, checkpoint.load_with_tokenizer):
@@ -278,7 +278,7 @@ def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
     save(model, kept)
     assert checkpoint.load(kept).card["family"] == "llama"
     save(learned(build()), kept)
-    with pytest.raises(ValueError, match="not imported by itself"):
+    with pytest.raises(ValueError, match="not imported automatically"):
         checkpoint.load(kept)
     assert torch.equal(checkpoint.load(kept, build=build).model(IDS), learned(build())(IDS))
 
@@ -297,9 +297,15 @@ def test_a_card_of_format_1_is_read(kept):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"family": {"function": "a:b"}}, "dunes.json: family must name a function"),
-        ({"family": {"function": 3, "arguments": {}}}, "dunes.json: family must name a function"),
-        ({"family": {"function": "a:\nb", "arguments": {}}}, "dunes.json: family must name a function"),
+        ({"family": {"function": "a:b"}}, "dunes.json: family must be a family's name, or a function"),
+        (
+            {"family": {"function": 3, "arguments": {}}},
+            "dunes.json: family must be a family's name, or a function",
+        ),
+        (
+            {"family": {"function": "a:\nb", "arguments": {}}},
+            "dunes.json: family must be a family's name, or a function",
+        ),
         ({"structure": None}, "dunes.json: structure must have a table of modules"),
         ({"structure": {"modules": {"": 3}, "tied": {}}}, "dunes.json: structure must have a table of modules"),
         ({"structure": {"modules": {}, "tied": []}}, "dunes.json: structure must have a table of tied"),

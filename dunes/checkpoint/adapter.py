@@ -47,7 +47,7 @@ ANY_CONTEXT_LENGTH = 2048
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """A model as far as adapters of it need to know it. `modules` are its linear maps and embeddings by place.
+    """The parts of a model that its adapters refer to. `modules` are its linear layers and embeddings by name.
 
     `plain` is the tree without adapters, with dense maps, which have no numbers where these are quantized.
     """
@@ -66,7 +66,7 @@ class AdapterBase:
 
 
 def adapter_base_of(model: nn.Module) -> AdapterBase:
-    """Raises ValueError for a model whose modules have no names in Hugging Face's terms."""
+    """Raises ValueError for a model that no Hugging Face config describes: its modules have no PEFT names."""
     plain = lora.base_model(model)
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
@@ -78,7 +78,7 @@ def adapter_base_of(model: nn.Module) -> AdapterBase:
 
 
 def _dense_module(module: nn.Module) -> nn.Module:
-    """What the family has in this place: of a quantized map a linear one, without numbers."""
+    """The module itself, or for a quantized layer an empty linear layer of the same shape."""
     if not isinstance(module, Quantized):
         return module
     with torch.device("meta"):
@@ -86,7 +86,7 @@ def _dense_module(module: nn.Module) -> nn.Module:
 
 
 def structure_digest(base: "AdapterBase", note: lora.Note) -> str:
-    """SHA-256 of all but the numbers, of the dense base with the adapter of this note alone.
+    """SHA-256 of the structure (everything but the weights) of the dense base with this adapter alone.
 
     Rows as in `say`: two adapters with the same shapes may differ in alpha, two bases in their rotary angles.
     The base's dtypes are in its identity, and may be others while the adapter is trained.
@@ -97,7 +97,7 @@ def structure_digest(base: "AdapterBase", note: lora.Note) -> str:
 
 
 def architecture_digest(model: nn.Module) -> str:
-    """SHA-256 of all of a model but its numbers and dtypes."""
+    """SHA-256 of a model's structure: everything but its weights and dtypes."""
     return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
 
 
@@ -112,7 +112,7 @@ def save_adapter(
     context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the adapter of that name; `base` is the folder, or the name on the Hub, of the model it belongs to.
+    """Write the named adapter; `base` is the folder or Hub name of the model it was trained on.
 
     `made_for` is the model's `base_identity` from before its weights were rounded; if they were quantized, it is
     `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer's files and
@@ -146,7 +146,7 @@ def save_adapter(
 
 
 def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
-    """The factors of an adapter at the tensors of PEFT's files.
+    """An adapter's factors in PEFT's layout, with the target of each.
 
     Raises ValueError for what `save_adapter` could not write; call it before training.
     """
@@ -156,21 +156,21 @@ def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target
 
 
 def _base_name(base: Path | str | None) -> str | None:
-    """What PEFT is told of the base: the whole path of a folder, or the name on the Hub."""
+    """The base as adapter_config.json names it: the absolute path of a folder, or the name on the Hub."""
     if base is None or not Path(base).is_dir():
         return None if base is None else str(base)
     return str(Path(base).resolve())
 
 
 def _relative_base(base: Path | str | None, folder: Path) -> dict[str, str]:
-    """Where the base lies as seen from the adapter, so that both can be moved together."""
+    """The path of the base relative to the adapter, so that both can be moved together."""
     if base is None or not Path(base).is_dir():
         return {}
     return {"folder": os.path.relpath(Path(base).resolve(), folder.resolve())}
 
 
 def _loading_note(whole: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> lora.Note:
-    """The note under which what is written will be loaded."""
+    """The LoRA note that loading the written files will produce."""
     parts = {t: replace(f, scale=peft.of(t)[1]) for t, f in whole}
     factors = {place: limit_rank(f) for t, whole in parts.items() for place, f in split_factors(t, whole).items()}
     return peft.note(factors, name)
@@ -183,7 +183,7 @@ def _factors(outer: Adapted, name: str) -> Factors:
 
 
 def _peft_targets(base: AdapterBase, ours: Iterable[str]) -> list[Target]:
-    """The targets in which these places lie, as newer files have them: experts stacked."""
+    """The targets that contain these modules, as recent PEFT versions write them: experts stacked."""
     of: dict[str, Target] = {}
     for target in base.targets.values():
         for place in target.places:
@@ -191,9 +191,7 @@ def _peft_targets(base: AdapterBase, ours: Iterable[str]) -> list[Target]:
                 of[place] = target
     for place in ours:
         if place.endswith(".router"):
-            raise ValueError(
-                f"{place}: an adapter of a router has no name that all of PEFT's versions know; detach it"
-            )
+            raise ValueError(f"{place}: PEFT versions disagree on the name of a router's adapter; detach it")
     return list({of[place].theirs: of[place] for place in ours}.values())
 
 
@@ -208,13 +206,13 @@ def _peft_keys(target: Target, f: Factors, base: AdapterBase, inner: bool) -> di
 
 
 def _is_wrapped(target: Target, written: Iterable[Target]) -> bool:
-    """Whether PEFT wraps another parameter of the same module around this one: the first is the inmost."""
+    """Whether PEFT wraps this parameter in that of another one of the same module; the last is the outermost."""
     module = target.path.rpartition(".")[0]
     return target != [t for t in written if t.path.rpartition(".")[0] == module][-1]
 
 
 def _peft_config(written: list[Target], base: AdapterBase) -> dict[str, Any]:
-    """What is targeted: by the last part of the name where all modules of that name are."""
+    """The adapter_config.json; modules are named by their last part where all modules of that name are adapted."""
     paths = {t.path for t in written if not t.stacked}
     usual = _peft_targets(base, [place for place in base.modules if not place.endswith(".router")])
     every = {t.path for t in usual if not t.stacked}
@@ -236,7 +234,7 @@ def _leaf(path: str) -> str:
 
 
 def _rank_settings(whole: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
-    """The rank and alpha that most have, and patterns for the others."""
+    """The most common rank and alpha, and patterns for the others."""
     settings: dict[str, tuple[int, float]] = {}
     for target, f in whole:
         rank = f.rank // len(target.rows)
@@ -256,12 +254,12 @@ def _rank_settings(whole: Iterable[tuple[Target, Factors]], rslora: bool) -> dic
 
 
 def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
-    """Put an adapter from a folder beside the model's weights under this name, make it the active one; its note.
+    """Load an adapter from a folder under this name and make it active; returns its note.
 
     Raises ValueError, before the model is touched, for a file that is damaged, a method that is not read
     here, a tensor that has no place, a shape or rank that does not fit, an adapter that changes nothing, and one
     that was made for other weights, or for a base with which these cannot be compared, unless `any_base` says that
-    these will do. Warns where nothing is known of the base: PEFT writes no digests.
+    these will do. Warns if the adapter has no digests of its base: PEFT writes none.
     """
     folder = Path(folder)
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
@@ -270,7 +268,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
 
 
 def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
-    """`load_adapter` on a base whose weights have been proven to be the adapter's."""
+    """`load_adapter` without comparing the base's weights, which the caller has verified."""
     card = verified_card(folder)
     peft = PeftConfig.read(folder / ADAPTER)
     base = adapter_base_of(model)
@@ -287,7 +285,7 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The settings in an adapter_config.json at `path`, as far as they matter here."""
+    """The settings of the adapter_config.json at `path` that are used here."""
 
     path: Path
     rank: int
@@ -301,12 +299,12 @@ class PeftConfig:
 
     @classmethod
     def read(cls, path: Path) -> "PeftConfig":
-        """Raises ValueError for what is no LoRA, or changes the base in a way that is not read here."""
+        """Raises ValueError for anything but LoRA, and for unsupported settings."""
         return cls.parse(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
 
     @classmethod
     def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
-        """The same from what is, or will be, in the file at `path`."""
+        """The same from the file's contents."""
         _refuse_unsupported(path, config)
         return cls(
             path,
@@ -327,7 +325,7 @@ class PeftConfig:
         return rank, alpha / (rank**0.5 if self.rslora else rank)
 
     def note(self, factors: Mapping[str, Factors], name: str) -> lora.Note:
-        """What `augment.lora.decide` would have written for these places."""
+        """The note that `augment.lora.decide` writes for these modules."""
         alpha_scale = {p: f.rank**0.5 if self.rslora else f.rank for p, f in factors.items()}
         places = {p: {"rank": f.rank, "alpha": f.scale * alpha_scale[p]} for p, f in factors.items()}
         request = {"where": list(factors), "rank": self.rank, "alpha": self.alpha, "ranks": [], "init": "lora"}
@@ -368,13 +366,15 @@ PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "fals
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first setting that would make the adapter another function than we compute."""
+    """Raise ValueError for the first setting that changes what the adapter computes and is not supported."""
     if (kind := config.get("peft_type")) != "LORA":
-        raise ValueError(f"{path}: peft_type is {quote(kind)}; only 'LORA' is read, have PEFT merge this one")
+        raise ValueError(
+            f"{path}: peft_type is {quote(kind)}; only 'LORA' is supported; merge this adapter with PEFT"
+        )
     if (start := config.get("init_lora_weights", True)) not in PLAIN_INITS:
         raise ValueError(
-            f"{path}: init_lora_weights is {quote(start)}, which changes the base, too; "
-            "have PEFT write it as plain LoRA (save_pretrained(path_initial_model_for_weight_conversion=...))"
+            f"{path}: init_lora_weights is {quote(start)}, which also changes the base; "
+            "convert it to plain LoRA with PEFT (save_pretrained(path_initial_model_for_weight_conversion=...))"
         )
     harmless = {"bias": "none"}
     for key, value in config.items():
@@ -383,48 +383,50 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
             and value
             and value != harmless.get(key)
         ):
-            raise ValueError(f"{path}: {quote(key)} is {quote(value)}; this is not read here, have PEFT merge it")
+            raise ValueError(
+                f"{path}: {quote(key)} is {quote(value)}; this is not supported; merge the adapter with PEFT"
+            )
 
 
 def _positive_number(path: Path, key: str, value: Any, *types: type) -> Any:
     if type(value) not in types or not 0 < value < MAX_NUMBER:
-        raise ValueError(f"{path}: {key} is {quote(value)}; a positive number is expected, fetch the file again")
+        raise ValueError(f"{path}: {key} is {quote(value)}; expected a positive number; download the file again")
     return value
 
 
 def _read_flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
     if (value := config.get(key) or False) not in (True, False):
-        raise ValueError(f"{path}: {key} is {quote(value)}; true or false is expected")
+        raise ValueError(f"{path}: {key} is {quote(value)}; expected true or false")
     return bool(value)
 
 
 def _read_dropout(path: Path, config: Mapping[str, Any]) -> float:
     rate = config.get("lora_dropout") or 0.0
     if type(rate) is not float or not 0 <= rate < 1:
-        raise ValueError(f"{path}: lora_dropout is {quote(rate)}; a number from 0 to below 1 is expected")
+        raise ValueError(f"{path}: lora_dropout is {quote(rate)}; expected a number from 0 to below 1")
     return rate
 
 
 def _read_patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
-        raise ValueError(f"{path}: {key} is {quote(patterns)}; an object is expected")
+        raise ValueError(f"{path}: {key} is {quote(patterns)}; expected an object")
     for pattern, value in patterns.items():
         _positive_number(path, f"{key} of {quote(pattern)}", value, *types)
         # Someone else's expression must not be one that takes forever.
         if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
-            raise ValueError(
-                f"{path}: {key} has {quote(pattern)}, which is too intricate; write the names in full"
-            )
+            raise ValueError(f"{path}: {key} has {quote(pattern)}, which is too complex; list the module names")
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{path}: {key} has {quote(pattern)}, no regular expression: {error}") from None
+            raise ValueError(
+                f"{path}: {key} has {quote(pattern)}, not a valid regular expression: {error}"
+            ) from None
     return patterns
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The ends of names of all modules that are adapted; none where other settings narrow them down."""
+    """The suffixes in target_modules; none if other settings exclude some of those modules."""
     modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
     if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
@@ -433,20 +435,20 @@ def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """PEFT's rule: a regular expression for the end of the name, from a dot on."""
+    """PEFT's rule: the regular expression matches the end of the name, after a dot."""
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
 def _check_structure(base: AdapterBase, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card was written for another model with weights of these shapes."""
+    """Raise ValueError if the card was written for a model of another structure."""
     expected = card.get("structure")
     if expected is None and BaseRecord.read(card, folder) is None:
         return
     if expected != (actual := structure_digest(base, note)):
         raise ValueError(
-            f"{folder}: base and adapter make another model here, with the structure {actual[:12]}, not "
+            f"{folder}: base and adapter form a different model here: its structure digest is {actual[:12]}, not "
             f"{quote(expected)[:14]}: a setting of the base, the rank or alpha differs, or the version of "
-            f"dunes or torch; load its own base, {ANY_BASE_HINT}"
+            f"dunes or torch; load the original base, {ANY_BASE_HINT}"
         )
 
 
@@ -462,10 +464,10 @@ PARTS = {
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
-    """The tensors of the file by module and part. Raises ValueError that lists the names that are no adapter's."""
+    """The tensors of the file by module and part. Raises ValueError for names that are not an adapter's."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
-        raise ValueError(f"{folder}: no weights; looked for {' and '.join(WEIGHTS)}")
+        raise ValueError(f"{folder}: no weights: neither {' nor '.join(WEIGHTS)}")
     groups: dict[str, dict[str, LazyTensor]] = {}
     unknown = []
     for key, stored in tensors(path).items():
@@ -476,13 +478,14 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
             groups.setdefault(key.removesuffix(f".{end}"), {})[PARTS[end]] = stored
     if unknown:
         raise ValueError(
-            f"{path}: {plural(len(unknown), 'tensor is', 'tensors are')} no adapter's, such as {quote(unknown[0])}"
+            f"{path}: {plural(len(unknown), 'tensor does', 'tensors do')} not belong to an adapter, "
+            f"such as {quote(unknown[0])}"
         )
     return groups
 
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
-    """The factors at each of our places. Raises ValueError, with the tensor, for what does not fit."""
+    """The factors of each of our modules. Raises ValueError that names the tensor which does not fit."""
     targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
     for module, group in _group_tensors(folder).items():
         target = _find_target(folder, module, group, targets, base)
@@ -492,8 +495,8 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
                 continue
         if group.keys() != {"A", "B"} | ({"magnitude"} if peft.dora else set()):
             raise ValueError(
-                f"{folder}: {module} has {', '.join(sorted(group))}; A and B are expected, and with "
-                f"use_dora, which is {peft.dora}, a magnitude; fetch the files again"
+                f"{folder}: {module} has {', '.join(sorted(group))}; expected A and B, and with "
+                f"use_dora, which is {peft.dora}, a magnitude; download the files again"
             )
         adapted.update(target.places)
         whole = _read_target(module, group, target, peft, base)
@@ -503,27 +506,25 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
             factors[place] = limit_rank(part)
     _check_complete(folder, peft, adapted, targets)
     if not factors:
-        raise ValueError(
-            f"{folder}: this adapter changes nothing: every B is zero, or there is none; was it trained?"
-        )
+        raise ValueError(f"{folder}: this adapter has no effect: B is zero or missing everywhere; was it trained?")
     return factors
 
 
 def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], named: Mapping[str, Target]) -> None:
-    """Raise ValueError if the config names modules of this model of which the file has nothing."""
+    """Raise ValueError if the file has no tensors for modules that the config names."""
     experts = {place for t in named.values() if t.stacked for place in t.places}  # kept in one of several ways
     named_targets = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
     if missing := [t for t in named_targets if not adapted.issuperset(t.places) and experts.isdisjoint(t.places)]:
         raise ValueError(
-            f"{folder}: {ADAPTER} names {plural(len(named_targets), 'module')}, and the file has nothing for "
-            f"{len(missing)} of them, such as {missing[0].path}; fetch the files again"
+            f"{folder}: {ADAPTER} names {plural(len(named_targets), 'module')}, and the file has no tensors for "
+            f"{len(missing)} of them, such as {missing[0].path}; download the files again"
         )
 
 
 def _find_target(
     folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: AdapterBase
 ) -> Target:
-    """What a module of the file is here. Of stacked experts the shapes tell it: nesting depends on the writer."""
+    """The target of a module in the file; stacked experts by shape, since nesting depends on the writer."""
     path = module.removeprefix(PREFIX)
     if (plain := named.get(f"{path}.weight")) is not None:
         return plain
@@ -534,15 +535,15 @@ def _find_target(
             return target
     some = ", ".join(list(named)[:3])
     raise ValueError(
-        f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} has no place in "
-        f"this {base.family}, whose weights are {some}, ...; was it made for another model?"
+        f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} does not exist "
+        f"in this {base.family} model, whose weights are {some}, ...; was it made for another model?"
     )
 
 
 def _expected_shapes(
     target: Target, group: Mapping[str, LazyTensor], base: AdapterBase
 ) -> dict[str, tuple[int, ...]]:
-    """What the shapes must be, for the rank that A has."""
+    """The expected shapes, given the rank of A."""
     inputs = base.sizes[target.places[0]][0]
     outputs = sum(base.sizes[place][1] for place in target.rows[0])
     ranks = group["A"].shape[0] if "A" in group and group["A"].shape else 0
@@ -553,37 +554,37 @@ def _expected_shapes(
 def _read_target(
     module: str, group: Mapping[str, LazyTensor], target: Target, peft: PeftConfig, base: AdapterBase
 ) -> Factors:
-    """The factors of a target, read. Raises ValueError for a shape, rank or number that cannot be."""
+    """Read the factors of a target. Raises ValueError for a wrong shape or rank, and for non-finite numbers."""
     rank, scale = peft.of(target)
     expected = _expected_shapes(target, group, base)
     if wrong := [p for p, w in group.items() if tuple(w.shape) != expected[p]]:
         part = wrong[0]
         raise ValueError(
-            f"{module}: {part} is {tuple(group[part].shape)}, {expected[part]} is expected; another base?"
+            f"{module}: {part} is {tuple(group[part].shape)}, expected {expected[part]}; is it for another base?"
         )
     if group["A"].shape[0] != rank * len(target.rows):
         raise ValueError(
             f"{peft.path}: rank {rank} for {target.path}, whose A has {plural(group['A'].shape[0], 'row')} for "
-            f"{plural(len(target.rows), 'matrix', 'matrices')}; the config is of another file"
+            f"{plural(len(target.rows), 'matrix', 'matrices')}; the config belongs to another file"
         )
     read = {part: stored.read().float() for part, stored in group.items()}
     if infinite := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"{module}: {infinite[0]} has numbers that are not finite; the training had diverged")
+        raise ValueError(f"{module}: {infinite[0]} has numbers that are not finite; training diverged")
     return Factors(read["A"], read["B"], scale, read.get("magnitude"))
 
 
 def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
-    """PEFT writes embeddings beside their adapters. Raises ValueError if this one was trained, too."""
+    """Raise ValueError if the embedding that PEFT saves beside its adapter differs from the base's."""
     table = dense(base)
     if tuple(stored.shape) != tuple(table.shape) or not torch.equal(stored.read().to(table), table):
         raise ValueError(
-            f"{folder}: {module} brings weights of its own, which are not this base's; have PEFT merge it"
+            f"{folder}: {module} has weights that differ from this base's; merge the adapter with PEFT"
         )
 
 
 @torch.no_grad()
 def _check_effect(folder: Path, factors: Mapping[str, Factors], base: AdapterBase) -> None:
-    """Raise ValueError if the model would compute the same with the adapter as without it."""
+    """Raise ValueError if the adapter has no effect on the model."""
     for place, f in factors.items():
         # The square of the norm of B @ A, without making that; in float64, where what PiSSA takes off again leaves
         # a little of large numbers.
@@ -594,7 +595,7 @@ def _check_effect(folder: Path, factors: Mapping[str, Factors], base: AdapterBas
             norms = dense(base.modules[place]).float().norm(dim=1)
             if not torch.allclose(norms, f.magnitude.to(norms), rtol=1e-4):
                 return
-    raise ValueError(f"{folder}: this adapter changes nothing: every product of B and A is zero; was it trained?")
+    raise ValueError(f"{folder}: this adapter has no effect: B @ A is zero everywhere; was it trained?")
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""How adapters at our places lie in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""How adapters of our modules are stored in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
 
-One tensor of theirs may be many of ours: GPT-2's c_attn is q, k and v below each other, and newer files hold all
-experts of a layer in one pair of matrices. A *target* is such a tensor of the base with our places in it.
+One of their tensors may be several of ours: GPT-2's c_attn is q, k and v concatenated, and recent files hold all
+experts of a layer in one pair of matrices. A *target* is such a tensor of the base with our modules in it.
 """
 
 # Shapes: I inputs, O outputs, R rank, E experts.
@@ -31,7 +31,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor `theirs` of the base; `rows` are our places in it, a row for each expert if they are `stacked`."""
+    """A tensor `theirs` of the base; `rows` are our modules in it, one row per expert if they are `stacked`."""
 
     theirs: str
     rows: tuple[tuple[str, ...], ...]
@@ -40,7 +40,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """What PEFT calls it: the module, or of stacked experts the parameter."""
+        """Its name in PEFT: that of the module, or for stacked experts of the parameter."""
         return self.theirs.removesuffix(".weight")
 
     @property
@@ -49,7 +49,7 @@ class Target:
 
 
 def peft_targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
-    """All tensors of theirs, by name, in which these places may lie, in the order of the table."""
+    """All tensors that may contain these modules, by their name, in the order of the table."""
     keys = [f"{place}.weight" for place in places]
     targets: dict[str, Target] = {}
     for rule in names:
@@ -65,9 +65,9 @@ def peft_targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
 
 
 def join_factors(target: Target, ours: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
-    """The factors of a target, of those at our places; a place without any gets zeros.
+    """The factors of a target, joined from those of our modules; a module without an adapter gets zeros.
 
-    `sizes` are (I, O) of every place. Raises ValueError for what PEFT has no words for.
+    `sizes` are (I, O) of every place. Raises ValueError for what PEFT's format cannot express.
     """
     given = [ours[p] for p in target.places if p in ours]
     if len(target.places) == 1:
@@ -87,14 +87,16 @@ def join_factors(target: Target, ours: Mapping[str, Factors], sizes: Mapping[str
 
 
 def _check_dora(target: Target, ours: Mapping[str, Factors]) -> None:
-    """Raise ValueError for DoRA where PEFT has none: on stacked experts, and on a part of a matrix."""
+    """Raise ValueError for DoRA where PEFT does not support it: on stacked experts and on part of a matrix."""
     if all(ours[p].magnitude is None for p in target.places if p in ours):
         return
     if target.stacked:
-        raise ValueError(f"{target.path}: PEFT has no DoRA on experts; use LoRA there, or merge the adapter")
+        raise ValueError(
+            f"{target.path}: PEFT does not support DoRA on experts; use LoRA there, or merge the adapter"
+        )
     if missing := [p for p in target.places if p not in ours]:
         raise ValueError(
-            f"{target.path}: DoRA on a part of it only, not on {missing[0]}; adapt all parts, or merge"
+            f"{target.path}: DoRA covers only part of it, not {missing[0]}; adapt all parts, or merge the adapter"
         )
 
 
@@ -104,7 +106,7 @@ def _zero_factors(like: Tensor, size: tuple[int, int], scale: float) -> Factors:
 
 
 def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
-    """A and B of matrices below each other: one A if it is the same for all, or else blocks."""
+    """A and B of concatenated matrices: one A if all share it, else block-diagonal."""
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
     if all(torch.equal(p.A, parts[0].A) for p in parts):
         return parts[0].A, torch.cat(b)
@@ -116,9 +118,9 @@ def _pad_columns(matrix: Tensor, columns: int) -> Tensor:
 
 
 def split_factors(target: Target, whole: Factors) -> dict[str, Factors]:
-    """The factors at each of our places; columns of B that are zero in a part are left out there with their A.
+    """The factors of each of our modules, without the columns of B that are zero there and their rows of A.
 
-    A place where nothing is left is left out.
+    Modules with no columns left are omitted.
     """
     if len(target.places) == 1:
         return {target.places[0]: whole}
@@ -137,7 +139,7 @@ def split_factors(target: Target, whole: Factors) -> dict[str, Factors]:
 
 
 def limit_rank(f: Factors) -> Factors:
-    """The same change with a rank that the matrix can have; a router of eight experts may come with rank 16."""
+    """The same update with a rank that the matrix can have: a router of eight experts may come with rank 16."""
     tall, wide = len(f.B), f.A.shape[1]
     if f.rank <= min(tall, wide):
         return f

@@ -1,6 +1,6 @@
-"""Writing so that after any crash the old or the new is there, whole.
+"""Atomic writes: after a crash either the old or the new version exists, complete.
 
-Data is forced to the disk before a name points at it, and the name before we call it done.
+Data is fsynced before it is renamed into place, and the rename before the call returns.
 """
 
 import errno
@@ -27,11 +27,11 @@ MANIFEST = "manifest.json"
 LARGE = 1e9
 """Bytes; hashing more takes seconds."""
 DIGEST_BLOCK = 1 << 18
-"""Numbers of a tensor that are digested at a time."""
+"""Elements of a tensor that are hashed at a time."""
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's data, or a folder's names, to the disk."""
+    """fsync a file or a folder."""
     with add_path_to_errors(path):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -42,7 +42,7 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """An OSError from inside names this path, if it names none."""
+    """Add this path to an OSError that names none."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> 
 
 @contextmanager
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal for work on more than LARGE bytes, and what to call with the bytes that are done."""
+    """A progress bar on a terminal for more than LARGE bytes; yields the function that advances it by bytes."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=size <= LARGE or not console.is_terminal) as bar:
         bar.add_task(task, total=size)
@@ -85,7 +85,7 @@ def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = D
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file. Raises OSError, as every other failed write does."""
+    """Write a safetensors file. Raises OSError if it cannot be written."""
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as error:
@@ -93,7 +93,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace one file. Of several writers at once the last one counts."""
+    """Replace one file; the last of several writers wins."""
     with add_path_to_errors(path), staging_folder(path) as staged:
         (staged / "data").write_bytes(data)
         fsync_path(staged / "data")
@@ -102,7 +102,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def require_free_space(folder: Path, size: int) -> None:
-    """Raise OSError if the disk under a folder has not `size` bytes left."""
+    """Raise OSError if fewer than `size` bytes are free on the folder's disk."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < size:
@@ -142,7 +142,7 @@ def write_folder(
     with add_path_to_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with staging_folder(folder) as staged:
-            require_free_space(folder, size + (1 << 16))  # now that what the dead had left is gone
+            require_free_space(folder, size + (1 << 16))  # after leftovers of dead writers were removed
             write_files(staged)
             for file in staged.iterdir():
                 fsync_path(file)
@@ -163,7 +163,7 @@ def _write_manifest(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -
 
 
 def _manifest_digest(card: dict[str, Any]) -> str:
-    """A digest of what the manifest says, kept in the manifest: a bit may flip there, too."""
+    """A digest of the manifest itself, stored in it: a bit may flip there, too."""
     return sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
 
 
@@ -191,7 +191,7 @@ def verify_folder(folder: Path) -> None:
 
 
 def _changed_tensors(file: Path, digests: Mapping[str, str]) -> str:
-    """Which tensors of a damaged file are others, in words; empty if that cannot be told."""
+    """The changed tensors of a damaged file, for a message; empty if they cannot be determined."""
     try:
         with safe_open(file, "pt") as opened:
             changed = [k for k, v in digests.items() if tensor_digest(opened.get_tensor(k)) != v]

@@ -1,6 +1,6 @@
-"""Which base an adapter belongs to: its card holds digests of the base's weights, by which a base is proven.
+"""Which base an adapter belongs to: a base is verified against the digests of its weights in the adapter's card.
 
-A digest in each of three dtypes makes a base known that was rounded since, or widened again.
+Digests in three dtypes also identify a base that has been cast to another dtype since.
 """
 
 import warnings
@@ -21,11 +21,11 @@ from dunes.checkpoint.header import quote
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """In which a card has digests of a dense base."""
-ANY_BASE_HINT = "or take this one as it is: any_base=True (--any-base)"
+ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
 
 
 class BaseWeights:
-    """The weights of a model without its adapters, and their SHA-256, each computed when it is first asked for."""
+    """The weights of a model without its adapters, and their SHA-256, computed on first use."""
 
     def __init__(self, model: nn.Module) -> None:
         base = lora.base_model(model)
@@ -37,11 +37,11 @@ class BaseWeights:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The one that all weights have; None where they have several, or are quantized."""
+        """The dtype of all weights; None if they have several or are quantized."""
         return next(iter(self.dtypes)) if len(self.dtypes) == 1 and not self.quantized else None
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
-        """Over names, dtypes, shapes and numbers, rounded to each of the dtypes in one pass; None keeps them."""
+        """Digests of names, shapes and values, cast to each of the dtypes in one pass; None does not cast."""
         wanted = [dtype or self.dtype for dtype in dtypes]
         if new := [dtype for dtype in dict.fromkeys(wanted) if dtype not in self._digest_cache]:
             self._digest_cache |= dict(zip(new, self._digests(new), strict=True))
@@ -60,13 +60,13 @@ class BaseWeights:
         return [sha256("\n".join(lines_of_dtype).encode()).hexdigest() for lines_of_dtype in lines]
 
     def can_round_to(self, dtype: torch.dtype) -> bool:
-        """Whether these are dense numbers of that dtype, or of wider ones."""
+        """Whether these are dense weights of that dtype or of wider ones."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
 
 
 def base_identity(model: nn.Module) -> dict[str, Any]:
-    """Which weights the base has, whatever adapters stand beside them, as an adapter's card says it.
+    """Digests of the base's weights without adapters, as stored in an adapter's card.
 
     `kind` is how they are kept, `sha256` is over them as they are, and of a dense base `digests` are over them
     in float32, bfloat16 and float16.
@@ -91,7 +91,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """None for a card that does not know the base by its numbers. Raises ValueError for a damaged one."""
+        """None for a card without digests of the base. Raises ValueError for a damaged one."""
         base = card.get("base") or {}
         if not isinstance(base, dict):
             raise _damaged_card(folder)
@@ -107,7 +107,7 @@ class BaseRecord:
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """Whether these very weights were quantized and then digested, so that quantizing must give the same."""
+        """Whether the digested weights were quantized from these, so that quantizing them must give the same."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False
@@ -119,14 +119,14 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
     record = BaseRecord.read(card, folder)
     if record is None:
         warnings.warn(
-            f"{folder}: says nothing of its base's weights, so that it cannot be checked whether they are these",
+            f"{folder}: has no digests of its base's weights, so the base cannot be verified",
             stacklevel=2,
         )
     return record
 
 
 def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
-    """Raise ValueError unless the weights are those of the record, rounded to one of its dtypes or not."""
+    """Raise ValueError unless the weights are those of the record, possibly cast to one of its dtypes."""
     if weights.kind == record.kind and weights.sha256(None) == [record.sha256]:
         return
     comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]
@@ -134,17 +134,17 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
         return
     if weights.kind != record.kind and not comparable:
         raise ValueError(
-            f"{folder}: made for a base in {quote(record.kind)}, with which one in {weights.kind} cannot be "
-            f"compared; {_comparison_hint(weights, record)}, {ANY_BASE_HINT}"
+            f"{folder}: made for a base in {quote(record.kind)}, which cannot be compared with one in "
+            f"{weights.kind}; {_comparison_hint(weights, record)}, {ANY_BASE_HINT}"
         )
     raise ValueError(
-        f"{folder}: made for other weights: a base with SHA-256 {quote(record.sha256[:12])}, not "
+        f"{folder}: made for a different base: one with SHA-256 {quote(record.sha256[:12])}, not "
         f"{weights.sha256(None)[0][:12]!r}; load that base, {ANY_BASE_HINT}"
     )
 
 
 def _comparison_hint(weights: BaseWeights, record: BaseRecord) -> str:
-    """What to do where a base has no digest that it could be compared with."""
+    """The remedy where the record has no digest to compare a base with."""
     if weights.quantized and record.digests:
         return "put it on the base before it is quantized"
     if not record.digests:
@@ -154,5 +154,5 @@ def _comparison_hint(weights: BaseWeights, record: BaseRecord) -> str:
 
 def _damaged_card(folder: Path) -> ValueError:
     return ValueError(
-        f"{folder / CARD}: what it says of the base is damaged; fetch the folder again, {ANY_BASE_HINT}"
+        f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
     )

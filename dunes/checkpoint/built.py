@@ -1,7 +1,7 @@
-"""Models that no family describes, kept with the function that builds them: `family` in the card names it.
+"""Models that no family describes, saved with the name of the function that builds them (`family` in the card).
 
-The name is for the reader. Nothing is imported by it: who loads the folder gives the function again, and what that
-builds is compared with what was saved before a number is read.
+The name is informative: nothing is imported by it. Loading takes the function as an argument, and compares the
+model it builds with the saved one before any weight is read.
 """
 
 import inspect
@@ -26,7 +26,7 @@ Build: TypeAlias = Callable[..., nn.Module]
 def describe_built(
     model: nn.Module, build: Build, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """What the card says of a model, and its tensors, each that has several names under the first of them.
+    """A model's entries in the card, and its tensors; a tied tensor is listed under its first name.
 
     `build(**arguments)` must give this very model, but for the values of tensors that are kept: parameters and
     persistent buffers. Raises ValueError that lists every difference, and for arguments that JSON cannot hold.
@@ -34,20 +34,18 @@ def describe_built(
     try:
         stored_arguments = json.loads(json.dumps(dict(arguments), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"arguments of {function_name(build)}: {error}; JSON must hold them") from None
+        raise ValueError(f"arguments of {function_name(build)}: {error}; they must be JSON") from None
     rebuilt = call_build(build, stored_arguments)
     weights = _saved_tensors(model)
     if differences := [*_differences(rebuilt, weights, _tied_names(model)), *_unsaved_differences(model, rebuilt)]:
-        raise ValueError(
-            f"{function_name(build)} builds another model than this: {'; '.join(map(str, differences))}"
-        )
+        raise ValueError(f"{function_name(build)} builds a different model: {'; '.join(map(str, differences))}")
     family = {"function": function_name(build), "arguments": stored_arguments}
     structure = {"modules": _digests(_settings(rebuilt)), "tied": _tied_names(rebuilt)}
     return {"family": family, "structure": structure}, weights
 
 
 def function_name(build: Build) -> str:
-    """Module, or file for what was run as a script, and name of a function."""
+    """The module (or file, for a script) and name of a function."""
     while hasattr(build, "func"):  # functools.partial
         build = build.func
     module = getattr(build, "__module__", None) or type(build).__module__
@@ -58,7 +56,7 @@ def function_name(build: Build) -> str:
 
 
 def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
-    """What the function builds; the random numbers that it draws are no others' loss.
+    """Call the function; the global random state is restored.
 
     Raises ValueError if it does not take these arguments, or gives no module.
     """
@@ -71,7 +69,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         model = build(**arguments)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{function_name(build)} gave a {type(model).__name__}; a module is expected")
+        raise ValueError(f"{function_name(build)} gave a {type(model).__name__}; expected a module")
     return model
 
 
@@ -85,14 +83,14 @@ def build_function_of(card: Mapping[str, Any], path: Path) -> tuple[str, dict[st
         return None
     name, arguments = family.get("function"), family.get("arguments")
     if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
-        raise ValueError(f"{path}: family must name a function and its arguments, or be one of the families")
+        raise ValueError(f"{path}: family must be a family's name, or a function with its arguments")
     return name[:200], arguments
 
 
 def loading_hint(folder: Path, name: str) -> str:
-    """Why a folder is not loaded without the function, in one line."""
+    """One line on how to load a folder that needs its function."""
     return (
-        f"{folder}: built by {name}, which is not imported by itself; load it in Python with that function: "
+        f"{folder}: built by {name}, which is not imported automatically; load it in Python with that function: "
         f"checkpoint.load({str(folder)!r}, build={name.rpartition(':')[2]})"
     )
 
@@ -100,7 +98,7 @@ def loading_hint(folder: Path, name: str) -> str:
 def load_built(
     build: Build, arguments: Mapping[str, Any], card: Mapping[str, Any], files: Weights, path: Path
 ) -> nn.Module:
-    """What the function builds, with the numbers of the files.
+    """The model that the function builds, with the weights of the files.
 
     Raises ValueError, before a number is read, that lists every difference from what was saved.
     """
@@ -108,14 +106,10 @@ def load_built(
     model = call_build(build, arguments)
     differences, changed = [*_differences(model, files, tied)], [*_module_differences(model, modules)]
     if differences or changed:
-        remedy = (
-            ""
-            if differences
-            else "; where this is meant, fill the model from model.safetensors by load_state_dict"
-        )
+        remedy = "" if differences else "; if this is intended, load model.safetensors with load_state_dict"
         listed = "; ".join(map(str, [*differences, *changed]))
         raise ValueError(
-            f"{path.parent}: {function_name(build)} builds another model than was saved: {listed}{remedy}"
+            f"{path.parent}: {function_name(build)} builds a different model from the saved one: {listed}{remedy}"
         )
     state = model.state_dict()
     with torch.no_grad():
@@ -126,24 +120,24 @@ def load_built(
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """What the structure in a card says under this key. Raises ValueError for what is no table of texts."""
+    """A table in the card's structure. Raises ValueError unless it maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
-        raise ValueError(f"{path}: structure must have a table of {key}; fetch the file again")
+        raise ValueError(f"{path}: structure must have a table of {key}; download the file again")
     return table
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, LazyTensor]:
-    """The tensors that are kept. Raises ValueError that names those that no file can hold."""
+    """The tensors to save. Raises ValueError that names those which safetensors cannot hold."""
     state, tied = model.state_dict(), _tied_names(model)
     odd = [k for k, t in state.items() if not isinstance(t, Tensor) or t.dtype not in CODES or t.is_meta]
     if odd:
-        raise ValueError(f"{', '.join(odd)}: no tensors with numbers of a kind that safetensors can hold")
+        raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors can hold")
     return in_memory({k: t for k, t in state.items() if k not in tied})
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tensors that have several, with the first one."""
+    """The further names of tied tensors, each with the first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
@@ -152,7 +146,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _differences(model: nn.Module, files: Weights, tied: Mapping[str, str]) -> Iterator[Difference]:
-    """How tensors differ from what a model has in their places: in shape, dtype, or in being one or several."""
+    """The differences between a model's tensors and those of the files: shape, dtype, tying."""
     expected, ours = _saved_tensors(model), _tied_names(model)
     odd = {key for key in {**ours, **tied} if ours.get(key) != tied.get(key)}
     for key in sorted(odd):
@@ -173,7 +167,7 @@ def _describe_tie(name: str | None) -> str:
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The class and the plain attributes of each module."""
+    """The class and plain attributes of each module."""
     return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 
@@ -182,16 +176,16 @@ def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[str]:
-    """The modules that are not as they were, or only in one of two models."""
+    """The modules that changed or exist in only one of the two models."""
     ours = _digests(_settings(model))
     for place in sorted(ours.keys() | digests.keys()):
         if ours.get(place) != digests.get(place):
-            has = "is of another class or has other settings" if {place} <= ours.keys() & digests.keys() else None
+            has = "has another class or other settings" if {place} <= ours.keys() & digests.keys() else None
             yield f"{place or 'the model'} {has or ('is missing' if place in digests else 'is new')}"
 
 
 def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
-    """What the twin lacks of a model, and no file keeps: attributes, and buffers that are not persistent."""
+    """Differences that no file would save: attributes and non-persistent buffers."""
     ours, theirs = _settings(model), _settings(rebuilt)
     for place in ours.keys() & theirs.keys():
         for key in sorted(ours[place].keys() | theirs[place].keys()):
@@ -200,7 +194,7 @@ def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
     state, buffers = model.state_dict(), dict(rebuilt.named_buffers())
     for key, buffer in model.named_buffers():
         if key not in state and key in buffers and not _equal_tensors(buffer, buffers[key]):
-            yield f"{key} holds other numbers, and is not persistent: it would be lost"
+            yield f"{key} has other values, and is not persistent: it would be lost"
 
 
 def _equal_tensors(a: Tensor, b: Tensor) -> bool:

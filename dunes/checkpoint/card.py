@@ -15,7 +15,7 @@ MAX_FILES = 20_000
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """What the folder's card says; empty without one. Raises ValueError if it is damaged."""
+    """The folder's card; empty without one. Raises ValueError if it is damaged."""
     if not (folder / CARD).is_file():
         return {}
     card = json_file.read(folder / CARD)
@@ -37,12 +37,12 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
         raise ValueError(f"{folder / CARD}: 'files' must hold size and sha256 of each file; {_remedy(folder)}")
     if len(files) > MAX_FILES:
-        raise ValueError(f"{folder / CARD}: names {len(files):,} files; {MAX_FILES:,} are the limit")
+        raise ValueError(f"{folder / CARD}: names {len(files):,} files; the limit is {MAX_FILES:,}")
     return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
 
 
 def check_files(folder: Path, card: Mapping[str, Any], max_bytes: float = atomic.LARGE) -> None:
-    """Raise ValueError for the first file that is not the card's.
+    """Raise ValueError for the first file that differs from its entry in the card.
 
     Each must be a plain file in the folder and of that size; and of that SHA-256, unless all of them together have
     more than `max_bytes` bytes.

@@ -1,4 +1,4 @@
-"""How a model is said in Hugging Face's terms: decided from the tree, never from its history."""
+"""The Hugging Face config of a built model, derived from its modules and never from its history."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class HfConfig(NamedTuple):
 
 
 class ModuleRow(NamedTuple):
-    """One module as far as it matters to what the model computes, weights' values aside."""
+    """Everything about one module that determines what it computes, apart from the values of its weights."""
 
     place: str
     class_name: str
@@ -28,8 +28,8 @@ class ModuleRow(NamedTuple):
 
 
 def hf_config_of(model: nn.Module, context_length: int) -> HfConfig | str:
-    """The family and config that build this very tree, or the first difference from the nearest one."""
-    reasons = [(-1, "it is no stack of blocks with attention")]
+    """The family and config that build exactly this model, or the first difference from the closest one."""
+    reasons = [(-1, "it is not a stack of attention blocks")]
     for family, module in FAMILIES.items():
         try:
             config = module.read(model, context_length)
@@ -46,7 +46,7 @@ def hf_config_of(model: nn.Module, context_length: int) -> HfConfig | str:
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
-    """How many modules are alike before the first that differs, and how that does."""
+    """How many modules are equal before the first that differs, and the difference."""
     ours, theirs = list(module_rows(model)), list(module_rows(rebuilt))
     for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
@@ -63,13 +63,13 @@ def _describe_difference(a: ModuleRow, b: ModuleRow) -> str:
 
 
 def _stable_repr(value: Any) -> str:
-    """The value in words that are the same in each process, which the order of a set and addresses are not."""
+    """A repr that is the same in every process: sets are sorted, addresses removed."""
     text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
-    """Names, classes, plain attributes and shapes of every module: two trees with equal rows are one model."""
+    """Names, classes, plain attributes and shapes of every module; two models with equal rows are the same."""
     for place, module in model.named_modules():
         plain = {k: _stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         tensors = {**module._parameters, **module._buffers}

@@ -1,4 +1,4 @@
-"""A model to be used: from a folder of its own, or from an adapter's folder and that of its base."""
+"""Loading a model from its folder, or from an adapter's folder and that of its base."""
 
 import math
 from collections import Counter
@@ -42,17 +42,16 @@ def load(
     build: Build | None = None,
     adapters: Sequence[Path] = (),
 ) -> LoadedModel:
-    """The model, its tokenizer and its card, from any format of folder that is read here.
+    """The model, its tokenizer and its card, from a folder in any supported format.
 
-    `build` is the function that builds a model which no family describes: what `save` was given.
-    `adapters` are folders that will be put on the model: its base is proven to be theirs, and changed for them.
+    `build` is the function that was given to `save` for a model which no family describes. `adapters` are folders
+    of adapters that will be added to the model: its base is verified to be theirs, and prepared for them.
 
-    Of an adapter's folder: its base, proven to be the one that the adapter was made for unless `any_base` says
-    that this one will do, and changed as the card says, with the adapter acting on it under the name `default`.
-    Tokenizer and context are the adapter's, or else the base's. Warns where there is no tokenizer, and of special
-    ids that are above the vocabulary. Raises ValueError that names what is missing or wrong, before any number is
-    read. The weights keep the dtype they are stored in. Beside a process that saves into the folder a load begins
-    again.
+    For an adapter's folder, its base is loaded, verified against the digests in the adapter's card (unless
+    `any_base`), prepared as the card says (quantized, for QLoRA), and the adapter is added as `default`. The
+    tokenizer and context length are the adapter's, else the base's. The weights keep their stored dtype. Warns if
+    there is no tokenizer, and about special ids above the vocabulary. Raises ValueError that names what is missing
+    or wrong before any weight is read. If another process saves into the folder meanwhile, loading starts over.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -72,7 +71,7 @@ def load_with_tokenizer(
     any_base: bool = False,
     adapters: Sequence[Path] = (),
 ) -> tuple[LoadedModel, Tokenizer]:
-    """`load` for what turns text into ids. Raises ValueError like it, and where there is no tokenizer."""
+    """`load`, which must find a tokenizer. Raises ValueError like it, and if there is none."""
     if Tokenizer.find_file(place := _tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # says what is missing, before anything is read
     loaded = load(folder, device, any_base, adapters=adapters)
@@ -81,7 +80,7 @@ def load_with_tokenizer(
 
 
 def _tokenizer_folder(folder: Path) -> Path:
-    """Where the tokenizer of a model lies: for an adapter that brings none, beside its base."""
+    """The folder of the tokenizer: for an adapter without one, that of its base."""
     folder = readable_folder(folder)
     return base_folder(folder) if is_adapter(folder) and Tokenizer.find_file(folder) is None else folder
 
@@ -102,7 +101,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of the base of an adapter: where it was, or as it lies from here, or the copy of one on the Hub.
+    """The folder of an adapter's base: by its absolute or relative path, or a copy from the Hub.
 
     Raises ValueError, with the remedy, if there is none of these.
     """
@@ -115,12 +114,12 @@ def base_folder(folder: Path) -> Path:
         return (folder / relative).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"{folder}: its base {quote(name)} is not there; {remedy}")
+        raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
     try:
         return locate_model(name, revision if isinstance(revision, str) and revision else None).folder
     except ValueError as error:
-        raise ValueError(f"{folder}: its base is not there: {error}; or {remedy}") from None
+        raise ValueError(f"{folder}: its base cannot be found: {error}; or {remedy}") from None
 
 
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
@@ -136,9 +135,9 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
 
 
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
-    """One more adapter beside a model's weights, under this name and acting, with its tokenizer, context and card.
+    """Add an adapter under this name and make it active; with its tokenizer, context length and card.
 
-    What it does not bring is the model's, proven by `load` to be its base. Raises ValueError like `load`.
+    What it does not bring is the model's; `load` has verified that to be its base. Raises ValueError like `load`.
     """
     folder = readable_folder(folder)
     card = verified_card(folder)
@@ -153,7 +152,7 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 
 
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
-    """Prove that a dense base is that of the adapters in these folders, and do to it what was done to it for them.
+    """Verify that a dense base is that of the adapters in these folders, and repeat what was done to it for them.
 
     A base that is the same number by number must also be the same after that; one that was rounded since may
     differ then. Raises ValueError like `load_adapter`.
@@ -177,19 +176,19 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
-    """The notes of what was done to a base before an adapter, whose own files say the rest."""
+    """The notes of what was done to a base before the adapter was added."""
     return (
         note for note in card.get("changes", []) if not (isinstance(note, dict) and note.get("name") == "lora")
     )
 
 
 def replay_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:
-    """Do to a base what an adapter's card says was done to it first. Raises ValueError for what cannot be done."""
+    """Repeat the changes to the base that an adapter's card lists. Raises ValueError for unknown ones."""
     for note in _changes(card):
         name = note.get("name") if isinstance(note, dict) else note
         if name != "quantize":
             raise ValueError(
-                f"{folder / cards.CARD}: the change {quote(name)} is not known; a newer dunes has made it"
+                f"{folder / cards.CARD}: the change {quote(name)} is not known; it needs a newer dunes"
             )
         try:
             quantize(model, fill=True, request=note["request"], places=note["places"])
@@ -198,7 +197,7 @@ def replay_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> Non
 
 
 def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
-    """Lines about an adapter's folder, from headers alone, and why `load` would refuse it, if that can be told.
+    """Lines that describe an adapter's folder, from headers alone, and why `load` would refuse it, or None.
 
     With `values` it is loaded, which compares the base's numbers. Raises ValueError for what is no adapter.
     """
@@ -208,7 +207,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         check_vocabulary(source, load_tokenizer(_tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
-        lines.append(f"its numbers {_comparison(folder, values)}")
+        lines.append(f"base check  {_comparison(folder, values)}")
         reason = None
     except ValueError as error:
         reason = str(error)
@@ -216,12 +215,14 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
 
 
 def _comparison(folder: Path, now: bool) -> str:
-    """Whether the base's numbers are the adapter's. Raises ValueError like `load` if they are compared now."""
+    """Whether the base's weights match the adapter's digests; if compared `now`, raises ValueError like `load`."""
     if now:
         load(folder)
     if BaseRecord.read(verified_card(folder), folder) is None:
-        return "cannot be compared: the adapter's card does not know them"
-    return "those of the adapter's card" if now else "compared when it is opened, or with --values"
+        return "not possible: the adapter's card has no digests of the base"
+    return (
+        "its weights match the adapter's digests" if now else "done when the adapter is loaded, or with --values"
+    )
 
 
 def _adapter_lines(folder: Path) -> Iterator[str]:
@@ -233,12 +234,12 @@ def _adapter_lines(folder: Path) -> Iterator[str]:
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)
     counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]
-    yield f"places      {', '.join(counts)}"
+    yield f"modules     {', '.join(counts)}"
     for note in card.get("changes", []):
         if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
-            yield f"changed     the base is kept in {quote(request['kind'])} first"
+            yield f"base dtype  {quote(request['kind'])}"
     yield f"template    {_template_name(folder, card)}"
-    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'the one of the base'}"
+    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'that of the base'}"
 
 
 def _template_name(folder: Path, card: Mapping[str, Any]) -> str:

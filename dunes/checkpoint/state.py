@@ -1,4 +1,4 @@
-"""The state of a run, to go on from: one folder a step, newest whole one counts.
+"""Training states to resume from: one folder per step, of which the newest intact one counts.
 
 `<run>/state/step-000123/` holds tensors as safetensors and all else as JSON; a manifest with
 digests is written last, then the folder gets its name. No pickle.
@@ -28,14 +28,14 @@ Report = Callable[[str], None]
 
 
 class Snapshot(NamedTuple):
-    """A state as it was at one moment: copies of its tensors by their dotted paths, and all else."""
+    """A copy of a training state: tensors by their dotted paths, and everything else as JSON values."""
 
     tensors: dict[str, Tensor]
     plain: Any
 
 
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
-    """Write a state, a nested dict of tensors and JSON values, and drop all but the newest two.
+    """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two.
 
     Raises OSError if it cannot be written, and ValueError if a number in it is not finite; the states
     that were there stand.
@@ -59,7 +59,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
 
 
 def _publish(staged: Path, folder: Path) -> None:
-    """Give a state its name, unless another writer was faster, and drop all but the newest two."""
+    """Rename a state into place, unless another writer was faster, and delete all but the newest two."""
     with folder_lock(folder.parent):
         if _is_intact(folder):
             return
@@ -71,7 +71,7 @@ def _publish(staged: Path, folder: Path) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite, found by numpy, which computes in the calling thread alone.
+    """Whether all numbers are finite; by numpy, which computes in the calling thread alone.
 
     PyTorch would give this thread a team of threads of its own for as long as it lives, and libgomp lets
     all waiting threads sleep sooner once there are more of them than processors: training went 40 % slower.
@@ -82,7 +82,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def latest_state(run: Path, report: Report = lambda line: None) -> Path | None:
-    """The newest state that is whole; `report` hears of each newer one that is damaged."""
+    """The newest intact state; `report` gets a line for each newer one that is damaged."""
     if not (states := _state_folders(run)):
         return None
     with folder_lock(run / "state"):  # or another writer drops what is being looked at
@@ -104,7 +104,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The nested dict that was stored. Raises ValueError if it was written in another format, or is none."""
+    """The nested dict that was saved. Raises ValueError if it has another format or is damaged."""
     path = folder / "state.json"
     try:
         plain = json.loads(path.read_bytes())
