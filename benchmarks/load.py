@@ -46,8 +46,8 @@ if side == "dunes":
 else:
     from transformers import AutoModelForCausalLM
 ids = torch.arange(8)[None]
-before = measure.resident()
-measure.forget_peak(torch.device("cpu"))
+before = measure.resident_memory()
+measure.reset_peak_memory(torch.device("cpu"))
 start = time.perf_counter()
 if side == "dunes":
     model = load_decoder(open_source(Path(folder))).eval()
@@ -57,7 +57,7 @@ there = time.perf_counter() - start
 with torch.no_grad():
     model(ids)
 answered = time.perf_counter() - start
-numbers = {"there": there, "answered": answered, "resident": measure.resident() - before}
+numbers = {"there": there, "answered": answered, "resident": measure.resident_memory() - before}
 print(json.dumps(numbers | {"peak": measure.peak_memory(torch.device("cpu")) - before}))
 """
 
@@ -80,13 +80,13 @@ def timed(work):
 
 def copied():
     shutil.copyfile(folder / "model.safetensors", scratch / "copy")
-    atomic.sync(scratch / "copy")
+    atomic.fsync_path(scratch / "copy")
 
 source = open_source(folder)
 size = sum(w.nbytes for w in source.files.values())
 found = {"copy": timed(copied)}
 (scratch / "copy").unlink()
-before = measure.forget_peak(cpu)
+before = measure.reset_peak_memory(cpu)
 found["convert"] = timed(lambda: convert(source, scratch / "out"))
 found["grown"] = measure.peak_memory(cpu) - before
 found["largest"] = max(w.nbytes for w in source.files.values())

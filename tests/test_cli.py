@@ -126,9 +126,11 @@ def test_train_generate_complete_eval(code, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "done after 20 steps" in done.stdout
     loaded, file = checkpoint.load(run), code / "module_1.py"
-    pieces = write(loaded.model, loaded.tokenizer, loaded.context, "def ", 9, sampler(0.8, top_k=50, seed=1))
+    pieces = write(
+        loaded.model, loaded.tokenizer, loaded.context_length, "def ", 9, sampler(0.8, top_k=50, seed=1)
+    )
     generated = dunes("generate", run, "def ", "--tokens", 9, "--seed", 1)
     assert generated.stdout == f"def {''.join(pieces)}\n"
-    rest = complete_line(loaded.model, loaded.tokenizer, loaded.context, file.read_text()[:4])
+    rest = complete_line(loaded.model, loaded.tokenizer, loaded.context_length, file.read_text()[:4])
     assert dunes("complete", run, text=file.read_text()[:4]).stdout == f"{rest}\n"
     assert "bits/byte" in dunes("eval", run, file).stdout

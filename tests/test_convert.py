@@ -1,4 +1,4 @@
-"""Weights in and out of other people's files: the same bits, the same logits, or nothing."""
+"""Conversion of other people's files: the same bits, the same logits, or nothing."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def digests(folder):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_native_files_give_the_same_bits_and_logits(kind, dtype, tmp_path):
+def test_native_files_convert_bit_for_bit(kind, dtype, tmp_path):
     hf = type(theirs(kind, tmp_path / "hf", dtype)).from_pretrained(tmp_path / "hf").eval()
     write_native(tmp_path / "hf", tmp_path / "native")
     back = convert(open_source(tmp_path / "native"), tmp_path / "back")
@@ -193,14 +193,14 @@ def test_adjacent_pairs_become_halves():
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6)])
-def test_another_dtype_is_measured_and_said(dtype, least, tmp_path):
+def test_rounding_is_measured_and_reported(dtype, least, tmp_path):
     theirs("llama", tmp_path / "hf")
-    found = convert(open_source(tmp_path / "hf"), tmp_path / "narrow", dtype=dtype)
-    assert found.relative == 0.0
-    assert least < found.rounding / found.size < 32 * torch.finfo(dtype).eps
+    verification = convert(open_source(tmp_path / "hf"), tmp_path / "narrow", dtype=dtype)
+    assert verification.relative == 0.0
+    assert least < verification.rounding / verification.size < 32 * torch.finfo(dtype).eps
     assert {w.dtype for w in bits(tmp_path / "narrow").values()} == {dtype}
     card = json.loads((tmp_path / "narrow" / "dunes.json").read_text())
-    assert card["converted"]["verified"]["rounding"] == found.rounding > 0
+    assert card["converted"]["verified"]["rounding"] == verification.rounding > 0
     config = json.loads((tmp_path / "narrow" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
 
@@ -262,14 +262,14 @@ KILLED = """
             return act(*arguments, **more)
         return instead
 
-    safetensors_writer._bytes, atomic.sync = counted(safetensors_writer._bytes), counted(atomic.sync)
+    safetensors_writer._bytes, atomic.fsync_path = counted(safetensors_writer._bytes), counted(atomic.fsync_path)
     os.replace, os.rename = counted(os.replace), counted(os.rename)
     convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
 """
 
 
-def test_killed_at_every_step_it_leaves_nothing_or_all_and_runs_again(tmp_path):
+def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(tmp_path):
     theirs("llama", tmp_path / "hf")
     before = digests(tmp_path / "hf")
     convert(open_source(tmp_path / "hf"), tmp_path / "whole")
@@ -315,7 +315,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         convert(open_source(tmp_path / "hf"), tmp_path / "out")
 
 
-def test_two_at_once_do_not_spoil_each_other(tmp_path):
+def test_concurrent_conversions_exclude_each_other(tmp_path):
     theirs("llama", tmp_path / "hf")
     with (
         conversion.exclusive_folder(tmp_path / "out"),
@@ -326,7 +326,7 @@ def test_two_at_once_do_not_spoil_each_other(tmp_path):
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
 
 
-def test_a_card_keeps_where_a_model_came_from(tmp_path):
+def test_the_card_records_the_source(tmp_path):
     theirs("llama", tmp_path / "hf")
     convert(open_source(tmp_path / "hf"), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
     first = folder.open_verified_source(tmp_path / "a")
@@ -345,7 +345,7 @@ MEMORY = """
 
     cpu = torch.device("cpu")
     source = open_source(Path(sys.argv[1]))
-    before = measure.forget_peak(cpu)
+    before = measure.reset_peak_memory(cpu)
     convert(source, Path(sys.argv[2]), dtype=getattr(torch, sys.argv[3]))
     print(measure.peak_memory(cpu) - before)
 """
@@ -381,7 +381,7 @@ FORMS = [*FAMILIES, "llama tied", "qwen3 tied"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_family_through_here_bit_for_bit(form, tmp_path):
+def test_every_family_converts_bit_for_bit(form, tmp_path):
     family, _, tied = form.partition(" ")
     module = FAMILIES[family]
     config = module.Config.from_size(97, 64, 2, 48)
@@ -395,8 +395,8 @@ def test_every_family_through_here_bit_for_bit(form, tmp_path):
     (tmp_path / "hf").mkdir()
     safetensors_writer.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(config)))
-    found = convert(open_source(tmp_path / "hf"), tmp_path / "out")
-    assert found.largest_difference == 0.0
+    verification = convert(open_source(tmp_path / "hf"), tmp_path / "out")
+    assert verification.largest_difference == 0.0
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -448,7 +448,7 @@ def test_a_table_of_foreign_names(tmp_path):
         open_source(foreign, read_name_table(tmp_path / "names.json"))
 
 
-def test_more_than_a_file_holds_goes_into_several(tmp_path):
+def test_large_models_are_sharded(tmp_path):
     theirs("llama", tmp_path / "hf")
     weights = bits(tmp_path / "hf")
     (tmp_path / "many").mkdir()
@@ -462,7 +462,7 @@ def test_more_than_a_file_holds_goes_into_several(tmp_path):
     assert torch.equal(source_logits(open_source(tmp_path / "many")), source_logits(open_source(tmp_path / "hf")))
 
 
-def test_what_we_write_is_what_the_library_reads(tmp_path):
+def test_the_library_reads_what_is_written(tmp_path):
     kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     tensors = {f"t{i}": torch.randn(3, i + 1).mul(9).to(kind) for i, kind in enumerate(kinds)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.randn(4, 3).T}
@@ -470,7 +470,7 @@ def test_what_we_write_is_what_the_library_reads(tmp_path):
     assert same(load_file(tmp_path / "model.safetensors"), tensors)
 
 
-def test_a_model_with_a_smaller_file_than_before_is_the_new_one(tmp_path):
+def test_old_shards_are_removed_when_a_single_file_is_saved(tmp_path):
     """Several files of an older save must not be read instead of the one file of the newer."""
     theirs("llama", tmp_path / "hf")
     ready = tmp_path / "hf" / folder.READY
@@ -508,10 +508,10 @@ PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "norm_eps": 1e-5, "vocab_size"
         ),
     ],
 )
-def test_params_in_other_words(params, expected):
-    said, notes = native.to_hf_config(PARAMS | params, 97, False)
-    assert {k: said[k] for k in expected} == expected
-    assert ("rope_theta" in params) != any("rope_theta" in note for note in notes), "what is assumed is said"
+def test_params_json_as_hf_config(params, expected):
+    config, notes = native.to_hf_config(PARAMS | params, 97, False)
+    assert {k: config[k] for k in expected} == expected
+    assert ("rope_theta" in params) != any("rope_theta" in note for note in notes), "assumptions are noted"
 
 
 def test_the_scaling_of_llama_3_2_is_not_that_of_3_1():
@@ -523,8 +523,8 @@ def test_the_scaling_of_llama_3_2_is_not_that_of_3_1():
             "rope_theta": 5e5,
             "use_scaled_rope": True,
         }
-        said, notes = native.to_hf_config(given, 97, False)
-        assert said["rope_scaling"]["factor"] == factor
+        config, notes = native.to_hf_config(given, 97, False)
+        assert config["rope_scaling"]["factor"] == factor
         assert any("rope_scaling_factor" in note for note in notes)
         assert (
             native.to_hf_config(given | {"rope_scaling_factor": 3}, 97, False)[0]["rope_scaling"]["factor"] == 3.0
@@ -550,7 +550,7 @@ def test_the_scaling_of_llama_3_2_is_not_that_of_3_1():
         ({"hidden_dim": 72, "rope_theta": "x"}, "rope_theta"),
     ],
 )
-def test_params_that_cannot_be(params, words):
+def test_bad_params_are_refused(params, words):
     given = {k: v for k, v in (PARAMS | params).items() if v is not None}
     with pytest.raises(ValueError, match=words):
         native.to_hf_config(given, 97, False)
@@ -559,8 +559,8 @@ def test_params_that_cannot_be(params, words):
 def command(capsys, *arguments):
     with pytest.raises(SystemExit) as end:
         main_with(arguments)
-    told = capsys.readouterr()
-    return end.value.code, told.out, told.err
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
 
 
 def main_with(arguments):
@@ -594,7 +594,7 @@ def test_the_commands(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_odd_numbers_are_found_by_name_and_count(dtype):
+def test_odd_values_are_counted_by_tensor(dtype):
     limits = torch.finfo(dtype)
     odd = torch.linspace(-3, 3, 300 * 700).reshape(300, 700).to(dtype)
     odd[odd == 0] = 1

@@ -1,4 +1,4 @@
-"""Safetensors files: ours are read bit for bit, odd ones are refused on one line, by name and soon."""
+"""Safetensors files: good ones are read bit for bit, bad ones are refused on one line that names the file."""
 
 import json
 import mmap
@@ -39,7 +39,7 @@ def entry(begin=0, end=4, shape=(1,), dtype="F32", **more):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]} | more
 
 
-def test_every_dtype_comes_back_bit_for_bit_with_shape_and_origin(tmp_path):
+def test_every_dtype_is_read_bit_for_bit(tmp_path):
     path, made = tmp_path / "model.safetensors", {}
     torch.manual_seed(0)
     for dtype in DTYPES:
@@ -47,12 +47,13 @@ def test_every_dtype_comes_back_bit_for_bit_with_shape_and_origin(tmp_path):
         made[f"a.{dtype}"] = numbers.view(dtype)
     made |= {"empty": torch.zeros(0, 3), "one": torch.tensor(2.5), "odd": torch.ones(3, dtype=torch.int8)}
     save_file(made, path, {"format": "pt"})
-    found = header.tensors(path)
-    assert found.keys() == made.keys()
+    lazy = header.tensors(path)
+    assert lazy.keys() == made.keys()
     for name, tensor in made.items():
-        stored, read = found[name], found[name].read()
-        assert (stored.shape, stored.dtype, stored.nbytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
-        assert stored.origin == f"model.safetensors: {name}"
+        read = lazy[name].read()
+        assert (lazy[name].shape, lazy[name].dtype) == (tensor.shape, tensor.dtype)
+        assert lazy[name].nbytes == tensor.nbytes
+        assert lazy[name].origin == f"model.safetensors: {name}"
         assert (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
         assert torch.equal(bits(read), bits(tensor))
 
@@ -67,7 +68,7 @@ def test_tensors_that_begin_at_odd_bytes_are_read(tmp_path):
         assert tensor.data_ptr() % 4 == 0
 
 
-def test_a_bool_is_a_bool_whatever_its_byte(tmp_path):
+def test_bytes_of_bools_are_normalized(tmp_path):
     (tmp_path / "x").write_bytes(pack({"a": entry(0, 4, (4,), "BOOL")}, b"\0\1\2\xff"))
     assert header.tensors(tmp_path / "x")["a"].read().view(torch.uint8).tolist() == [0, 1, 1, 1]
 
@@ -78,13 +79,13 @@ def test_an_empty_file_of_tensors_and_one_with_metadata_are_legal(tmp_path):
         assert header.tensors(tmp_path / "x") == {}
 
 
-def test_what_is_written_into_a_tensor_never_reaches_the_file_or_another_reader(tmp_path):
+def test_writing_into_a_tensor_changes_neither_the_file_nor_other_readers(tmp_path):
     path = tmp_path / "x"
     save_file({"a": torch.arange(4096.0), "b": torch.ones(2)}, path)
-    before, found = path.read_bytes(), header.tensors(path)
-    first = found["a"].read()
+    before, lazy = path.read_bytes(), header.tensors(path)
+    first = lazy["a"].read()
     first.zero_()
-    assert found["a"].read().data_ptr() == first.data_ptr()  # one mapping, nothing copied
+    assert lazy["a"].read().data_ptr() == first.data_ptr()  # one mapping, nothing copied
     assert path.read_bytes() == before
     assert header.tensors(path)["a"].read().tolist() == torch.arange(4096.0).tolist()
 
@@ -93,11 +94,11 @@ def test_nothing_is_mapped_before_the_first_read_and_tensors_outlive_the_file(tm
     path = tmp_path / "x"
     save_file({"a": torch.arange(3.0)}, path)
     mapped = MappedFile(path)
-    found = header.tensors(mapped)
+    lazy = header.tensors(mapped)
     assert "_map" not in vars(mapped)
-    tensor = found["a"].read()
+    tensor = lazy["a"].read()
     path.unlink()
-    del found, mapped
+    del lazy, mapped
     assert tensor.tolist() == [0, 1, 2]
 
 
@@ -105,27 +106,27 @@ def test_a_file_that_changes_between_header_and_numbers_is_refused(tmp_path):
     path = tmp_path / "x"
     for change in (lambda: save_file({"a": torch.ones(4)}, path), lambda: os.truncate(path, 90), path.unlink):
         save_file({"a": torch.ones(3)}, path)
-        found = header.tensors(path)
+        lazy = header.tensors(path)
         change()
         with pytest.raises(ValueError, match=r"x: (changed while|no such file)"):
-            found["a"].read()
+            lazy["a"].read()
 
 
-def test_pages_are_given_back_between_tensors(tmp_path):
+def test_release_returns_pages(tmp_path):
     if not hasattr(mmap, "MADV_DONTNEED"):
         pytest.skip("this system has no such call")
     save_file({name: torch.ones(8 << 20) for name in "abcd"}, tmp_path / "x")
     mapped = MappedFile(tmp_path / "x")
     before = measure.resident_memory()
-    for stored in header.tensors(mapped).values():
-        tensor = stored.read()
+    for tensor in header.tensors(mapped).values():
+        tensor = tensor.read()
         assert tensor.sum() == 8 << 20
         mapped.release()
         assert measure.resident_memory() - before < 16 << 20
     assert tensor[-1] == 1
 
 
-def test_a_file_greater_than_memory_is_mapped(tmp_path):
+def test_a_file_larger_than_memory_is_mapped(tmp_path):
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count = 4 * memory
     try:
@@ -162,7 +163,7 @@ def test_a_tensor_outside_of_the_file_is_refused(tmp_path, offset, shape, dtype,
         MappedFile(tmp_path / "x").tensor(offset, shape, dtype, stride)
 
 
-def test_strides_that_no_step_uses_may_be_any_number(tmp_path):
+def test_strides_of_size_one_dimensions_are_ignored(tmp_path):
     (tmp_path / "x").write_bytes(bytes(range(64)))
     mapped = MappedFile(tmp_path / "x")
     assert mapped.tensor(3, (1, 2), torch.uint8, (1 << 80, 2)).tolist() == [[3, 5]]
@@ -282,7 +283,7 @@ def test_a_bad_header_is_refused_on_one_line(tmp_path, name):
     assert grown < 64 << 20
 
 
-def test_what_the_library_accepts_and_what_changes_nothing_is_read(tmp_path):
+def test_harmless_headers_that_the_library_accepts_are_read(tmp_path):
     for text in (b' {"a":%b}', b'{"__metadata__":null,"a":%b}', b'{"a":{"extra":1,%b}'):
         packed = json.dumps(entry()).encode()
         (tmp_path / "x").write_bytes(pack(text % (packed[1:] if b"extra" in text else packed), bytes(4)))
@@ -386,7 +387,7 @@ def mutant(chance, whole):
     return pack(table, data)
 
 
-def test_twenty_thousand_mutants_raise_nothing_but_one_line(tmp_path):
+def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     path, chance = tmp_path / "x", random.Random(0)
     made = {"a.weight": torch.ones(3, 5), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}
     save_file(
@@ -394,25 +395,25 @@ def test_twenty_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     )
     whole, worst, kept, lines = path.read_bytes(), 0.0, 0, set()
     before = measure.reset_peak_memory(CPU)
-    for _ in range(20_000):
+    for _ in range(5_000):
         data = mutant(chance, whole)
         path.write_bytes(data)
         begin = time.perf_counter()
         try:
-            found = header.tensors(path)
+            lazy = header.tensors(path)
         except ValueError as error:
-            found = None
+            lazy = None
             lines.add(str(error))
         worst = max(worst, time.perf_counter() - begin)
-        if found is not None:
+        if lazy is not None:
             kept += 1
-            for stored in found.values():
-                assert stored.read().nbytes == stored.nbytes
-            assert sum(s.nbytes for s in found.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
+            for tensor in lazy.values():
+                assert tensor.read().nbytes == tensor.nbytes
+            assert sum(s.nbytes for s in lazy.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
     grown = measure.peak_memory(CPU) - before
     print(
-        f"20,000 mutants: {kept} legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB"
+        f"5,000 mutants: {kept} legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB"
     )
     assert grown < 64 << 20
-    assert 0 < kept < 10_000
+    assert 0 < kept < 2_500
     assert all(line.isprintable() for line in lines)

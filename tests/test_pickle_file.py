@@ -47,10 +47,10 @@ def state():
     return made | {"number": torch.tensor(2.5), "parameter": torch.nn.Parameter(torch.randn(2, 2))}
 
 
-def same(found, made):
-    assert list(found) == list(made)
+def same(lazy, made):
+    assert list(lazy) == list(made)
     for name, tensor in made.items():
-        stored, read = found[name], found[name].read()
+        stored, read = lazy[name], lazy[name].read()
         assert (stored.shape, stored.dtype) == (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
         assert torch.equal(bits(read), bits(tensor)), name
 
@@ -63,10 +63,10 @@ def test_a_state_dict_comes_back_bit_for_bit(tmp_path, how, wrap):
     value = made if wrap == "plain" else {wrap: made, "optimizer": {"state": {0: torch.ones(1)}}} | beside
     path = tmp_path / "old model.bin"
     torch.save(value, path, **FORMATS[how])
-    found = pickle_file.tensors(path)
-    same(found, made)
-    assert found["base"].origin == "old model.bin: base"
-    assert found["turned"].read().stride() == made["turned"].stride()
+    lazy = pickle_file.tensors(path)
+    same(lazy, made)
+    assert lazy["base"].origin == "old model.bin: base"
+    assert lazy["turned"].read().stride() == made["turned"].stride()
 
 
 @pytest.mark.parametrize("how", FORMATS)
@@ -84,14 +84,14 @@ def test_a_modules_own_state_dict_and_nested_dicts_are_read(tmp_path, how):
 def test_tensors_that_share_numbers_share_them_and_no_write_reaches_the_file(tmp_path):
     path, base = tmp_path / "x.pt", torch.arange(6.0)
     torch.save({"all": base, "end": base[3:]}, path)
-    before, found = path.read_bytes(), pickle_file.tensors(path)
-    found["all"].read()[4] = 9
-    assert found["end"].read().tolist() == [3, 9, 5]
+    before, lazy = path.read_bytes(), pickle_file.tensors(path)
+    lazy["all"].read()[4] = 9
+    assert lazy["end"].read().tolist() == [3, 9, 5]
     assert path.read_bytes() == before
     assert pickle_file.tensors(path)["end"].read().tolist() == [3, 4, 5]
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path):
+def test_a_truncated_file_is_refused(tmp_path):
     for how in FORMATS.values():
         whole = saved({"a": torch.ones(5), "b": {"c": torch.zeros(2, dtype=torch.int8)}}, **how)
         for length in {*range(0, len(whole), 7), *range(len(whole) - 120, len(whole))}:
@@ -178,7 +178,7 @@ def in_legacy(body, numbers=FOUR, keys=("0",), system=None, magic=None):
     return b"".join(head) + program(body) + pickle.dumps(list(keys), 2) + numbers
 
 
-def test_what_the_assembler_makes_is_legal_but_for_what_a_test_changes(tmp_path):
+def test_assembled_files_are_valid_until_a_test_changes_them(tmp_path):
     (tmp_path / "zip").write_bytes(in_zip(pairs(a=tensor())))
     (tmp_path / "legacy").write_bytes(in_legacy(LEGACY))
     for path in tmp_path.iterdir():
@@ -293,7 +293,7 @@ def refused(path, canary):
 
 @pytest.mark.parametrize("wrap", [in_zip, in_legacy, program])
 @pytest.mark.parametrize("name", programs("canary"))
-def test_a_program_is_refused_and_not_run(tmp_path, name, wrap):
+def test_a_program_is_refused_and_not_executed(tmp_path, name, wrap):
     canary, path = tmp_path / "canary", tmp_path / "x.bin"
     path.write_bytes(wrap(programs(canary)[name]))
     line = refused(path, canary)
@@ -303,7 +303,7 @@ def test_a_program_is_refused_and_not_run(tmp_path, name, wrap):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_same_program_does_what_it_should_not_where_pickles_are_run(tmp_path, name):
+def test_the_same_program_is_harmful_to_an_ordinary_unpickler(tmp_path, name):
     canary, path = tmp_path / "canary", tmp_path / "x.pkl"
     path.write_bytes(program(programs(canary)[name]))
     code = "import pickle, sys; r = pickle.load(open(sys.argv[1], 'rb')); getattr(r, 'wait', int)()"
@@ -311,7 +311,7 @@ def test_the_same_program_does_what_it_should_not_where_pickles_are_run(tmp_path
     assert canary.exists()
 
 
-def test_the_line_says_what_was_asked_for(tmp_path):
+def test_the_error_names_what_the_pickle_requested(tmp_path):
     (tmp_path / "x.bin").write_bytes(in_zip(call("posix", "system", text("true"))))
     with pytest.raises(ValueError, match="refused") as caught:
         pickle_file.tensors(tmp_path / "x.bin")
@@ -367,7 +367,7 @@ BODIES = {
     "storage of 2^62 numbers": pairs(a=tensor(storage(count=1 << 62))),
     "storage of 5 where 4 are": pairs(a=tensor(storage(count=5))),
     "storage of two types": pairs(a=tensor(), b=tensor(storage("IntStorage"))),
-    "storage that is not there": pairs(a=tensor(storage(key="1"))),
+    "missing storage": pairs(a=tensor(storage(key="1"))),
     "storage of a path": pairs(a=tensor(storage(key="../byteorder"))),
     "storage is part of another": storage(pid=outside(word("torch", "FloatStorage"), b"K\4", tup(b"K\0"))),
     "negative offset": pairs(a=tensor(offset=-1, size=(1,))),
@@ -445,7 +445,7 @@ def test_an_odd_pickle_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("bound", "value", "said"),
+    ("bound", "value", "message"),
     [
         ("_MAX_STEPS", -500, "too many steps"),
         ("_MAX_STEPS_LEGACY", 60, "too many steps"),
@@ -458,14 +458,14 @@ def test_an_odd_pickle_is_refused(tmp_path, name):
         ("MAX_TENSORS", 1, "more than 1"),
     ],
 )
-def test_each_bound_refuses_what_is_beyond_it_and_only_that(tmp_path, monkeypatch, bound, value, said):
+def test_each_bound_refuses_what_is_beyond_it_and_only_that(tmp_path, monkeypatch, bound, value, message):
     made = {"a": torch.ones(1), "b": {"c": torch.zeros(1)}}
     for how, given in FORMATS.items():
         (tmp_path / how).write_bytes(saved(made, **given))
         same(pickle_file.tensors(tmp_path / how), {"a": torch.ones(1), "b.c": torch.zeros(1)})
     monkeypatch.setattr(pickle_file, bound, value)
     for how in ("legacy",) if bound == "_MAX_STEPS_LEGACY" else ("zip",) if bound == "_MAX_STEPS" else FORMATS:
-        assert said in refused(tmp_path / how, tmp_path / "canary")
+        assert message in refused(tmp_path / how, tmp_path / "canary")
 
 
 def changed(data, *edits):
@@ -635,13 +635,13 @@ def test_two_thousand_mutants_raise_nothing_but_one_line(tmp_path):
         path.write_bytes(archive(bytes(data), entry("data/1", bytes(8)), data=bytes(24)) if turn % 2 else data)
         begin = time.perf_counter()
         try:
-            found = pickle_file.tensors(path)
+            lazy = pickle_file.tensors(path)
             kept += 1
         except ValueError as error:
-            found = {}
+            lazy = {}
             lines.add(str(error))
         worst = max(worst, time.perf_counter() - begin)
-        assert all(stored.read().nbytes == stored.nbytes for stored in found.values())
+        assert all(stored.read().nbytes == stored.nbytes for stored in lazy.values())
     grown = measure.peak_memory(CPU) - floor
     print(f"2,000 mutants: {kept} legal, slowest {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB")
     assert all(line.isprintable() for line in lines)
@@ -688,7 +688,7 @@ def forbidden(source):
 def test_nothing_in_the_package_executes_what_it_reads():
     files = sorted(Path(dunes.__file__).parent.rglob("*.py"))
     assert len(files) > 80
-    places = {f"{file.name}:{found}" for file in files for found in forbidden(file.read_text())}
+    places = {f"{file.name}:{line}" for file in files for line in forbidden(file.read_text())}
     assert {place.rsplit(":", 1)[1].strip() for place in places} <= {"pickle"}
     assert all(place.startswith("pickle_file.py:") for place in places), "the one that is held to stand-ins"
 

@@ -1,4 +1,4 @@
-"""Folders that others made, badly or with intent: refused as a whole, in one line."""
+"""Model folders of others, damaged or hostile: refused as a whole, on one line."""
 
 import json
 import os
@@ -90,20 +90,20 @@ def copy(originals, tmp_path):
     return copied
 
 
-def weights(folder, change):
+def change_weights(folder, change):
     tensors = load_file(folder / WEIGHTS)
     changed = change(tensors)
     tensors = changed if isinstance(changed, dict) else tensors
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / WEIGHTS)
 
 
-def words(folder, **changes):
+def change_config(folder, **changes):
     path = folder / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def refusal(folder, read=open_source):
-    """What is said, after a look that it is one line and that no number was read for it."""
+    """The error message; it must be one line, and no weight may be read for it."""
 
     def never(*_):
         raise AssertionError("numbers were read")
@@ -112,10 +112,10 @@ def refusal(folder, read=open_source):
         patch.setattr(MappedFile, "tensor", never)
         with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
             read(folder).weights()
-    said = str(error.value)
-    assert said.isprintable()
-    assert len(said) < 4000
-    return said
+    message = str(error.value)
+    assert message.isprintable()
+    assert len(message) < 4000
+    return message
 
 
 def agrees(folder, logits):
@@ -201,25 +201,25 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_listed_before_a_number_is_read(wrong, copy):
+def test_differences_are_listed_before_a_weight_is_read(wrong, copy):
     kind, change, patterns = WRONG[wrong]
     folder = copy(kind)
-    weights(folder, change)
-    said = refusal(folder)
-    assert said.startswith(f"{folder}: ")
+    change_weights(folder, change)
+    message = refusal(folder)
+    assert message.startswith(f"{folder}: ")
     for pattern in patterns:
-        assert re.search(pattern, said), said
+        assert re.search(pattern, message), message
     lines = list(describe_folder(open_source(folder)))
     differences = open_source(folder).comparison[1]
     assert [line for line in lines if line.startswith("difference")] == [
         f"difference  {d}" for d in differences[:40]
     ]
     assert lines[-1].startswith("loads       no: ")
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         checkpoint.load(folder)
 
 
-def test_several_things_are_said_at_once(copy):
+def test_several_differences_are_listed_at_once(copy):
     folder = copy()
 
     def change(tensors):
@@ -228,7 +228,7 @@ def test_several_things_are_said_at_once(copy):
         tensors[f"{LAYER}mlp.up_proj.weight"] = torch.ones(2, 2)
         tensors[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
 
-    weights(folder, change)
+    change_weights(folder, change)
     assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).comparison[1]] == [
         ("shape", "up_proj"),
         ("dtype", "gate_proj"),
@@ -240,55 +240,55 @@ def test_several_things_are_said_at_once(copy):
 
 def test_many_differences_are_counted_and_each_kind_is_shown(copy):
     folder = copy()
-    weights(
+    change_weights(
         folder, lambda t: {f"odd.{i}": torch.ones(i + 1) for i in range(100)} | {"lm_head.weight": torch.ones(1)}
     )
-    said = refusal(folder)
-    assert said.count("is missing") + said.count("is not a weight") + said.count("is (1,), not") == SHOWN
-    assert "lm_head.weight is (1,), not (97, 32)" in said
-    assert "odd.0 (1,) is not a weight" in said
-    assert said.endswith(f"and {121 - SHOWN} more, which `dunes inspect` lists")
+    message = refusal(folder)
+    assert message.count("is missing") + message.count("is not a weight") + message.count("is (1,), not") == SHOWN
+    assert "lm_head.weight is (1,), not (97, 32)" in message
+    assert "odd.0 (1,) is not a weight" in message
+    assert message.endswith(f"and {121 - SHOWN} more, which `dunes inspect` lists")
     lines = list(describe_folder(open_source(folder)))
     assert sum(line.startswith("difference") for line in lines) == 40
     assert "            and 81 more" in lines
     assert lines[-1] == "loads       no: 1 of another shape, 20 missing, 100 unexpected"
 
 
-def test_a_report_is_short_whatever_the_number():
+def test_a_summary_is_short_for_any_number_of_differences():
     many = [Difference("missing", f"weight.{i}", "(1,)", "nothing") for i in range(5000)]
     many.append(Difference("unexpected", "other", "nothing", "(2,)"))
-    said = summarize(many)
-    assert said.count("missing") == SHOWN - 1
-    assert "other (2,) is not a weight" in said
-    assert said.endswith("and 4993 more, which `dunes inspect` lists")
+    message = summarize(many)
+    assert message.count("missing") == SHOWN - 1
+    assert "other (2,) is not a weight" in message
+    assert message.endswith("and 4993 more, which `dunes inspect` lists")
 
 
-def test_a_tied_model_may_bring_its_head_along_if_it_is_the_embedding(copy, originals):
+def test_a_tied_model_may_store_its_head_if_it_equals_the_embedding(copy, originals):
     folder = copy("tied")
     assert "lm_head.weight" not in load_file(folder / WEIGHTS)
-    weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone()))
+    change_weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone()))
     agrees(folder, originals["tied"][2])
-    weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone().neg()))
+    change_weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone().neg()))
     with pytest.raises(
         ValueError, match=r"lm_head\.weight is another matrix .*, not the embedding .tie_word_embeddings is true"
     ):
         checkpoint.load(folder)
-    words(folder, tie_word_embeddings=False)
+    change_config(folder, tie_word_embeddings=False)
     checkpoint.load(folder)
-    words(folder, tie_word_embeddings=True)
-    weights(folder, put("lm_head.weight", torch.ones(5, 32)))
+    change_config(folder, tie_word_embeddings=True)
+    change_weights(folder, put("lm_head.weight", torch.ones(5, 32)))
     assert "is another matrix (5, 32)" in refusal(folder, lambda f: open_source(f))
 
 
-def test_an_untied_config_without_a_head_loads_once_it_says_tied(copy, originals):
+def test_files_without_a_head_load_once_the_config_is_tied(copy, originals):
     folder = copy("tied")
-    words(folder, tie_word_embeddings=False)
+    change_config(folder, tie_word_embeddings=False)
     assert refusal(folder).endswith("lm_head.weight (97, 32) is missing")
-    words(folder, tie_word_embeddings=True)
+    change_config(folder, tie_word_embeddings=True)
     agrees(folder, originals["tied"][2])
 
 
-def test_gpt2_as_the_first_files_had_it(copy, originals):
+def test_gpt2_names_of_the_first_files(copy, originals):
     folder = copy("gpt2")
 
     def old(tensors):
@@ -298,15 +298,15 @@ def test_gpt2_as_the_first_files_had_it(copy, originals):
             tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
         return tensors
 
-    weights(folder, old)
+    change_weights(folder, old)
     agrees(folder, originals["gpt2"][2])
-    weights(folder, rename("h.1.attn.bias", "h.1.attn.odd"))
+    change_weights(folder, rename("h.1.attn.bias", "h.1.attn.odd"))
     assert "h.1.attn.odd (1, 1, 64, 64) is not a weight" in refusal(folder)
 
 
-def test_tables_of_angles_are_no_weights(copy, originals):
+def test_rotary_angles_in_a_file_are_ignored(copy, originals):
     folder = copy()
-    weights(folder, put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)))
+    change_weights(folder, put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)))
     agrees(folder, originals["llama"][2])
 
 
@@ -328,37 +328,37 @@ def test_stacked_experts(family, tmp_path):
             tensors[stack.format(i, "down_proj")] = torch.stack([x.down.weight for x in e]).detach()
         return tensors
 
-    weights(tmp_path, stacked)
+    change_weights(tmp_path, stacked)
     with torch.no_grad():
         assert torch.equal(checkpoint.load(tmp_path).model(IDS), model.eval()(IDS))
     count, rows = len(model.blocks[0].mlp.experts), 2 * model.blocks[0].mlp.experts[0].gate.out_features
-    weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count, rows, 31)))
+    change_weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count, rows, 31)))
     assert f"gate_up_proj is ({count}, {rows}, 31), not ({count}, {rows}, 32)" in refusal(tmp_path)
-    weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count + 1, rows, 32)))
-    said = refusal(tmp_path)
-    assert f"gate_up_proj is ({count + 1}, {rows}, 32), not ({count}, {rows}, 32)" in said
-    assert "missing" not in said
+    change_weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count + 1, rows, 32)))
+    message = refusal(tmp_path)
+    assert f"gate_up_proj is ({count + 1}, {rows}, 32), not ({count}, {rows}, 32)" in message
+    assert "missing" not in message
     for size in (1 << 40, 0):  # without numbers, so that the file is small
-        weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.empty(size, 0, 32)))
+        change_weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.empty(size, 0, 32)))
         assert f"is ({size}, 0, 32), not ({count}, {rows}, 32)" in refusal(tmp_path)
-    weights(tmp_path, lambda t: rename("layers.0.mlp.experts.gate_up", "layers.9.mlp.experts.gate_up")(t))
+    change_weights(tmp_path, lambda t: rename("layers.0.mlp.experts.gate_up", "layers.9.mlp.experts.gate_up")(t))
     assert "model.layers.9.mlp.experts.gate_up_proj" in refusal(tmp_path)
 
 
 def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
-    said = refusal(tmp_path)
-    assert "an adapter of 'some/base', not a whole model" in said
+    message = refusal(tmp_path)
+    assert "an adapter of 'some/base', not a whole model" in message
     (tmp_path / CONFIG).write_text("{}")
-    assert refusal(tmp_path) == said
+    assert refusal(tmp_path) == message
 
 
-def test_a_quantized_folder_is_refused_by_its_method(copy):
+def test_a_quantized_folder_is_refused(copy):
     folder = copy()
-    words(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "config.json: quantized with 'gptq'; only plain weights are read" in refusal(folder)
-    words(folder, quantization_config=["x" * 1_000_000])
+    change_config(folder, quantization_config=["x" * 1_000_000])
     assert "quantized with a list" in refusal(folder)
 
 
@@ -369,11 +369,11 @@ def run(monkeypatch, *arguments):
     return ended.value.code
 
 
-def test_inspect_ends_with_what_a_script_can_ask(copy, tmp_path, monkeypatch, capsys):
+def test_exit_status_of_inspect(copy, tmp_path, monkeypatch, capsys):
     folder = copy()
     assert run(monkeypatch, "inspect", folder, "--values") == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["loads       yes", "values      all finite"]
-    weights(folder, drop("model.norm.weight"))
+    change_weights(folder, drop("model.norm.weight"))
     assert run(monkeypatch, "inspect", folder) == 1
     out = capsys.readouterr().out
     assert "difference  model.norm.weight (32,) is missing" in out
@@ -392,7 +392,7 @@ SPOILT = {
         "tokenizer.json: not a tokenizer",
     ),
     "ids without rows": (lambda f: Tokenizer.train("bytes", []).save(f), "each id needs a row"),
-    "marks that are none": (lambda f: words(f, bos_token_id="<s>"), "config.json: bos_token_id is '<s>'"),
+    "marks that are none": (lambda f: change_config(f, bos_token_id="<s>"), "config.json: bos_token_id is '<s>'"),
     "a card of other files": (
         lambda f: (f / "dunes.json").write_text('{"files": {"config.json": {"size": 3, "sha256": ""}}}'),
         "config.json: not the bytes that were written",
@@ -401,7 +401,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("case", SPOILT)
-def test_what_load_refuses_does_not_load_for_inspect(case, copy, monkeypatch, capsys):
+def test_inspect_reports_what_load_refuses(case, copy, monkeypatch, capsys):
     folder = copy()
     change, why = SPOILT[case]
     change(folder)
@@ -424,9 +424,9 @@ def test_inspect_compares_digests(copy, tmp_path, monkeypatch, capsys):
     assert "model.safetensors: not the bytes that were written (another SHA-256)" in capsys.readouterr().out
 
 
-def test_a_table_of_names_mends_a_rename(copy, originals):
+def test_a_table_of_names_maps_foreign_names(copy, originals):
     folder = copy()
-    weights(folder, rename("model.layers.", "net.stage"))
+    change_weights(folder, rename("model.layers.", "net.stage"))
     assert "net.stage0" in refusal(folder)
     parts = ["input_layernorm", "post_attention_layernorm", *[f"self_attn.{p}_proj" for p in "qkvo"]]
     parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
@@ -465,7 +465,7 @@ def binned(folder):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("parts", ["one", "several"])
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_one_file_or_several_of_either_kind_are_one_model(kind, parts, form, originals, copy, tmp_path):
+def test_single_and_sharded_files_of_either_format_are_equal(kind, parts, form, originals, copy, tmp_path):
     folder = copy(kind) if parts == "one" else sharded(originals, tmp_path / "parts", kind)
     if form == "bin":
         binned(folder)
@@ -477,7 +477,7 @@ def test_one_file_or_several_of_either_kind_are_one_model(kind, parts, form, ori
     assert all(torch.equal(v, single[k]) for k, v in found.items())
 
 
-def test_the_hubs_cache(originals, tmp_path):
+def test_a_snapshot_in_the_hubs_cache(originals, tmp_path):
     """Files of a snapshot are links to blobs beside all snapshots."""
     plain, home = sharded(originals, tmp_path / "plain"), tmp_path / "models--a--b"
     snapshot = home / "snapshots" / "0123abc"
@@ -577,7 +577,7 @@ BAD = {
     "above, after a detour": (point(f"x/../../{OUTSIDE}"), "is not the name of a file"),
     "absolute": (point("/etc/passwd"), "'/etc/passwd' is not the name"),
     "below": (point(f"sub/{SECOND}"), "is not the name"),
-    "itself, said longer": (point(f"./{SECOND}"), "is not the name"),
+    "itself, written longer": (point(f"./{SECOND}"), "is not the name"),
     "backslash": (point(f"..\\{OUTSIDE}"), "is not the name"),
     "nothing": (point(""), "'' is not the name"),
     "the folder": (point("."), "'.' is not the name"),
@@ -622,14 +622,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_an_index_leads_nowhere_but_to_its_own_files(bad, two):
+def test_a_bad_index_is_refused(bad, two):
     change, why = BAD[bad]
     change(two)
     began = time.perf_counter()
-    said = refusal(two)
-    print(f"{bad}: {time.perf_counter() - began:.3f} s: {said}"[:400])
-    assert why in said, said
-    assert str(two) in said
+    message = refusal(two)
+    print(f"{bad}: {time.perf_counter() - began:.3f} s: {message}"[:400])
+    assert why in message, message
+    assert str(two) in message
 
 
 def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
@@ -666,7 +666,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_two_equal_keys_among_very_many_are_found_soon():
+def test_a_duplicate_key_among_very_many_is_found_quickly():
     pairs = [(str(i), i) for i in range(200_000)]
     with pytest.raises(ValueError, match="the key '199999' is there twice"):
         json_file.unique_keys([*pairs, pairs[-1]])
@@ -674,7 +674,7 @@ def test_two_equal_keys_among_very_many_are_found_soon():
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: p.symlink_to("/dev/zero"), lambda p: None])
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_what_is_no_file_is_not_waited_for(name, make, copy):
+def test_pipes_and_devices_do_not_block(name, make, copy):
     folder = copy()
     (folder / name).unlink()
     make(folder / name)
@@ -772,15 +772,15 @@ READ = """
         began = time.process_time()
         try:
             open_source(folder).weights()
-            said = None
+            message = None
         except ValueError as error:
-            said = str(error)
-        print(json.dumps([case.name, said, time.process_time() - began, peak() - base]))
+            message = str(error)
+        print(json.dumps([case.name, message, time.process_time() - began, peak() - base]))
 """
 
 
 def read_all(folder, name, cases, tmp_path):
-    """What is said of each of these files, in a process of its own that tells its memory."""
+    """The error message, time and memory for each of these files, measured in another process."""
     there = tmp_path / "cases"
     there.mkdir()
     for case, content in cases.items():
@@ -807,30 +807,30 @@ def made(tmp_path):
 
 
 @linux
-def test_no_config_costs_memory_or_time(made, tmp_path):
+def test_bad_configs_take_little_memory(made, tmp_path):
     folder = made("llama")
     cases = {f"{family}: {name}": text for family in FAMILIES for name, text in hostile(family).items()}
-    for name, said, _, more in read_all(folder, CONFIG, cases | FILES, tmp_path):
-        assert said is not None, f"{name} loads"
-        assert said.startswith(str(folder)), (name, said)
-        assert said.isprintable(), name
-        assert len(said) < 4000, name
+    for name, message, _, more in read_all(folder, CONFIG, cases | FILES, tmp_path):
+        assert message is not None, f"{name} loads"
+        assert message.startswith(str(folder)), (name, message)
+        assert message.isprintable(), name
+        assert len(message) < 4000, name
         assert more < 100, (name, more)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, made):
     folder = made(family)
-    words(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
-    said = refusal(folder)
+    change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
+    message = refusal(folder)
     found = re.search(
-        r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files hold (\S+);", said
+        r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files hold (\S+);", message
     )
     numbers, size, there = map(float, found.groups())
     assert size == pytest.approx(2 * numbers, rel=0.01)
     assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
     assert numbers > 1e11
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
 
 
@@ -838,12 +838,12 @@ def test_narrow_blocks_are_counted_too(made):
     """A million of them would have few parameters, and take half an hour to make."""
     folder = made("llama")
     narrow = {"hidden_size": 2, "head_dim": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
-    words(folder, **narrow, intermediate_size=1, num_hidden_layers=20_000)
+    change_config(folder, **narrow, intermediate_size=1, num_hidden_layers=20_000)
     assert "the config describes 20,000 blocks" in refusal(folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_described_is_what_would_be_built(family):
+def test_weight_counts_equal_the_built_model(family):
     _, config = small(family)
     for changes in ({"depth": 1}, {"depth": 5}, {"depth": 3, "experts": 11}):
         if "experts" in changes and not hasattr(config, "experts"):
@@ -854,10 +854,10 @@ def test_what_is_described_is_what_would_be_built(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_code_beside_a_model_is_not_run(family, made):
+def test_code_in_a_folder_is_not_executed(family, made):
     folder = made(family)
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    words(
+    change_config(
         folder,
         auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
         trust_remote_code=True,
@@ -872,7 +872,7 @@ PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 160, "vocab_size
 
 
 @linux
-def test_no_params_json_costs_memory_or_time(made, tmp_path):
+def test_bad_params_json_take_little_memory(made, tmp_path):
     folder = made("llama")
     tensors = {native_name(k): v for k, v in load_file(folder / WEIGHTS).items()}
     for file in (CONFIG, WEIGHTS):
@@ -907,17 +907,17 @@ def test_no_params_json_costs_memory_or_time(made, tmp_path):
     cases |= {
         f"no {k}": json.dumps({a: b for a, b in good.items() if a != k}) for k in ("dim", "n_layers", "n_heads")
     }
-    for name, said, _, more in read_all(folder, "params.json", cases | FILES, tmp_path):
-        assert said is not None, f"{name} loads"
-        assert said.startswith(str(folder)), (name, said)
-        assert "config.json" not in said, (name, said)
-        assert said.isprintable(), name
-        assert len(said) < 4000, name
+    for name, message, _, more in read_all(folder, "params.json", cases | FILES, tmp_path):
+        assert message is not None, f"{name} loads"
+        assert message.startswith(str(folder)), (name, message)
+        assert "config.json" not in message, (name, message)
+        assert message.isprintable(), name
+        assert len(message) < 4000, name
         assert more < 100, (name, more)
 
 
 @linux
-def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
+def test_inspecting_fifty_gigabytes_reads_headers_only(tmp_path):
     """A file without anything behind its header takes no place on the disk, and reads as zeros."""
     module = FAMILIES["llama"]
     config = module.Config.from_size(32000, 5120, 100, 4096)
@@ -959,7 +959,7 @@ def test_a_model_of_fifty_gigabytes_is_looked_at_without_being_read(tmp_path):
     assert f"{len(theirs)} tensors, {format_bytes(end)}" in lines[0]
 
 
-def test_weights_are_brought_to_one_dtype(copy):
+def test_mixed_dtypes_become_one(copy):
     """The config's if the files hold it, else one that holds them all."""
     folder = copy()
 
@@ -967,20 +967,24 @@ def test_weights_are_brought_to_one_dtype(copy):
         kinds = [torch.bfloat16, torch.float16]
         return {k: v.to(kinds[i % 2]) for i, (k, v) in enumerate(tensors.items())}
 
-    weights(folder, mixed)
-    for said, expected in {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.items():
-        words(folder, dtype=said)
+    change_weights(folder, mixed)
+    for configured, expected in {
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+    }.items():
+        change_config(folder, dtype=configured)
         state = checkpoint.load(folder).model.state_dict()
         assert {v.dtype for v in state.values()} == {expected}
     stored = load_file(folder / WEIGHTS)["model.norm.weight"]
     assert torch.equal(state["norm.weight"], stored.float())
-    words(folder, dtype=None)
-    weights(folder, put("model.norm.weight", torch.full((32,), 0.1, dtype=torch.float64)))
+    change_config(folder, dtype=None)
+    change_weights(folder, put("model.norm.weight", torch.full((32,), 0.1, dtype=torch.float64)))
     state = checkpoint.load(folder).model.state_dict()
     assert {v.dtype for v in state.values()} == {torch.float64}
 
 
-def test_nothing_is_read_where_all_dtypes_agree(copy):
+def test_equal_dtypes_are_not_cast(copy):
     source = open_source(copy())
     weights = source.weights()
     assert folders._to_one_dtype(source, weights) is weights

@@ -13,19 +13,19 @@ def merge(
     model: Model,
     out: Out,
     *,
-    into: Annotated[Into | None, flag("|".join(get_args(Into)), "what it was trained on")] = None,
-    dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "as the base is stored")] = None,
+    into: Annotated[Into | None, flag("|".join(get_args(Into)), "dequantized")] = None,
+    dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "the base's")] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Fold an adapter into its base: a plain model, verified, with template and tokenizer.
+    """Merge an adapter into its base model, and verify the result; template and tokenizer are included.
 
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        model: The adapter's folder.
-        out: The new folder.
-        into: Where the adapter was trained on a quantized base: that one made dense again, or the base as it was.
-        dtype: Round the weights.
+        model: Adapter folder.
+        out: Output folder.
+        into: For an adapter trained on a quantized base: merge into the dequantized weights, or the original ones.
+        dtype: Dtype of the merged weights.
     """
     import torch
 
@@ -45,4 +45,6 @@ def merge(
 
 COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge}
 
-ABOUT = "Change models from folder to folder, measured.\n\nExample: dunes augment merge runs/chat ~/models/chat"
+ABOUT = """Modify models: each command reads a folder and writes another.
+
+Example: dunes augment merge runs/chat ~/models/chat"""

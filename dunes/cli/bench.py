@@ -12,15 +12,15 @@ from dunes.bench import BENCHMARKS
 from dunes.bench.run import Request, Shapes
 from dunes.runs.config import flag
 
-ABOUT = """Measure: time, memory, where they go; compare and draw what was measured.
+ABOUT = """Benchmark time and memory, profile, compare and plot.
 
 Example: dunes bench train --size 1m 3m"""
 
-Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document instead of words.")]
+Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document instead of text.")]
 
 
 def _print(words: Callable[[], None], record: Any, as_json: bool) -> None:
-    """The record as JSON where that was asked for, else in words."""
+    """Print the record as JSON, or as text."""
     if as_json:
         print(json.dumps(record))
     else:
@@ -47,24 +47,24 @@ def _named(name: str, about: str) -> Callable[..., int]:
     ) -> int:
         """"""
         if not by_module and picture:
-            raise ValueError("--picture draws what --by-module finds; draw laps with dunes bench plot FILE")
+            raise ValueError("--picture needs --by-module; plot measurements with dunes bench plot FILE")
         if by_module and (rounds or out):
-            raise ValueError("--by-module looks into one run, which has no --rounds and no --out")
+            raise ValueError("--by-module profiles one run, which has no --rounds and no --out")
         if by_module:
             return _by_module(name, model, picture, as_json)
         return _race(name, model, rounds or 10, out, as_json)
 
     command.__doc__ = f"""{about}
 
-    Several models, sizes, batches, ... race against each other in one run.
+    Several models, sizes, batch sizes, ... are timed in turn in one run.
 
     Example: dunes bench {name} --size 1m 3m 10m
 
     Args:
-        rounds: How often each is timed.
-        out: The file of all measurements, .jsonl.
-        by_module: Say instead where the time of one run goes, by module and by operation.
-        picture: A file to draw that into, .svg or .png.
+        rounds: Number of timed rounds.
+        out: Output file for all measurements, .jsonl.
+        by_module: Profile one run instead, by module and by operation.
+        picture: Output file for a flame graph of that, .svg or .png.
     """
     return command
 
@@ -123,14 +123,14 @@ def compare(
     confidence: float = 0.99,
     as_json: Json = False,
 ) -> int:
-    """Which differences between two files of measurements are real.
+    """Show which differences between two files of measurements are significant.
 
     Example: dunes bench compare before.jsonl after.jsonl
 
     Args:
-        a: A file that `dunes bench` wrote.
+        a: A file written by `dunes bench`.
         b: Another one: after a change, or from another machine.
-        confidence: How sure to be before a difference is called real.
+        confidence: Confidence level of the intervals.
     """
     from dunes.bench import rows, table
     from dunes.bench.compare import compare as compared
@@ -146,14 +146,14 @@ def plot(
     over: str = "minutes",
     as_json: Json = False,
 ) -> int:
-    """Draw: how measurements grow, rates side by side; of training runs, the loss over time.
+    """Plot measurements over size and settings, and losses of training runs over time.
 
     Example: dunes bench plot runs/bench/train.jsonl runs/a runs/b
 
     Args:
         paths: Files of measurements, and folders of training runs.
-        out: The folder that pictures go into.
-        over: What a run's loss stands over: minutes, tokens or steps.
+        out: Output folder for the plots.
+        over: X axis of loss curves: minutes, tokens or steps.
     """
     from dunes.bench import plot as plots
     from dunes.bench import rows
@@ -173,12 +173,12 @@ def plot(
 
 
 def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], as_json: Json = False) -> int:
-    """A training run as one page that opens in any browser, without a network: RUN/report.html.
+    """Write a self-contained HTML report of a training run: RUN/report.html.
 
     Example: dunes bench report runs/project
 
     Args:
-        run: The folder of a run.
+        run: Run folder.
     """
     from dunes.bench.page import page
     from dunes.checkpoint.atomic import write_file
@@ -198,18 +198,17 @@ def memory(
     picture: Annotated[Path | None, flag("FILE", "none")] = None,
     as_json: Json = False,
 ) -> int:
-    """Which tensors hold how much memory in a training step, by kind, module and phase.
+    """Estimate the memory of a training step, by kind of tensor, module and phase.
 
-    Nothing is taken for it: the step runs on tensors without data. Several values of an option are set
-    beside each other.
+    The step runs on fake tensors and allocates nothing. Several values of an option are shown side by side.
 
     Example: dunes bench memory --size 40m --batch 8 16 --check
 
     Args:
-        checkpointing: With each block's activations computed a second time instead of kept.
-        inference: A prompt and a token after it, instead of a training step.
-        check: Take the step for real, too, and say what it and the process took.
-        picture: A file to draw the memory over the step into, .svg or .png (the first one, if there are several).
+        checkpointing: With activation checkpointing of each block.
+        inference: A prompt and one generated token instead of a training step.
+        check: Also run the step, and report what it and the process allocated.
+        picture: Output file for a plot of the memory over the step, .svg or .png (of the first setting).
     """
     from dunes.bench import memory as measured
     from dunes.bench import plot as plots

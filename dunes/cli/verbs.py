@@ -83,7 +83,7 @@ def _run(
     options: RunOptions,
     **more: int,
 ) -> int:
-    """Do a run; what was asked for is what the command line names, be it the default."""
+    """Start a run. `asked` are the options on the command line, even those at their defaults."""
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.runs.progress import Display
@@ -163,11 +163,11 @@ def chat(
         run(talk, sys.stdin, write)
     else:
         note("/help lists the commands")
-        run(talk, _typed(), write, interactive=True)
+        run(talk, _typed_lines(), write, interactive=True)
 
 
-def _typed() -> Iterator[str]:
-    """Lines that a person types, until Ctrl-D. Ctrl-C throws the line away."""
+def _typed_lines() -> Iterator[str]:
+    """Lines typed in a terminal until Ctrl-D; Ctrl-C discards a line."""
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys)
     while True:
@@ -181,16 +181,19 @@ def _typed() -> Iterator[str]:
 
 
 def complete(
-    model: Model, place: Annotated[str | None, tyro.conf.Positional] = None, *, any_base: AnyBase = False
+    model: Model,
+    place: Annotated[str | None, tyro.conf.Positional, flag("FILE:LINE:COLUMN", "standard input")] = None,
+    *,
+    any_base: AnyBase = False,
 ) -> None:
-    """The rest of a line.
+    """Complete the current line of code or text.
 
     Example: dunes complete runs/project src/main.py:12:9
 
     Args:
-        model: A model folder, or a name on the Hub.
-        place: FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one); without it, standard
-            input is what stands before.
+        model: A model folder, or a model name on the Hub.
+        place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
+            without it the text before the cursor is read from standard input.
     """
     from dunes import checkpoint, measure
     from dunes.runs.write import complete_line, text_before_cursor
@@ -214,34 +217,34 @@ def evaluate(
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Loss in nats a token, perplexity, and bits a byte of raw text; or tasks of lm-evaluation-harness.
+    """Evaluate on text (loss in nats/token, perplexity, bits/byte), or on tasks of lm-evaluation-harness.
 
     Example: dunes eval runs/project ~/code/other
 
     Example: dunes eval runs/project --tasks hellaswag,lambada_openai
 
     Args:
-        model: A model folder, or a name on the Hub.
-        sources: Files and folders to score; nothing means what the model's training held out.
-        text_field: Field of records to score; several are put together.
-        follow_links: Read what links in the sources lead to, outside of them, too.
-        tasks: Tasks, groups or tags of lm-evaluation-harness, which fetches their data.
-        task_folder: Folder with YAML files of more tasks.
-        limit: Take only so many documents of each task.
-        out: JSON file for the full results of the tasks, every sample among them.
+        model: A model folder, or a model name on the Hub.
+        sources: Files and folders to evaluate on; without any, the validation split of the model's training.
+        text_field: Fields of each record to evaluate on; several are joined by a blank line.
+        follow_links: Follow symbolic links that lead outside the sources.
+        tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
+        task_folder: Folder with YAML files of additional tasks.
+        limit: Maximum number of documents per task.
+        out: JSON file for the full results of the tasks, including every sample.
     """
     names = [name for part in tasks for name in part.split(",") if name]
     if names:
         _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
     if idle := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
-        raise ValueError(f"{idle[0]} is for tasks; name them with --tasks")
+        raise ValueError(f"{idle[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
     from dunes.plural import plural
     from dunes.runs.score import score_folder
 
-    how = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
-    score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **how)
+    options = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
+    score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **options)
     print(
         f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats/token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits/byte"
@@ -254,14 +257,14 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
     from dunes.runs.tasks import run_tasks, table
 
     if sources:
-        raise ValueError(f"{sources[0]}: tasks bring their own text; leave out the sources, or --tasks")
+        raise ValueError(f"{sources[0]}: tasks bring their own text; omit the sources, or --tasks")
     results = run_tasks(checkpoint.locate_model(model).folder, names, Display(), **options)
     print("\n".join(table(results)))
-    print(f"full results: {options['out'] or '--out FILE.json keeps them'}")
+    print(f"full results: {options['out'] or 'save them with --out FILE.json'}")
 
 
 def inspect(model: Model, values: bool = False) -> int:
-    """What a folder of weights holds, what it takes, and whether it would load; nothing is loaded.
+    """Show what a model folder contains, how much memory it needs, and whether it would load, without loading it.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 
@@ -269,7 +272,7 @@ def inspect(model: Model, values: bool = False) -> int:
 
     Args:
         model: A model folder in any format, or a name on the Hub.
-        values: Read all numbers, too, and name tensors with odd ones.
+        values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as look
@@ -307,9 +310,9 @@ def convert(
 
     Args:
         source: A model folder in any format, or a name on the Hub.
-        out: The new folder.
-        dtype: Round the weights.
-        names: JSON object that maps foreign names to Hugging Face's, with {i} for a number.
+        out: Output folder.
+        dtype: Dtype of the converted weights.
+        names: JSON object that maps names in the source to Hugging Face's, with {i} for a number.
     """
     _convert(source, out, dtype, names)
 
@@ -326,15 +329,13 @@ def export(
     Example: dunes export runs/project ~/models/project --to hf
 
     Args:
-        model: A model folder, or a name on the Hub.
-        out: The new folder.
-        to: The format: hf (Hugging Face's).
-        dtype: Round the weights.
+        model: A model folder, or a model name on the Hub.
+        out: Output folder.
+        to: Format: hf (Hugging Face).
+        dtype: Dtype of the exported weights.
     """
     if to != "hf":
-        raise ValueError(
-            f"--to {to[:80]!a}: the one format is hf; Mistral's and Meta's own files are read, not written"
-        )
+        raise ValueError(f"--to {to[:80]!a}: expected hf; Mistral's and Meta's own formats are read, not written")
     _convert(model, out, dtype)
 
 
@@ -365,8 +366,8 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
 
 
 def augment() -> None:
-    """Change models from folder to folder (`dunes augment -h` has its commands)."""
+    """Modify models: merge adapters (`dunes augment -h` lists the commands)."""
 
 
 def bench() -> None:
-    """Measure: time, memory, where they go; compare and draw (`dunes bench -h` has its commands)."""
+    """Benchmark time and memory, profile, compare and plot (`dunes bench -h` lists the commands)."""
