@@ -302,7 +302,7 @@ def test_only_what_both_have_is_compared_and_what_differs_is_named():
 
 
 def test_a_confidence_is_a_share():
-    with pytest.raises(ValueError, match="--confidence is 99; expected a number from 0.5"):
+    with pytest.raises(ValueError, match=r"--confidence is 99; expected a number from 0\.5"):
         compare(laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
 
 

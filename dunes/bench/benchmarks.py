@@ -7,8 +7,8 @@
         "Token embeddings alone."
         ...
 
-Bytes to read (`Work.bytes`) count each weight once per batch, and the keys and values of earlier tokens; the method
-is that of gpt-fast and nanochat's inference benchmarks.
+Bytes to read (`Work.bytes`) count each weight once per batch, and the keys and values of earlier tokens; the
+method is that of gpt-fast and nanochat's inference benchmarks.
 """
 
 from collections.abc import Callable
