@@ -387,7 +387,7 @@ def mutant(chance, whole):
     return pack(table, data)
 
 
-def test_twenty_thousand_mutants_raise_nothing_but_one_line(tmp_path):
+def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     path, chance = tmp_path / "x", random.Random(0)
     made = {"a.weight": torch.ones(3, 5), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}
     save_file(
@@ -395,7 +395,7 @@ def test_twenty_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     )
     whole, worst, kept, lines = path.read_bytes(), 0.0, 0, set()
     before = measure.reset_peak_memory(CPU)
-    for _ in range(20_000):
+    for _ in range(5_000):
         data = mutant(chance, whole)
         path.write_bytes(data)
         begin = time.perf_counter()
@@ -412,8 +412,8 @@ def test_twenty_thousand_mutants_raise_nothing_but_one_line(tmp_path):
             assert sum(s.nbytes for s in lazy.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
     grown = measure.peak_memory(CPU) - before
     print(
-        f"20,000 mutants: {kept} legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB"
+        f"5,000 mutants: {kept} legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB"
     )
     assert grown < 64 << 20
-    assert 0 < kept < 10_000
+    assert 0 < kept < 2_500
     assert all(line.isprintable() for line in lines)

@@ -319,7 +319,7 @@ def load_decoder(source: Source) -> Decoder:
     """
     weights = _to_one_dtype(source, source.weights())
     model = build_on_meta(source.family, source.config)
-    model.load_state_dict({name: stored.read() for name, stored in weights.items()}, assign=True)
+    model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
     return model
 
 
@@ -337,14 +337,12 @@ def open_verified_source(
     Raises ValueError for the first that does not. Up to `max_bytes` bytes in all are hashed.
     """
     folder = readable_folder(folder)
-    card = verified_card(
-        folder, max_bytes
-    )  # first, since it says what was changed where opening would only wonder
+    card = verified_card(folder, max_bytes)  # first, since it names the file that was changed
     return replace(open_source(folder, renames), card=card)
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder, empty without one. Raises ValueError for the first file that is not as it says."""
+    """The card of a folder, empty without one. Raises ValueError for the first file that differs from it."""
     card = cards.read_card(folder)
     cards.check_files(folder, card, max_bytes)
     return card

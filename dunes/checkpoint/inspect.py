@@ -95,7 +95,7 @@ def _parameters(source: Source) -> Iterator[str]:
     yield f"memory      {', '.join(f'{name} {format_bytes(total * bits // 8)}' for name, bits in BITS.items())}"
     attn = model.get_submodule("blocks.0.attn")
     cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
-    yield f"cache       {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
+    yield f"KV cache    {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
 
 
 def _format(value: Any) -> str:

@@ -335,9 +335,7 @@ def export(
         dtype: Dtype of the exported weights.
     """
     if to != "hf":
-        raise ValueError(
-            f"--to {to[:80]!a}: the one format is hf; Mistral's and Meta's own files are read, not written"
-        )
+        raise ValueError(f"--to {to[:80]!a}: expected hf; Mistral's and Meta's own formats are read, not written")
     _convert(model, out, dtype)
 
 

@@ -7,6 +7,7 @@ guessed at or passed over teaches something else than its writer meant.
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -95,12 +96,12 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
         texts = [*record_texts(path, fields)]
         records = [Record((Turn("text", text),), place, "text") for place, text in texts if text]
         return Records(path, "text", file_format(path), records, len(texts) - len(records))
-    found = list(rows(path))
-    if not found:
+    all_rows = list(rows(path))
+    if not all_rows:
         raise ValueError(f"{path}: {NO_RECORDS}")
-    kind = _with_place(found[0][0], lambda: _known_format(found[0][1]))
-    made = [Record(_with_place(place, lambda row=row: _read(kind, row)), place, kind) for place, row in found]  # type: ignore[misc]
-    return Records(path, kind, file_format(path), made)
+    name = _with_place(all_rows[0][0], lambda: _known_format(all_rows[0][1]))
+    records = [Record(_with_place(place, partial(_read, name, row)), place, name) for place, row in all_rows]
+    return Records(path, name, file_format(path), records)
 
 
 def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
@@ -135,10 +136,10 @@ def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[
     an unknown format.
     """
     if not fields:
-        kind = _known_format(first)
-        if kind != "text":
-            return f"the texts of {RECORD_FORMATS[kind].description}", lambda row: _joined(
-                t.full_text for t in _read(kind, row)
+        name = _known_format(first)
+        if name != "text":
+            return f"the texts of {RECORD_FORMATS[name].description}", lambda row: _joined(
+                t.full_text for t in _read(name, row)
             )
     fields = fields or ("text",)
     return _listed(fields), lambda row: _joined(_field(row, name) for name in fields)
@@ -181,27 +182,27 @@ def _with_place(place: str, make: Callable[[], Any]) -> Any:
 def _record_format(row: Any) -> str:
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {_type(row)}")
-    for name, kind in RECORD_FORMATS.items():
-        if all(key in row for key in kind.keys):
+    for name, record_format in RECORD_FORMATS.items():
+        if all(key in row for key in record_format.keys):
             return name
-    expected = "; or ".join(", ".join(kind.keys) for kind in RECORD_FORMATS.values())
+    expected = "; or ".join(", ".join(record_format.keys) for record_format in RECORD_FORMATS.values())
     raise ValueError(f"expected the keys {expected}; found {', '.join(map(str, row))[:200] or 'none'}")
 
 
 def _read(name: str, row: Any) -> Conversation:
-    kind = RECORD_FORMATS[name]
+    record_format = RECORD_FORMATS[name]
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {_type(row)}")
-    if missing := [key for key in kind.keys if key not in row]:
+    if missing := [key for key in record_format.keys if key not in row]:
         raise ValueError(
-            f"expected {kind.description}, as in the first row; found no {', '.join(missing)}, but "
+            f"expected {record_format.description}, as in the first row; found no {', '.join(missing)}, but "
             f"{', '.join(row)[:200] or 'no keys'}"
         )
     _without_tools(row)
-    talk = kind.read(row)
-    if not any(turn.role in ("assistant", "text") for turn in talk):
-        raise ValueError(f"expected an answer, found {', '.join(t.role for t in talk[:9]) or 'no message'}")
-    return talk
+    turns = record_format.read(row)
+    if not any(turn.role in ("assistant", "text") for turn in turns):
+        raise ValueError(f"expected an answer, found {', '.join(t.role for t in turns[:9]) or 'no message'}")
+    return turns
 
 
 def _without_tools(row: dict[str, Any]) -> None:
@@ -267,14 +268,14 @@ def _role(message: dict[str, Any], key: str) -> str:
 
 def _content(message: dict[str, Any], key: str) -> str:
     """A text, or OpenAI's list of parts that are all texts."""
-    found = message.get(key)
-    if not isinstance(found, list):
+    value = message.get(key)
+    if not isinstance(value, list):
         return _text(message, key)
-    for part in found:
+    for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else _type(part)
-            raise ValueError(f"{key}: expected parts of type 'text', found {str(kind)[:40]!r}")
-    return "".join(_text(part, "text") for part in found)
+            part_type = part.get("type") if isinstance(part, dict) else _type(part)
+            raise ValueError(f"{key}: expected parts of type 'text', found {str(part_type)[:40]!r}")
+    return "".join(_text(part, "text") for part in value)
 
 
 def _weight(message: dict[str, Any]) -> bool:
@@ -286,12 +287,12 @@ def _weight(message: dict[str, Any]) -> bool:
 
 
 def _list(row: dict[str, Any], key: str) -> list[Any]:
-    found = row[key]
-    if not isinstance(found, list) or not found:
+    value = row[key]
+    if not isinstance(value, list) or not value:
         raise ValueError(
-            f"{key}: expected a list of messages, found {_type(found) if found != [] else 'an empty one'}"
+            f"{key}: expected a list of messages, found {_type(value) if value != [] else 'an empty one'}"
         )
-    return found
+    return value
 
 
 def _sharegpt(row: dict[str, Any]) -> Conversation:
@@ -351,16 +352,16 @@ def validation_limit(least: float, most: float, share: float) -> float:
     return min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
 
 
-def split_hash(talk: Conversation) -> float:
+def split_hash(turns: Conversation) -> float:
     """The hash of the words in [0, 1): the digest of their JSON, a list for each turn."""
     words = blake2b(digest_size=6)
-    for i, turn in enumerate(talk):
+    for i, turn in enumerate(turns):
         words.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
         for part in chain(line_parts(turn.text), (None,), line_parts(turn.input)):
             listed = [None] if part is None else part.split()
             words.update(f", {json.dumps(listed)[1:-1]}".encode() if listed else b"")
         words.update(b"]")
-    words.update(b"]" if talk else b"[]")
+    words.update(b"]" if turns else b"[]")
     return int.from_bytes(words.digest()) / 2**48
 
 

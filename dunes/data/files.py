@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from dunes.data.ignore import Rules, above, ignored, parsed, rules, rules_above
+from dunes.data.ignore import Rules, is_ignored, parse_lines, read_rules, rules_above, rules_above_folder
 
 NEVER = {".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "site-packages"}
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
@@ -22,7 +22,7 @@ OUTSIDE = "links that lead outside"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file: its name is its path within its source, and `named` whether the user named the file itself."""
+    """A file: its name is its path within its source, and `named` tells whether the user named the file itself."""
 
     path: Path
     name: str
@@ -30,7 +30,7 @@ class SourceFile:
 
 
 class Walk:
-    """The files of some sources, in the order of their names; `skipped` fills with the others, by reason.
+    """The files of some sources, in the order of their names; `skipped` collects the others by reason.
 
     `stdlib` names the running Python's standard library. A link that is itself a source is followed, and any
     other with `follow_links` if it leads outside the sources. Raises ValueError for a source that is missing.
@@ -46,33 +46,33 @@ class Walk:
         """Each file once for each source that it lies in; devices, pipes and sockets among them."""
         for source, path in self.sources:
             if str(source) == "stdlib":
-                yield from self._below(path, path, [(path, parsed(STDLIB_TESTS))])
+                yield from self._below(path, path, [(path, parse_lines(STDLIB_TESTS))])
             elif path.is_dir():
-                yield from self._below(path, path, above(path))
+                yield from self._below(path, path, rules_above_folder(path))
             else:
                 yield SourceFile(path, path.name, True)
 
     def skip(self, reason: str, name: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
 
-    def _below(self, folder: Path, root: Path, found: Rules) -> Iterator[SourceFile]:
+    def _below(self, folder: Path, root: Path, rules: Rules) -> Iterator[SourceFile]:
         try:
             entries = sorted(os.scandir(folder), key=lambda e: e.name)
         except OSError:
             self.skip("unreadable", folder.relative_to(root).as_posix())
             return
-        found, real = [*found, *rules(folder)], folder.resolve()
+        rules, real = [*rules, *read_rules(folder)], folder.resolve()
         for entry in entries:
             path = Path(entry.path)
             name, is_folder = path.relative_to(root).as_posix(), os.path.isdir(path)
             if entry.name in NEVER:
                 continue
-            if ignored(real / entry.name, is_folder, found):
+            if is_ignored(real / entry.name, is_folder, rules):
                 self.skip("ignored", name)
             elif entry.is_symlink():
                 yield from self._linked(path, root, is_folder)
             elif is_folder:
-                yield from self._below(path, root, found)
+                yield from self._below(path, root, rules)
             else:
                 yield SourceFile(path, name, False)
 
@@ -88,11 +88,11 @@ class Walk:
             self.skip("links", name)
         elif not self.follow_links:
             self.skip(OUTSIDE, name)
-        elif (found := rules_above(target, is_folder)) is None:
+        elif (rules := rules_above(target, is_folder)) is None:
             self.skip("ignored", name)
         elif is_folder:
             self._roots.append(target)  # so that no link in it leads back
-            yield from self._below(path, root, found)
+            yield from self._below(path, root, rules)
         else:
             yield SourceFile(path, name, False)
 
@@ -117,7 +117,7 @@ def open_plain(path: Path) -> BinaryIO:
     """The file, opened for reading. Raises OSError for what is not a plain file, without blocking on it."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: that alone may move a device
         raise OSError("not a plain file")
-    file = open(path, "rb", opener=_opened)  # noqa: SIM115  (the caller closes it)
+    file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115  (the caller closes it)
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size:
         return file
@@ -127,5 +127,5 @@ def open_plain(path: Path) -> BinaryIO:
     raise OSError("not a plain file any more")
 
 
-def _opened(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
 """What .gitignore files exclude, by git's rules: https://git-scm.com/docs/gitignore
 
-The last line that matches decides, in the deepest file that has such a line. A line speaks of one path, not of
-what lies below it: that is excluded because nobody walks there.
+The last line that matches decides, in the deepest file that has such a line. A line is about one path, not
+what is below it: excluded folders are never walked.
 """
 
 import os
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 Lines = list[tuple[re.Pattern[str], bool, bool]]
-"""What a line matches, whether it excludes or takes back, whether it is for folders only."""
+"""The pattern of a line, whether it excludes or re-includes, and whether it is for folders only."""
 
 Rules = list[tuple[Path, Lines]]
-"""Lines and the folder that they speak of, the deepest folder last."""
+"""Rules and the folder that they apply to, the deepest folder last."""
 
 _GLOB = re.compile(
     r"""(?P<all>^\*\*$) | (?P<lead>^(?:\*\*/)+) | (?P<inner>(?:/\*\*)+/) | (?P<tail>(?:/\*\*)+$) | (?P<stars>\*+)
@@ -33,12 +33,12 @@ _REGEX = {
 }
 
 
-def parsed(lines: Iterable[str]) -> Lines:
-    """The lines of a .gitignore, without those that say nothing."""
-    return [rule for line in lines if (rule := _parsed(line)) is not None]
+def parse_lines(lines: Iterable[str]) -> Lines:
+    """The rules in the lines of a .gitignore."""
+    return [rule for line in lines if (rule := _parse_line(line)) is not None]
 
 
-def rules(folder: Path) -> Rules:
+def read_rules(folder: Path) -> Rules:
     """The rules in a folder's own .gitignore; none if it is a link or cannot be read, as git has it too."""
     listing = folder / ".gitignore"
     try:
@@ -49,10 +49,10 @@ def rules(folder: Path) -> Rules:
         text = listing.read_text("utf-8-sig", "surrogateescape")
     except OSError:
         return []
-    return [(folder.resolve(), parsed(text.split("\n")))]
+    return [(folder.resolve(), parse_lines(text.split("\n")))]
 
 
-def above(folder: Path) -> Rules:
+def rules_above_folder(folder: Path) -> Rules:
     """The rules in the folders above one inside a git checkout.
 
     None, if they exclude the folder itself: whoever names it all the same wants what is in it.
@@ -64,17 +64,17 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
     """The rules in the folders above a path inside a git checkout; None if they exclude it, or one of these."""
     parents = [path.resolve(), *path.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
-    found: Rules = []
+    rules: Rules = []
     for i in range(top, 0, -1):
-        found += rules(parents[i])
-        if ignored(parents[i - 1], is_folder or i > 1, found):
+        rules += read_rules(parents[i])
+        if is_ignored(parents[i - 1], is_folder or i > 1, rules):
             return None
-    return found
+    return rules
 
 
-def ignored(path: Path, is_folder: bool, found: Rules) -> bool:
+def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
     """Whether the rules exclude this path, which has no link in it, and whose parents they do not exclude."""
-    for base, lines in reversed(found):
+    for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):
             if (is_folder or not folders) and regex.fullmatch(name):
@@ -82,7 +82,7 @@ def ignored(path: Path, is_folder: bool, found: Rules) -> bool:
     return False
 
 
-def _parsed(line: str) -> tuple[re.Pattern[str], bool, bool] | None:
+def _parse_line(line: str) -> tuple[re.Pattern[str], bool, bool] | None:
     if line.startswith("#"):
         return None
     line = re.sub(r"(?<!\\) +$", "", line)
@@ -97,9 +97,9 @@ def _parsed(line: str) -> tuple[re.Pattern[str], bool, bool] | None:
         return None
 
 
-def _regex(found: re.Match[str]) -> str:
-    kind = str(found.lastgroup)
-    if kind == "set":
-        members = re.sub(r"\\(.)|([^-\w])", lambda m: re.escape(m[1] or m[2]), found["of"], flags=re.DOTALL)
-        return f"(?!/)[{'^' if found['none'] else ''}{members}]"
-    return _REGEX.get(kind) or re.escape(found[kind])
+def _regex(match: re.Match[str]) -> str:
+    group = str(match.lastgroup)
+    if group == "set":
+        members = re.sub(r"\\(.)|([^-\w])", lambda m: re.escape(m[1] or m[2]), match["of"], flags=re.DOTALL)
+        return f"(?!/)[{'^' if match['none'] else ''}{members}]"
+    return _REGEX.get(group) or re.escape(match[group])

@@ -205,8 +205,8 @@ def rejection_reason(instruction: str) -> str:
         return "short"
     if length > 150:
         return "long"
-    if found := BANNED.search(instruction):
-        return f"word: {found[0].lower()}"
+    if match := BANNED.search(instruction):
+        return f"word: {match[0].lower()}"
     if instruction.startswith("Write a program"):
         return "program"
     if instruction[0] in string.punctuation:
@@ -276,16 +276,16 @@ class InstructionIndex:
     def nearest(self, text: str, above: float = 0.0) -> tuple[float, str] | None:
         """The greatest ROUGE-L F and the first text that has it; None if no text has more than `above`."""
         tokens = words(text)
-        masks, best, found = _masks(tokens), above, None
+        masks, best, nearest = _masks(tokens), above, None
         bounds = self._bounds(tokens)
         candidates = np.flatnonzero(bounds > above - 1e-9)  # rounded otherwise than the measure
         for i in candidates[np.argsort(-bounds[candidates], kind="stable")].tolist():
             if bounds[i] < best - 1e-9:
                 break
             score = _measure(_common(masks, self.tokens[i]), len(tokens), len(self.tokens[i]))
-            if score > best or (found is not None and score == best and i < found):
-                best, found = score, i
-        return None if found is None else (best, self.texts[found])
+            if score > best or (nearest is not None and score == best and i < nearest):
+                best, nearest = score, i
+        return None if nearest is None else (best, self.texts[nearest])
 
     def _bounds(self, tokens: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """An upper bound of the measure for each text."""

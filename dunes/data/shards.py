@@ -80,8 +80,8 @@ class TokenFile:
         return np.frombuffer(data, self.dtype)
 
     def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file)
-        return found.st_size, found.st_mtime_ns
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
 
 def default_cache() -> Path:

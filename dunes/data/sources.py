@@ -52,19 +52,19 @@ def collect_corpus(
     About `share` of the files, and of several at least one, but never all, go to validation; of files of records,
     about `share` of the records. Links that lead outside the sources are read with `follow_links` only, and of
     records the fields `text_field`, if any are named. Raises ValueError if a source is missing, if a file of
-    records that is a source cannot be read, or if no text is found.
+    records that is a source cannot be read, or if no text is new.
     """
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
     documents: dict[str, Document] = {}
     for file in walk.files():
-        found = _documents(file, share, text_field, corpus.notes)
-        if isinstance(found, str):
-            walk.skip(found, file.name)
-        elif found[0].digest in documents:
+        new = _documents(file, share, text_field, corpus.notes)
+        if isinstance(new, str):
+            walk.skip(new, file.name)
+        elif new[0].digest in documents:
             walk.skip("duplicates", file.name)
         else:
-            documents |= {document.digest: document for document in found}
+            documents |= {document.digest: document for document in new}
     if not documents:
         where, why = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
         raise ValueError(f"{where}: no text to train on ({why}); give files or folders of UTF-8 text")
@@ -82,8 +82,8 @@ def _documents(
 ) -> Sequence[Document] | str:
     """The documents in a file, or why there are none. Raises ValueError for bad records that the user named."""
     if not holds_records(file):
-        found = plain_document(file)
-        return found if isinstance(found, str) else [found]
+        document = plain_document(file)
+        return document if isinstance(document, str) else [document]
     try:
         return record_documents(file, share, fields)
     except ValueError as error:

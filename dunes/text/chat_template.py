@@ -63,8 +63,8 @@ def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
             raise ValueError(f"{folder / JINJA}: not UTF-8: {error}") from None
     if CONFIG not in files:
         return None
-    found = json_file.parse(files[CONFIG], folder / CONFIG).get("chat_template")
-    return None if found is None else _check_size(_default_template(found, folder / CONFIG), str(folder / CONFIG))
+    value = json_file.parse(files[CONFIG], folder / CONFIG).get("chat_template")
+    return None if value is None else _check_size(_default_template(value, folder / CONFIG), str(folder / CONFIG))
 
 
 def _default_template(value: Any, path: Path) -> str:
@@ -184,7 +184,7 @@ def _run_process(request: str) -> dict[str, Any]:
 
 
 def _module_path(module: str) -> str:
-    found = find_spec(module)
-    if found is None or found.origin is None:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
         raise ValueError(f"chat templates need {module}, which comes with torch; pip install jinja2")
-    return found.origin
+    return spec.origin
