@@ -528,9 +528,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
     epoch = [
-        t
-        for _, targets, _ in map(rows.batch, range(rows.rows_per_epoch))
-        for t in targets[targets >= 0].tolist()
+        t for _, targets, _ in map(rows.batch, range(rows.rows_per_epoch)) for t in targets[targets >= 0].tolist()
     ]
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
