@@ -7,8 +7,8 @@
         "Token embeddings alone."
         ...
 
-What is to be read (`Work.bytes`) counts each weight once for all that is computed together, and the
-keys and values of earlier tokens; the method is that of gpt-fast and nanochat's inference benchmarks.
+Bytes to read (`Work.bytes`) count each weight once per batch, and the keys and values of earlier tokens; the
+method is that of gpt-fast and nanochat's inference benchmarks.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its usual batch, how its memory is foreseen (if it can be), and the settings that it reads."""
+    """A benchmark: its default batch, how its memory is estimated (if it can be), and the settings it uses."""
 
     make: Make
     batch: int
@@ -45,7 +45,7 @@ class Benchmark:
 
     @property
     def about(self) -> str:
-        """What it does, in one line."""
+        """A one-line description."""
         return (self.make.__doc__ or self.make.__name__).strip().splitlines()[0]
 
 

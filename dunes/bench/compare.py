@@ -1,4 +1,4 @@
-"""Which differences between two sets of measurements are real.
+"""Which differences between two sets of measurements are significant.
 
 Laps of the same thing are paired round by round. The estimate is the Hodges-Lehmann median of the
 logarithms of their ratios, the interval the one that Wilcoxon's signed-rank test does not reject: it
@@ -34,36 +34,36 @@ class Difference:
     @property
     def verdict(self) -> str:
         if self.interval is None:
-            return "too few rounds to tell"
+            return "too few rounds"
         low, high = self.interval
         if not self.significant:
-            return f"no difference seen (finer than {max(1 / low, high) - 1:.1%} would be missed)"
+            return f"no significant difference (below {max(1 / low, high) - 1:.1%} would be missed)"
         change = self.ratio - 1 if self.ratio > 1 else 1 / self.ratio - 1
         return f"B takes {change:.1%} longer" if self.ratio > 1 else f"B is {change:.1%} faster"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences of what both have; what only one has; and how the two as a whole are unlike."""
+    """Differences of what both sides have, what only one has, and in what the sides differ as a whole."""
 
     differences: list[Difference]
     unmatched: list[str]
     differing: dict[str, tuple[Any, Any]]
 
     def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """A record for JSON."""
         found = [asdict(d) | {"significant": d.significant, "verdict": d.verdict} for d in self.differences]
         return {"differences": found, "unmatched": self.unmatched, "differing": self.differing}
 
 
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
-    """Pair what was measured in both. Raises ValueError if that is nothing, or for a senseless confidence.
+    """Pair what was measured on both sides. Raises ValueError if nothing was, and for an invalid confidence.
 
     A column with one value in A and one in B does not tell things apart: it may differ (another model,
     another number of threads), and is named in `differing`.
     """
     if not 0.5 <= confidence < 1:
-        raise ValueError(f"--confidence is {confidence}; it is a share, at least 0.5 and below 1")
+        raise ValueError(f"--confidence is {confidence}; expected a number from 0.5 to below 1")
     fixed = [n for n in SETTING if all(len({str(r.get(n)) for r in side}) == 1 for side in (a, b))]
     columns = [n for n in SETTING if n not in fixed or n == "benchmark"]
     sides = [_group(side, columns) for side in (a, b)]
@@ -93,7 +93,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """What the machine itself could do beside A and beside B: a difference here is not the program's."""
+    """The machine's own rates beside A and B: differences here are not the program's."""
     found = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))

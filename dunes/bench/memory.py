@@ -1,4 +1,4 @@
-"""What a step of a contestant holds in memory: foreseen, and checked against the truth."""
+"""The memory of one step: estimated, and measured."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from dunes.runs.memory import Shape
 from dunes.units import format_bytes
 
 PROCESS_BYTES = 0.5e9
-"""Bytes of Python and torch in the process that takes the step."""
+"""Bytes of Python and torch in the process that runs the step."""
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """A real step: the most that its tensors held, and by how much the process grew, in bytes."""
+    """A real step: the peak of its tensors and the growth of the process, in bytes."""
 
     tensors: int
     grown: int
@@ -31,7 +31,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """A subject's step as it would be, without having been taken."""
+    """The estimated memory of a subject's step."""
 
     subject: Subject
     shape: Shape
@@ -39,7 +39,7 @@ class MemoryEstimate:
     log: Allocations
 
     def measure(self) -> MeasuredMemory:
-        """The same step with data, in a process of its own: what a process grew by does not shrink again.
+        """The same step with data, in a new process, since a process does not shrink again.
 
         Raises ValueError if it would not fit into the memory that is free.
         """
@@ -51,7 +51,7 @@ class MemoryEstimate:
         return _measure_in_child(self)
 
     def record(self, truth: MeasuredMemory | None) -> dict[str, Any]:
-        """All of it for JSON."""
+        """A record for JSON."""
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
         found = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
@@ -59,7 +59,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:
-    """The step of this setting on tensors without data."""
+    """Estimate a step of this setting on tensors without data."""
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype), checkpointing)
     return MemoryEstimate(subject, shape, inference, _work(inference)(subject.outline, shape))
 
@@ -69,7 +69,7 @@ def _work(inference: bool) -> Any:
 
 
 TRIMMING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc then returns what is freed at once: the process has what tensors hold, and no holes between them."""
+"""glibc then returns freed memory at once, so that the process has what its tensors hold and no holes."""
 
 
 def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
@@ -82,13 +82,13 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
     command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | TRIMMING_MALLOC)
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
-        raise ValueError(f"{f.subject.name}: the step could not be taken: {why}")
+        why = (done.stderr.strip().splitlines() or ["no error message"])[-1][:300]
+        raise ValueError(f"{f.subject.name}: the step failed: {why}")
     return MeasuredMemory(**json.loads(done.stdout))
 
 
 def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
-    """Take the step that was foreseen. A small one goes before, so that kernels do not count."""
+    """Run the estimated step; a small one before it loads the kernels."""
     subject = of_folder(Path(request["folder"])) if request["folder"] else of_shape(*request["shape"])
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])

@@ -56,13 +56,13 @@ def page(run: Path) -> str:
         raise ValueError(f"{run}: the run has not taken a step yet that has a finite loss")
     card = read_card(run)
     sections = [
-        ("Learning", _images(run, lines, points)),
-        ("Where the time went", _spent(_numbers(card, "timings"))),
+        ("Training", _images(run, lines, points)),
+        ("Timings", _spent(_numbers(card, "timings"))),
     ]
     sections += [
-        ("What it wrote", _samples(run)),
-        ("The plan", _table(_facts(config))),
-        ("The machine that drew this page", _table(fingerprint())),
+        ("Samples", _samples(run)),
+        ("Config", _table(_facts(config))),
+        ("Machine that drew this page", _table(fingerprint())),
     ]
     return PAGE.substitute(
         name=escape(run.resolve().name),
@@ -84,15 +84,15 @@ def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list
     last, measured = points[-1], _numbers(card, "measured")
     best = min((p["bits_per_byte"] for p in points if p["bits_per_byte"] is not None), default=None)
     bits = measured.get("bits_per_byte", best)
-    found = [("bits a byte, held out", f"{bits:.3f}" if bits else "not measured")]
+    found = [("validation bits/byte", f"{bits:.3f}" if bits else "not measured")]
     found += [("perplexity", f"{measured['perplexity']:.1f}")] if "perplexity" in measured else []
     seconds = 60 * last["minutes"]
     return [
         *found,
         ("steps", str(last["steps"])),
-        ("tokens seen", format_count(last["tokens"])),
-        ("tokens/s of training", format_count(last["tokens"] / seconds)),
-        ("training steps took", format_seconds(seconds)),
+        ("training tokens", format_count(last["tokens"])),
+        ("training tokens/s", format_count(last["tokens"] / seconds)),
+        ("training time", format_seconds(seconds)),
     ]
 
 
@@ -106,8 +106,8 @@ def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapp
     words = "training loss (validation: dashed), nats/token"
     pictures = [("training loss", plot.loss_over_tokens(points, words))]
     if any(p["bits_per_byte"] is not None for p in points):
-        pictures.insert(0, ("held-out loss", plot.losses({run.resolve().name: lines})))
-    pictures.append(("speed", plot.over_tokens(points, "speed", "tokens a second")))
+        pictures.insert(0, ("validation loss", plot.losses({run.resolve().name: lines})))
+    pictures.append(("speed", plot.over_tokens(points, "speed", "tokens/s")))
     pictures.append(("rate", plot.over_tokens(points, "lr_scale", "learning rate, share of its peak", keep=0.0)))
     shown = "\n".join(f'<img alt="{name}" src="data:image/svg+xml;base64,{_encoded(p)}">' for name, p in pictures)
     return f'<div class="pictures">{shown}</div>'

@@ -19,7 +19,7 @@ from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
 AXES = ("parameters", "context", "batch", "threads")
-NAMES = {"seconds": "time of a run", "peak_bytes": "tensors at the peak", "rate": "rate"}
+NAMES = {"seconds": "time per run", "peak_bytes": "tensors at peak memory", "rate": "rate"}
 
 
 def _plotnine() -> Any:
@@ -120,7 +120,7 @@ def _log_ticks(values: Any) -> list[float]:
     return [m for m in marks if min(values) / 2 <= m <= max(values) * 2]
 
 
-def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "middle half of the laps") -> Any:
+def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
     """Rates side by side, with the number beside each, and an interval unless its name is empty.
 
     Takes records with `name`, `rate`, `low`, `high` (rates, too; the ends of the interval) and `unit`.
@@ -148,7 +148,7 @@ def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "middle
 
 
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
-    """Bits a byte on held-out text of several runs, over `minutes`, `tokens` or `steps`.
+    """Validation bits/byte of several runs, over `minutes`, `tokens` or `steps`.
 
     Takes the lines of each run's metrics.jsonl by its name. Raises ValueError if nothing was measured.
     """
@@ -159,13 +159,13 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
             if point["bits_per_byte"] is not None and is_drawable(point["bits_per_byte"]):
                 records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
     if not records:
-        raise ValueError(f"{', '.join(runs)}: no run measured bits a byte yet; let it train for 10 steps at least")
+        raise ValueError(f"{', '.join(runs)}: no run has a validation loss yet; train for at least 10 steps")
     return (
         _base(_frame(records), x="x", y="y", color="run")
         + p.geom_line(size=0.9)
         + p.geom_point(size=1.6)
         + p.scale_color_manual(COLOURS * 4)
-        + p.labs(title="bits a byte on held-out text", x=over, y="bits a byte")
+        + p.labs(title="validation bits/byte", x=over, y="bits/byte")
         + p.guides(color=p.guide_legend(ncol=1))
     )
 
@@ -185,7 +185,7 @@ def loss_over_lr(found: Sequence[Mapping[str, Any]], title: str, of: str) -> Any
 
 
 def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Training loss of a run's points over the tokens seen, and the validation loss in the same unit, dashed."""
+    """A run's training loss over tokens, and its validation loss, dashed."""
     p = _plotnine()
     checks = [q for q in points if q["validation_loss"] is not None and is_drawable(q["validation_loss"])]
     data = _frame([{"x": q["tokens"], "y": q["validation_loss"]} for q in checks])
@@ -194,7 +194,7 @@ def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
 
 
 def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, keep: float = 0.9) -> Any:
-    """A column of a run's points over the tokens seen, each step and their running mean."""
+    """A column of a run's points over tokens, with its running mean."""
     p = _plotnine()
     kept = [q for q in points if is_drawable(q[column])]
     smoothed = smooth([q[column] for q in kept], keep)
@@ -205,12 +205,12 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
         + p.geom_line(p.aes(y="mean"), color=COLOURS[0], size=0.9)
         + p.scale_x_continuous(labels=_round)
         + p.scale_y_continuous(labels=_round)
-        + p.labs(title=title, x="tokens seen", y="")
+        + p.labs(title=title, x="tokens", y="")
     )
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's metrics as steps, tokens and minutes of training so far, with both losses, rate and bits a byte."""
+    """A run's metrics by step: tokens and minutes so far, both losses, learning rate scale and bits/byte."""
     found, tokens, seconds = [], 0, 0.0
     for line in lines:
         if "loss" not in line:
@@ -256,8 +256,8 @@ def flame(report: Report) -> Any:
         + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
         + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
         + p.labs(
-            title=f"where {format_seconds(total)} go, by module",
-            x="milliseconds ((outside): what no module did, like the loss)",
+            title=f"{format_seconds(total)} by module",
+            x="milliseconds ((outside): outside any module, such as the loss)",
             y="",
         )
         + p.theme(axis_text_y=p.element_blank(), panel_grid_major_y=p.element_blank())
@@ -301,7 +301,7 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
         + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {format_bytes(log.peak)}", size=9)
         + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=seen)
         + p.scale_y_continuous(labels=lambda v: [format_bytes(t) for t in v], limits=(0, log.peak * 1.12))
-        + p.labs(title="what tensors hold", x="allocations and frees since the beginning", y="")
+        + p.labs(title="tensor memory", x="allocations and frees", y="")
     )
 
 
@@ -315,9 +315,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
                 paths.append(folder / f"{found[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
                 save_plot(scaling(found, axis, of), paths[-1])
     paths.append(folder / f"{found[0]['benchmark']}-rates.svg")
-    save_plot(
-        bars([_bar(f, found) for f in found], f"{found[0]['benchmark']}: {found[0]['unit']} a second"), paths[-1]
-    )
+    save_plot(bars([_bar(f, found) for f in found], f"{found[0]['benchmark']}: {found[0]['unit']}/s"), paths[-1])
     return paths
 
 

@@ -1,4 +1,4 @@
-"""Where the time goes: by module and by kind of operation, forward and backward, from PyTorch's profiler."""
+"""Time by module and by kind of operation, forward and backward, from PyTorch's profiler."""
 
 import os
 import re
@@ -34,12 +34,12 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""By what an operation is called, the first that fits; all else works element by element."""
+"""By the name of the operation, the first match; everything else is elementwise."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Seconds that an operation took by itself (without those it called), summed over its calls."""
+    """Self time of an operation in seconds, summed over its calls."""
 
     phase: str
     module: str
@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """What was seen; `wall` is the time from start to end, of which operations account for a part."""
+    """A profile; `wall` is the time from start to end, of which operations account for a part."""
 
     entries: list[Entry] = field(default_factory=list)
     wall: float = 0.0
@@ -117,7 +117,7 @@ def profile_modules(model: nn.Module) -> Iterator[Report]:
 
 @contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Without the lines that the profiler's tracer writes past Python to standard error."""
+    """Suppress the lines that the profiler's tracer writes directly to standard error."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -131,7 +131,7 @@ def _silence_stderr() -> Iterator[None]:
 
 @contextmanager
 def _mark_modules(model: nn.Module) -> Iterator[None]:
-    """Have the profiler see where each module's forward begins and ends."""
+    """Mark the forward of each module for the profiler."""
     open_ranges: list[Any] = []
 
     def begin(name: str) -> Any:
@@ -156,7 +156,7 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
-    """Events of operations, each given to the module that called it or whose forward it goes back through."""
+    """Operations with the module that called them, or whose backward they are."""
     makers: dict[int, str] = {}
     for event in events:
         if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:

@@ -1,4 +1,4 @@
-"""Timing several pieces of work against each other so that a machine whose speed drifts favours none."""
+"""Timing several pieces of work in alternation, so that a drift of the machine's speed favours none."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import nn
 from dunes import measure
 
 LEAST = 0.2
-"""Seconds that a lap takes at least; shorter work is repeated within it."""
+"""Minimum seconds of a lap; shorter work is repeated within it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def race(
 
 
 def _timed(work: Work, runs: int, clock: Callable[[], float]) -> float:
-    """Seconds of one run without what is set up for it."""
+    """Seconds of one run without its setup."""
     total = 0.0
     for _ in range(runs):
         state = work.setup()

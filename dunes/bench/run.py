@@ -1,4 +1,4 @@
-"""Running a named benchmark over settings: estimate first, then race, each lap a row in the file."""
+"""Running a named benchmark over settings: memory is estimated first, then each lap becomes a row of the file."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes
 
 FRAGMENTS = 1.5
-"""Of what tensors take, as much does a process grow at most: the allocator leaves holes (LOG.md)."""
+"""Largest growth of a process over the size of its tensors: the allocator leaves holes (LOG.md)."""
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,10 +55,10 @@ class Request(Shapes):  # what to measure
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that is timed.
+    """One case that is timed.
 
     `bytes` are its weights', `held` what it holds between runs and `peak` the most that its tensors hold
-    in one, foreseen; None where nobody can tell.
+    in one, estimated; None if unknown.
     """
 
     subject: Subject
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases(name: str, request: Request) -> list[Case]:
-    """All that the request asks for. Raises ValueError for what this model or machine cannot do."""
+    """The cases of a request. Raises ValueError for what this model or machine cannot do."""
     named = BENCHMARKS[name]
     found = [_case(named, *pair) for pair in subjects_with_settings(name, request)]
     _check_memory(found)
@@ -78,7 +78,7 @@ def cases(name: str, request: Request) -> list[Case]:
 
 
 def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, Setting]]:
-    """Each subject with each setting. Raises ValueError for what no machine can do."""
+    """Each subject with each setting. Raises ValueError for invalid settings."""
     for option, values in (
         ("batch", request.batches),
         ("context-length", request.contexts),
@@ -88,7 +88,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
             raise ValueError(f"--{option} must be at least 1, not {min(values)}")
     asked = {"batch": request.batches, "context-length": request.contexts, "dtype": request.dtypes}
     if idle := [option for option, values in asked.items() if values and option not in BENCHMARKS[name].reads]:
-        raise ValueError(f"--{idle[0]} means nothing to {name}; leave it out")
+        raise ValueError(f"--{idle[0]} has no effect on {name}; leave it out")
     if not request.models and not request.sizes:
         raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
     if wrong := [d for d in request.dtypes if d not in DTYPES]:
@@ -106,7 +106,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
 
 
 def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
-    """The dtypes and numbers of threads; measured where nothing is said and it matters."""
+    """The dtypes and numbers of threads, measured where not given."""
     threads = request.threads or (measure.choose_threads(),)
     if request.dtypes:
         return request.dtypes, threads
@@ -134,7 +134,7 @@ def _case(named: Benchmark, subject: Subject, setting: Setting) -> Case:
 
 
 def _check_memory(found: Sequence[Case]) -> None:
-    """Raises ValueError if the machine would swap: all models are held at once, one works at a time."""
+    """Raise ValueError if the machine would swap: all models are in memory, one runs at a time."""
     need = FRAGMENTS * (sum(c.held for c in found) + max((c.peak or 0) - c.held for c in found))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
@@ -151,7 +151,7 @@ def bench(
     report: Callable[[str, float], object] = lambda words, done: None,
     least: float = LEAST,
 ) -> list[rows.Row]:
-    """Race the contestants; rows go into `out` lap by lap, and those that are there stay if it is interrupted.
+    """Time the cases in turn; rows go into `out` lap by lap, and an interrupted run keeps them.
 
     Raises ValueError, before anything is timed, for what cannot be measured.
     """
@@ -160,7 +160,7 @@ def bench(
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: a file of measurements is named .jsonl")
     if os.path.lexists(out):
-        raise ValueError(f"{out}: is there already; choose another --out")
+        raise ValueError(f"{out}: already exists; choose another --out")
     field = {f"{number}": c for number, c in enumerate(cases(name, request))}
     works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}
     known = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
@@ -175,7 +175,7 @@ def bench(
 
 
 class Ceilings:
-    """What the machine could do at best, measured beside: matrix products in each round, the highest read rate."""
+    """The machine's own rates, measured alongside: matrix products in each round, the highest read rate."""
 
     def __init__(self) -> None:
         self._matmul: dict[tuple[Any, ...], float] = {}
@@ -223,10 +223,10 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
 
 
 def default_path(name: str) -> Path:
-    """Where a benchmark's rows go if nobody says."""
+    """The default file of a benchmark's rows."""
     return Path("runs", "bench", f"{name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
 
 
 def summaries(found: Sequence[Mapping[str, Any]]) -> list[rows.Row]:
-    """One record for each contestant."""
+    """One record per case."""
     return [rows.summarize(group) for group in rows.group_rows(map(dict, found)).values()]

@@ -1,4 +1,4 @@
-"""What is measured: a model folder, or a shape with made-up weights."""
+"""What is measured: a model folder, or a shape with random weights."""
 
 import atexit
 import shutil
@@ -25,7 +25,7 @@ VOCAB, CONTEXT = 4096, 256
 
 @dataclass(frozen=True)
 class Setting:
-    """How it is measured: windows at once, their tokens, the dtype of matrix products, threads."""
+    """How it is measured: batch size, sequence length, dtype of matrix products, threads."""
 
     batch: int
     context: int
@@ -37,7 +37,7 @@ class Setting:
 class Subject:
     """A model to measure: from a folder, or a family's of about `size` parameters.
 
-    `outline` builds it without its weights, at no cost on fake or meta tensors.
+    `outline` builds it with uninitialised weights, at no cost on fake or meta tensors.
     """
 
     name: str

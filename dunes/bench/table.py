@@ -17,7 +17,7 @@ from dunes.plural import plural
 from dunes.units import format_bytes, format_count, format_seconds
 
 WIDTH = 240
-"""Of the longest line: a narrow screen wraps it; figures that were cut off would lie."""
+"""Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
 
 
 def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -33,15 +33,15 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
 
 
 def print_summary(found: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each contestant: what tells it from the others, and what came out."""
+    """Print one line per case: the settings that distinguish it, and its results."""
     differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in found}) > 1]
     telling = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "a run": lambda f: format_seconds(f["seconds"]),
-        "middle half": lambda f: f"{format_seconds(f['low'])} to {format_seconds(f['high'])}",
+        "time/run": lambda f: format_seconds(f["seconds"]),
+        "p25 to p75": lambda f: f"{format_seconds(f['low'])} to {format_seconds(f['high'])}",
         "rate": lambda f: f"{format_count(f['rate'])} {f['unit']}/s",
-        "of matmul": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
-        "of reading": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
+        "MFU": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
+        "bandwidth": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
         "tensors": lambda f: format_bytes(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in found)}
@@ -54,18 +54,14 @@ def print_summary(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_comparison(found: Comparison, confidence: float) -> None:
-    """What differs, with intervals, and what else is to be known before it is believed."""
+    """Print the differences with their intervals, and in what else the two sides differ."""
     for name, (a, b) in found.differing.items():
         words = (
             f"A {a}, B {b}"
             if isinstance(a, str) or not a
             else f"A {format_count(a)}, B {format_count(b)} ({b / a - 1:+.1%})"
         )
-        print(
-            f"not the same in both: {name}: {words}"
-            if not name.endswith("rate")
-            else f"the machine's {name}: {words}"
-        )
+        print(f"differs: {name}: {words}" if not name.endswith("rate") else f"the machine's {name}: {words}")
     lines = []
     for d in found.differences:
         low, high = d.interval or (0.0, 0.0)
@@ -82,10 +78,10 @@ def print_comparison(found: Comparison, confidence: float) -> None:
 
 
 def print_times(report: Report, overhead: float) -> None:
-    """Where the time went: by kind of operation, and down the tree of modules, with bars."""
+    """Print where the time went: by kind of operation, and by module, with bars."""
     phases = [p for p in PHASES if any(e.phase == p for e in report.entries)]
     kinds = report.kinds() | {"between operations (Python, waiting)": {"": report.between}}
-    for title, found in (("kind of operation", kinds), ("module, with all that lies in it", report.inside())):
+    for title, found in (("kind of operation", kinds), ("module, with its submodules", report.inside())):
         lines = []
         for name, by_phase in found.items():
             total = sum(by_phase.values())
@@ -99,10 +95,10 @@ def print_times(report: Report, overhead: float) -> None:
 
 
 def print_memory(log: Allocations) -> None:
-    """Who holds memory when most is held."""
+    """Print what holds memory at the peak."""
     peak = log.peak or 1
     kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
-    print_table(f"tensors at the peak: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
+    print_table(f"peak tensor memory: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
     places: dict[tuple[str, str, str], list[int]] = {}
     for a in log.held():
         place = places.setdefault((re.sub(r"\b\d+\b", "*", a.where), a.kind, a.phase), [0, 0])
@@ -111,14 +107,14 @@ def print_memory(log: Allocations) -> None:
     most = sorted(places.items(), key=lambda item: -item[1][0])[:16]
     print()
     print_table(
-        "who holds it",
-        ["", "bytes", "kind", "made in", "tensors"],
+        "allocated by",
+        ["", "bytes", "kind", "phase", "tensors"],
         [[w, format_bytes(b), k, p, str(n)] for (w, k, p), (b, n) in most],
     )
 
 
 def print_estimates(found: Sequence[MemoryEstimate], truths: Sequence[MeasuredMemory | None]) -> None:
-    """One line for each step: what it would hold, and what it held where that was tried."""
+    """Print one line per step: its estimated memory, and the measured one."""
     lines = []
     for f, truth in zip(found, truths, strict=True):
         kinds = {kind: held for (kind,), held in f.log.by("kind").items()}
@@ -131,8 +127,8 @@ def print_estimates(found: Sequence[MemoryEstimate], truths: Sequence[MeasuredMe
                 f"{format_bytes(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})",
             ]
         lines.append(line)
-    seen = ["seen", "process grew by"] if any(truths) else []
-    print_table("at the peak", ["", "foreseen", *KINDS, *seen], lines)
+    measured = ["measured", "process grew by"] if any(truths) else []
+    print_table("peak memory", ["", "estimated", *KINDS, *measured], lines)
 
 
 def bar(share: float, width: int = 30) -> str:
