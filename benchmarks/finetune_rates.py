@@ -19,7 +19,7 @@ import tyro
 
 from dunes import checkpoint, measure
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, answered, kept, optimizer, prepare_model
+from dunes.runs.finetune_data import FinetuneData, answer_loss, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_task import FinetuneTask
 from dunes.runs.progress import Display
 from dunes.runs.run import build_schedule
@@ -68,11 +68,11 @@ def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta
     task = FinetuneTask(data, None, dtype)
     before = task.score(data.base.model, dtype, CHECK_TOKENS).loss
     model, _ = prepare_model(data.base.model, config)
-    kept(model, config)
+    cast_frozen_weights(model, config)
     schedule, adam = build_schedule(config), optimizer(config, model)
     for group in adam.param_groups:
         group["betas"] = (group["betas"][0], beta2 or group["betas"][1])
-    trainer = Trainer(model, adam, answered, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
+    trainer = Trainer(model, adam, answer_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
     checks, start = list[float](), time.perf_counter()
     try:
         for step in trainer.run(task.batches(0)):

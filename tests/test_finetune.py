@@ -23,7 +23,7 @@ from dunes.runs import loop as loop_module
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, answered, memory, optimizer
+from dunes.runs.finetune_data import FinetuneData, answer_loss, memory, optimizer
 from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.memory import Shape, TrainSetup, training
@@ -146,7 +146,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
         stopping_at(9, patch)
         assert finetune(config, halves, display()[0]) == 130
     # The base is asked before it is changed, and once: what it said stands in the run.
-    monkeypatch.setattr(FinetuneTask, "able", once(FinetuneTask.able))
+    monkeypatch.setattr(FinetuneTask, "able", once(FinetuneTask.measure_baseline))
     assert finetune(FinetuneConfig(), halves, display()[0], resume=True) == 0
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
@@ -162,12 +162,12 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
 def once(real):
     calls = []
 
-    def able(self, model, dtype, score=None):
+    def measure_baseline(self, model, dtype, score=None):
         calls.append(1)
         assert len(calls) == 1, "only what it can do in the end is asked"
         return real(self, model, dtype, score)
 
-    return able
+    return measure_baseline
 
 
 def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, examples, tmp_path):
@@ -358,7 +358,7 @@ def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
     rows = tmp_path / "rows.json"
     said = ({"role": "user"}, {"role": "assistant", "weight": 0})
     rows.write_text(json.dumps([{"messages": [{**s, "content": w} for s in said]} for w in WORDS]))
-    with pytest.raises(ValueError, match="tokens is trained on: the examples have no answers"):
+    with pytest.raises(ValueError, match="tokens is a target: the examples have no answers"):
         finetune(asked(base, rows), tmp_path / "run", display()[0])
 
 
@@ -528,9 +528,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
     epoch = [
-        t
-        for _, targets, _ in map(rows.positions, range(rows.rows_per_epoch))
-        for t in targets[targets >= 0].tolist()
+        t for _, targets, _ in map(rows.batch, range(rows.rows_per_epoch)) for t in targets[targets >= 0].tolist()
     ]
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
@@ -625,7 +623,7 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     rows = lesson_module._rows(config)
     learning = TrainSetup(
         lambda model: optimizer(config, model),
-        answered,
+        answer_loss,
         lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows),
     )
     shape = Shape(config.micro_batch, config.context_length, torch.float32)
@@ -633,7 +631,7 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     def real():
         return lesson_module.prepare_model(checkpoint.load(base).model, config)[0]
 
-    foreseen = training(lambda: lesson_module._shaped(data), shape, True, learning)
+    foreseen = training(lambda: lesson_module._meta_model(data), shape, True, learning)
     held = training(real, shape, False, learning)
     said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (foreseen, held))
     print({kind: (said.get(kind), size) for kind, size in seen.items()})

@@ -1,4 +1,4 @@
-"""Finetuning: from a base model and examples to a model that does what they show, and what that changed."""
+"""Finetuning a base model on examples."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from dunes.parts import Decoder
 from dunes.plural import plural
 from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, answered, kept, optimizer, prepare_model
+from dunes.runs.finetune_data import FinetuneData, answer_loss, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_method import METHODS, unused_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.loop import Make, execute_run
@@ -29,49 +29,49 @@ BASELINE = Path("state") / "baseline.json"
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
-    """Finetune into the folder, or go on with the run there; `options` are fields of `RunOptions`.
+    """Finetune into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
-    So many `examples` are shown first, in colours that tell what is trained on. Returns and raises what
-    `execute_run` does.
+    This many `examples` are printed first, with trained tokens highlighted. Returns and raises what `execute_run`
+    does.
     """
     going = RunOptions(**options)
     if idle := unused_options(config, going.asked or ()):
         raise ValueError(f"--{idle[0]} applies to adapters, and --method {config.method} trains none; omit it")
 
     def prepared(config: FinetuneConfig, timings: Timings) -> Make | None:
-        with timings("reading the examples"):
+        with timings("reading data"):
             data = FinetuneData.read(config, display)
         for example in data.train[:examples]:
             display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
-        with timings("choosing"):
-            ready, known = data.chosen(display), domain(data, display)
+        with timings("preparing"):
+            ready, known = data.chosen(display), forgetting_text(data, display)
         return None if going.dry_run else lambda: prepare(ready, known, folder, display)
 
     return execute_run(config, folder, display, going, prepared)
 
 
 def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, display: Display) -> Run:
-    """A run at its first step; `known` is text of the base's own domain."""
+    """A run at its first step; `known` are token ids to measure forgetting on."""
     config, device = data.config, measure.device()
     assert config.dtype, "chosen before"
     dtype = getattr(torch, config.dtype)
     model = data.base.model.to(device)
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, known, stored)
-    before = _asked(task, model, folder / BASELINE, display)
+    before = _baseline(task, model, folder / BASELINE, display)
     model, notes, base = _changed(model, config)
     task = replace(task, before=before, notes=notes, base=base, settings=architecture_digest(base_model(model)))
-    kept(model, config)
+    cast_frozen_weights(model, config)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
     trainer = Trainer(
-        model, optimizer(config, model), answered, accumulate=config.batch // config.micro_batch, **options
+        model, optimizer(config, model), answer_loss, accumulate=config.batch // config.micro_batch, **options
     )
     return Run(folder, config, task, model, trainer, schedule)
 
 
 def _changed(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]], dict[str, Any]]:
-    """The model as it trains, the notes of what was changed, and the identity of its base."""
+    """The model to train, the record of its changes, and the identity of its base."""
     if METHODS[config.method].adapter is None:
         model, notes = prepare_model(model, config)
         return model, notes, checkpoint.base_identity(model)
@@ -83,13 +83,13 @@ def _changed(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict
     return model, notes, base
 
 
-def _asked(task: FinetuneTask, model: Decoder, path: Path, display: Display) -> Baseline:
-    """What the base can do, or what it could when the states beside this file were saved."""
+def _baseline(task: FinetuneTask, model: Decoder, path: Path, display: Display) -> Baseline:
+    """The base model's scores and answers, read from the run's file if it belongs to its states."""
     dtype = getattr(torch, task.config.dtype or "float32")
-    before = _earlier(path, display)
+    before = _read_baseline(path, display)
     if before is None:
         display.detail("evaluating the base model")
-        before = task.able(model, dtype)
+        before = task.measure_baseline(model, dtype)
     elif before.text != task.text:
         display.detail("the text to measure forgetting on changed: evaluating the base model again")
         before = replace(before, domain=task.known(model, dtype), text=task.text)
@@ -99,8 +99,8 @@ def _asked(task: FinetuneTask, model: Decoder, path: Path, display: Display) -> 
     return before
 
 
-def _earlier(path: Path, display: Display) -> Baseline | None:
-    """What the file says, if there are states beside it and it is whole."""
+def _read_baseline(path: Path, display: Display) -> Baseline | None:
+    """The file's contents, if there are states beside it and it is undamaged."""
     if not (path.is_file() and any(path.parent.glob("step-*"))):
         return None
     try:
@@ -110,8 +110,8 @@ def _earlier(path: Path, display: Display) -> Baseline | None:
         return None
 
 
-def domain(data: FinetuneData, display: Display) -> TokenIds | None:
-    """Text of the kind that the base learned; None, which is told, if nobody knows where that is."""
+def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
+    """Token ids like the base model's training data; None, with a message, if there are none."""
     tokenizer = data.base.tokenizer
     assert tokenizer is not None, "it was loaded with one"
     try:

@@ -1,4 +1,4 @@
-"""What a finetune learns from, and on: the base, its examples as ids, and what that takes."""
+"""The data of a finetune: the base model, tokenized examples, and the memory that training needs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import (
     METHODS,
     PLAIN_KINDS,
-    changed,
+    apply_method,
     choose_batch,
     choose_context_length,
     choose_steps,
@@ -44,9 +44,9 @@ from dunes.train import adamw, cast_frozen
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """The base, and the examples as ids; `held` are the conversations of those for validation.
+    """The base model and the tokenized examples; `held` are the validation records.
 
-    `tokenizer` and `template` are what the finetuned model will speak with; `rows` are in an epoch.
+    `tokenizer` and `template` are those of the finetuned model.
     """
 
     config: FinetuneConfig
@@ -75,27 +75,27 @@ class FinetuneData:
         records = main_records([*files, *others])
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
-        own = taught(base)
+        own = own_template_name(base)
         if own is None or config.template or records.format not in PLAIN_KINDS:
             tokenizer = templates.attach_template(template, tokenizer)
             if own not in (None, template.name):
                 display.line(f"warning: it replaces the template that the base model was trained with: {own}")
-        write = partial(_written, config, template, records.format not in PLAIN_KINDS, tokenizer)
+        write = partial(_tokenize, config, template, records.format not in PLAIN_KINDS, tokenizer)
         rows, held = ([row for r in side for row in r.rows] for side in (files, others))
         if held:
             learn, valid = write(rows), write(held)
         else:
-            learn, valid, held = _divided(rows, config.val_fraction, write)
+            learn, valid, held = _split_examples(rows, config.val_fraction, write)
         if not held:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
         context = _context(config, [*learn, *valid], base)
-        learn, valid = ([w for e in side for w in _in_windows(e, context)] for side in (learn, valid))
+        learn, valid = ([w for e in side for w in _windows(e, context)] for side in (learn, valid))
         return cls(replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, held)
 
     def chosen(self, display: Display) -> "FinetuneData":
-        """The same with nothing left open in the plan, after the report on the examples.
+        """Report on the examples, and fill in every option that the config leaves open.
 
-        Raises ValueError for examples from which a model would not learn what they show.
+        Raises ValueError for examples that would teach something else than they show.
         """
         context = self.config.context_length
         if context > self.base.context_length:
@@ -113,19 +113,18 @@ class FinetuneData:
         batch = choose_batch(self.config, context, rows)
         steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, self._width)
         config = with_hardware(replace(self.config, batch=batch, steps=steps, lr=lr))
-        return replace(self, config=_fitting(replace(self, config=config), display))
+        return replace(self, config=_fit_memory(replace(self, config=config), display))
 
     @property
     def template_name(self) -> str | None:
-        """The name of the template that the model speaks afterwards, if it has one; rows that are written as they
-        should be read leave it the base's."""
+        """The name of the finetuned model's chat template, if it has one; plain text keeps the base model's."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
 
     @property
     def context(self) -> int:
-        """What the finetuned model looks at."""
+        """The context length of the finetuned model."""
         return max(self.config.context_length, self.base.context_length)
 
     @property
@@ -137,10 +136,10 @@ class FinetuneData:
         return self.base.model.embed.token.embedding_dim
 
 
-def _written(
+def _tokenize(
     config: FinetuneConfig, template: Template, spoken: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> list[Example]:
-    """The rows as ids; beside conversations, which are `spoken`, other rows keep a template of their own."""
+    """The tokenized rows; among conversations (`spoken`), plain rows are written without a template."""
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: spoken and row.format in PLAIN_KINDS):
         form = templates.get_template("plain") if plain else template
@@ -148,11 +147,11 @@ def _written(
     return examples
 
 
-def _divided(
+def _split_examples(
     rows: Sequence[Record], share: float, write: Callable[[Sequence[Record]], list[Example]]
 ) -> tuple[list[Example], list[Example], list[Record]]:
-    """Examples to learn from and to validate on, and the rows of the latter: whole ones by their hashes, but of
-    texts that are a large part of all their ends."""
+    """Training and validation examples, and the validation records: split by the hash of each record, large texts
+    by their ends."""
     large = large_texts(rows, share)
     heads, ends = split_tails(write(large), share)
     whole = {id(row) for row in large} if ends else set()
@@ -163,7 +162,7 @@ def _divided(
 
 
 def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
-    """Tokens in a row: as the longest conversation, while plain text needs no more than the base knows."""
+    """Tokens in a row: as many as the longest conversation has; of plain text at most what the base supports."""
     sizes = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(sizes, default=0)
     context = choose_context_length(config, longest, base.model, base.context_length)
@@ -171,20 +170,20 @@ def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoi
     return context if config.context_length or spoken else min(context, base.context_length)
 
 
-def _in_windows(example: Example, context: int) -> Iterable[Example]:
+def _windows(example: Example, context: int) -> Iterable[Example]:
     return [example] if example.window_index is None else split_windows(example, context)
 
 
-def taught(base: checkpoint.LoadedModel) -> str | None:
-    """The name of the template that a base brings along, if it does."""
+def own_template_name(base: checkpoint.LoadedModel) -> str | None:
+    """The name of the base model's own chat template, if it has one."""
     assert base.tokenizer is not None, "it was loaded with one"
     own = chat_template.template_from_files(base.tokenizer.extra_files, base.tokenizer.config_path.parent)
     name: str | None = base.card.get("template")
     return name or (None if own is None else templates.ModelTemplate.name)
 
 
-def _fitting(data: FinetuneData, display: Display) -> FinetuneConfig:
-    """The plan with as many rows at once as free memory holds; says what is needed and what there is."""
+def _fit_memory(data: FinetuneData, display: Display) -> FinetuneConfig:
+    """The config with the largest micro-batch that fits into free memory, which is reported."""
     config, free = data.config, measure.free_memory(measure.device())
     at_once = config.micro_batch or config.batch
     if config.batch % at_once:
@@ -200,10 +199,10 @@ def _fitting(data: FinetuneData, display: Display) -> FinetuneConfig:
 
 
 def memory(data: FinetuneData) -> dict[str, float]:
-    """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
+    """Bytes that a run needs, by purpose, estimated on fake tensors."""
     config = data.config
     assert config.dtype, "chosen before"
-    build, real = partial(_shaped, data), _rows(config)
+    build, real = partial(_meta_model, data), _rows(config)
 
     def batch(shape: Shape) -> tuple[Tensor, ...]:
         return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in real)
@@ -211,11 +210,11 @@ def memory(data: FinetuneData) -> dict[str, float]:
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(config.micro_batch, config.context_length, getattr(torch, config.dtype))
-    return process(training(build, shape, True, TrainSetup(partial(optimizer, config), answered, batch)), size)
+    return process(training(build, shape, True, TrainSetup(partial(optimizer, config), answer_loss, batch)), size)
 
 
 def _rows(config: FinetuneConfig) -> Batch:
-    """A batch as full as can be: two examples in each row, all trained on."""
+    """A full batch: two examples in each row, all trained on."""
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
     return collate(
@@ -223,29 +222,29 @@ def _rows(config: FinetuneConfig) -> Batch:
     )
 
 
-def _shaped(data: FinetuneData) -> Decoder:
-    """The model that trains, without its numbers."""
+def _meta_model(data: FinetuneData) -> Decoder:
+    """The trained model on fake tensors."""
     words = checkpoint.hf_config_of(data.base.model, data.base.context_length)
     assert not isinstance(words, str), "it came from a folder that says so"
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
     model = build_with_dtype(dtype, partial(FAMILIES[words.family].build, words.config))
-    changed(model, data.config, fill=False)
-    kept(model, data.config)
+    apply_method(model, data.config, fill=False)
+    cast_frozen_weights(model, data.config)
     return model
 
 
 def prepare_model(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]]]:
-    """The model as it trains, and the notes of what was changed.
+    """The model to train, and the record of its changes.
 
-    Who trains all of it does so in float32: steps are smaller than what bfloat16 can tell apart.
+    Full finetuning trains in float32: updates are smaller than bfloat16's precision.
     """
     model = model.float() if METHODS[config.method].adapter is None else model
-    return model, changed(model, config)
+    return model, apply_method(model, config)
 
 
-def kept(model: Decoder, config: FinetuneConfig) -> None:
-    """Round frozen weights to the dtype of products, where they are found again in the base."""
+def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
+    """Cast frozen weights to the dtype of matrix products; the base model keeps the original ones."""
     assert config.dtype, "chosen before"
     if METHODS[config.method].adapter is not None:
         cast_frozen(model, getattr(torch, config.dtype))
@@ -256,7 +255,7 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
     return adamw(model, config.lr, (0.9, 0.999), decay=0.0)
 
 
-def answered(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss of answers: what `Batches` make."""
+def answer_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss on the batches of `Batches`."""
     assert isinstance(model, Decoder), "runs build nothing else"
     return model.loss(*batch)

@@ -1,4 +1,4 @@
-"""What follows for a model from a finetune's config: its changes, which weights train, and how fast.
+"""What a finetune's config means for a model: its changes, which weights train, and how fast.
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 """
@@ -21,25 +21,25 @@ from dunes.text import Tokenizer, templates
 ADAPTER = lora.NAME
 
 TOKENS, STEPS = 4096, 32
-"""Tokens in a step, and steps in an epoch at least: LoRA learns less well from large batches
+"""Tokens in a step, and minimum of steps in an epoch: LoRA learns less well with large batches
 (https://thinkingmachines.ai/blog/lora/)."""
 
 MAX_CONTEXT, MIN_CONTEXT = 2048, 128
-"""Of a context that is chosen."""
+"""Bounds of a chosen context length."""
 
 MAX_ADAPTER_LR = 0.005
-"""The largest learning rate of adapters that is chosen."""
+"""The largest chosen learning rate of adapters."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""The template of each kind of records; of conversations it is one that the tokenizer has the tokens for."""
+"""The default template of each format; conversations use one whose tokens the tokenizer has."""
 
 PLAIN_KINDS = ("completion", "text")
-"""Kinds whose rows are written as they should be read: a model's own template has nothing to add."""
+"""Formats whose rows are complete text: no chat template is applied."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """What is done to the base: how its weights are kept, and which adapter stands beside them, if one does."""
+    """How the base weights are stored, and which adapter is trained, if any."""
 
     adapter: Mapping[str, Any] | None = None
     quantize: Mapping[str, Any] | None = None
@@ -59,7 +59,7 @@ METHODS = {
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
-    """What was asked of an adapter where the method has none."""
+    """Adapter options that were set for a method without an adapter."""
     return (
         [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
         if METHODS[config.method].adapter is None
@@ -68,8 +68,8 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
 
 
 def main_records(files: Sequence[Records]) -> Records:
-    """The records by which a template is chosen: conversations, which one for single answers could not write, then
-    single answers, then those that are written as they should be read."""
+    """The records that decide the template: conversations first, which a single-turn template cannot write, then
+    single answers, then plain text."""
     order = sorted(files, key=lambda r: (r.format in PLAIN_KINDS, r.format == "alpaca"))
     return order[0]
 
@@ -77,7 +77,7 @@ def main_records(files: Sequence[Records]) -> Records:
 def choose_template(
     config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
-    """The template: the one asked for, the model's own, or the usual one for such records."""
+    """The template: the one asked for, the model's own, or the default for these records."""
     if config.template:
         return templates.get_template(config.template)
     own = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
@@ -87,10 +87,10 @@ def choose_template(
     return templates.get_template(DEFAULT_TEMPLATES.get(records.format, "chatml" if known else "mistral"))
 
 
-def changed(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
-    """Change the model as the method says, freeze what is not to learn, and return the notes.
+def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
+    """Apply the method to the model, freeze all other weights, and return the record of the changes.
 
-    Without `fill` no number is read or drawn, for a model that has none.
+    Without `fill` no value is read or drawn, for a model on fake tensors.
     """
     method, notes = METHODS[config.method], []
     if method.quantize is not None:
@@ -98,14 +98,14 @@ def changed(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list
         shape_quantized(model, fill=fill, **note)
         notes.append(note)
     if method.adapter is None:
-        only(model, config.target_modules or ("**",))
+        set_trainable(model, config.target_modules or ("**",))
         return notes
     note = lora.decide(model, **_request(config), **method.adapter)
     lora.shape(model, **note)
     if fill:
         lora.fill(model, **note)
     lora.set_adapter(model, ADAPTER)
-    only(model, note["new"])
+    set_trainable(model, note["new"])
     return [*notes, note]
 
 
@@ -115,10 +115,10 @@ def _request(config: FinetuneConfig) -> dict[str, Any]:
     return asked | {"adapter": ADAPTER, "seed": config.seed}
 
 
-def only(model: nn.Module, where: Sequence[str]) -> None:
-    """Let those parameters learn that the globs select, by their own names or by their modules' places.
+def set_trainable(model: nn.Module, where: Sequence[str]) -> None:
+    """Make the parameters trainable that the globs match, by their names or their modules' names.
 
-    Raises ValueError, with what there is, if these are none.
+    Raises ValueError that lists the names if there are none.
     """
     for name, parameter in model.named_parameters():
         chosen = False
@@ -134,7 +134,7 @@ def only(model: nn.Module, where: Sequence[str]) -> None:
 
 
 def learning_rate(config: FinetuneConfig, width: int) -> float:
-    """The rate that was asked for, or the usual one for a model of this width.
+    """The learning rate that was asked for, or the default for a model of this width.
 
     Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
@@ -148,19 +148,19 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
         full: float = 2e-5 * (4096 / width) ** 1.28
         return full
     lora: float = min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
-    return max(lora / _gain(config), config.MINIMUM["lr"])
+    return max(lora / _adapter_scale(config), config.MINIMUM["lr"])
 
 
-def _gain(config: FinetuneConfig) -> float:
-    """The adapter's scale over that of LoRA with an alpha of 32: a change of B is multiplied by as much."""
+def _adapter_scale(config: FinetuneConfig) -> float:
+    """The adapter's scale relative to LoRA with alpha 32, by which updates of B are multiplied."""
     adapter = METHODS[config.method].adapter or {}
     return config.alpha / 32 * (config.rank**0.5 if adapter.get("rslora") else 1.0)
 
 
 def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, known: int) -> int:
-    """The context asked for, or one that the longest example fits into.
+    """The context length that was asked for, or one that fits the longest example.
 
-    Where the model learned a vector for each position it can look no further than it `known`; angles go on.
+    Learned position embeddings limit it to the `known` one; rotary positions do not.
     """
     most = known if model.embed.place is not None else max(known, MAX_CONTEXT)
     if config.context_length > most:
@@ -171,12 +171,12 @@ def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, 
 
 
 def choose_batch(config: FinetuneConfig, context: int, epoch: int) -> int:
-    """The rows asked for, or so many that a step has TOKENS and an epoch STEPS."""
+    """The batch size that was asked for, or one with TOKENS in a step and STEPS in an epoch."""
     return config.batch or max(1, min(TOKENS // context, epoch // STEPS))
 
 
 def choose_steps(config: FinetuneConfig, epoch: int, batch: int) -> int | None:
-    """How many steps, if not the clock ends the run."""
+    """The number of steps, or None if the clock ends the run."""
     if config.stops_by_time:
         return None
     return config.steps or max(1, round(config.epochs * epoch / batch))

@@ -1,4 +1,4 @@
-"""Learning to answer: the batches and scores of a finetune, and what it changed, beside what the base could do."""
+"""The task of a finetune: batches, validation, forgetting, and answers beside the base model's."""
 
 import json
 import shlex
@@ -34,26 +34,26 @@ from dunes.text.templates import Conversation
 from dunes.units import format_count
 
 SHOWN = 3
-"""Held-out examples that are answered before and after."""
+"""Validation examples that are answered before and after."""
 
 ANSWER = 160
-"""Tokens of such an answer at most."""
+"""Maximum number of tokens of such an answer."""
 
 DOMAIN = 65_536
-"""Tokens of the base's own domain that are scored before and after."""
+"""Tokens of the forgetting data that are scored before and after."""
 
 LINES, LINE = 5, 200
-"""Of an answer on the screen, and characters of each."""
+"""Lines of an answer in the report, and characters of each."""
 
 SCORED = 16
-"""Rows that are scored at a time."""
+"""Batch size of validation."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the base could do: its score on the held-out answers and on its own domain, and what it answered.
+    """The base model's validation score, its score on the forgetting data (`domain`), and its answers (`said`).
 
-    `text` is the fingerprint of what the domain was measured on.
+    `text` is the fingerprint of the forgetting data.
     """
 
     score: Score
@@ -63,7 +63,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
-        """Raises ValueError for a file that is none."""
+        """Raises ValueError for a file with other contents."""
         found = json_file.read(path)
         said = found.get("answers")
         whole = isinstance(said, list) and all(isinstance(words, str) for words in [*said, found.get("text")])
@@ -80,9 +80,9 @@ class Baseline:
 
 @dataclass(frozen=True)
 class FinetuneTask:
-    """To learn to answer as examples do. `domain` is text of the base's own kind, `stored` the base's dtype.
+    """Training on examples. `domain` are token ids to measure forgetting on, `stored` the base model's dtype.
 
-    `base` is the identity of the base's weights, `settings` the digest of all else of it.
+    `base` identifies the base model's weights, `settings` is the digest of its architecture.
     """
 
     data: FinetuneData
@@ -126,27 +126,27 @@ class FinetuneTask:
         return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
-        return "\n".join(f"{_question(r.turns)}\n>>> {self._said(model, r.turns)}" for r in self.data.held[:1])
+        return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(model, r.turns)}" for r in self.data.held[:1])
 
-    def able(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
-        """What the model can do by now; of its score on the answers, if that is not known yet."""
-        said = [self._said(model, record.turns) for record in self.data.held[:SHOWN]]
+    def measure_baseline(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
+        """What the model can do now; it is validated unless its `score` is given."""
+        said = [self._answer(model, record.turns) for record in self.data.held[:SHOWN]]
         return Baseline(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
 
     @property
     def text(self) -> str:
-        """The fingerprint of the base's own domain; empty without one."""
+        """The fingerprint of the forgetting data; empty without any."""
         return "" if self.domain is None else sha256(np.asarray(self.domain).tobytes()).hexdigest()
 
     def known(self, model: Decoder, dtype: torch.dtype) -> Score | None:
-        """The score on the base's own domain, if there is one."""
+        """The score on the forgetting data, if there is any."""
         if self.domain is None:
             return None
         width = widths(self.tokenizer.token_bytes())
         return evaluate(model, self.domain, width, self.data.base.context_length, dtype, DOMAIN)
 
-    def _said(self, model: Decoder, talk: Conversation) -> str:
-        """What the model answers: the likeliest tokens, up to one that ends an answer."""
+    def _answer(self, model: Decoder, talk: Conversation) -> str:
+        """The model's answer by greedy decoding."""
         if talk[-1].role == "text":
             ids = self.tokenizer.prompt("")
         else:
@@ -178,15 +178,15 @@ class FinetuneTask:
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         if METHODS[self.config.method].adapter is None and self.stored != torch.float32:
-            run.model.to(self.stored)  # what is scored is what is kept
+            run.model.to(self.stored)  # score the weights that are saved
             score = self.score(run.model, run.dtype, FINAL_TOKENS)
-        after = None if interrupted else self.able(run.model, run.dtype, score)
+        after = None if interrupted else self.measure_baseline(run.model, run.dtype, score)
         self._save(run, self._facts(run, score, after))
         if after is None:
             return self._next(run.folder)
         try:
             _append_once(run.folder / "samples.md", self._page(after))
-        except OSError as error:  # what was learned is kept by now
+        except OSError as error:  # the weights are saved by now
             return [
                 f"warning: writing samples.md failed: {error}",
                 *self._lines(after),
@@ -204,7 +204,7 @@ class FinetuneTask:
 
     @property
     def _base(self) -> Path | str:
-        """Where the base is to be found again: a folder, or a name on the Hub."""
+        """Where the base model can be loaded from: a folder, or a name on the Hub."""
         return self.data.folder if Path(self.config.model).is_dir() else self.config.model
 
     def _facts(self, run: Run, score: Score, after: Baseline | None) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class FinetuneTask:
         return about | {"changes": [*self.notes]}
 
     def _lines(self, after: Baseline) -> list[str]:
-        """What a person wants to know: what was learned, what was forgotten, and how it answers."""
+        """The final report: validation loss, forgetting, and answers before and after."""
         assert self.before is not None, "asked at the beginning"
         lines = [
             f"validation loss of answers: {self.before.score.loss:.3f} nats/token before, "
@@ -244,7 +244,7 @@ class FinetuneTask:
         return [f"adapter: {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
 
     def _page(self, after: Baseline) -> str:
-        """The answers side by side, as a table in Markdown."""
+        """The answers side by side, as a Markdown table."""
         assert self.before is not None, "asked at the beginning"
         rows = [
             "## Validation examples, before and after",
@@ -274,18 +274,18 @@ def _question(talk: Conversation) -> str:
 
 
 def _asked(example: Example, context: int) -> int:
-    """How many targets a row of this context has of the example."""
+    """The number of targets of the example in a row of this length."""
     return int(example.loss_mask[1 : context + 1].sum())
 
 
 def _first(examples: Sequence[Example], context: int, limit: int) -> Sequence[Example]:
-    """As many of the examples as have about so many targets."""
+    """The first examples with about this many targets."""
     counts = np.cumsum([_asked(e, context) for e in examples])
     return examples[: int(np.searchsorted(counts, limit)) + 1]
 
 
 def _short(words: str) -> str:
-    """For the screen: a few lines, which stand below each other. The whole is in samples.md."""
+    """A few lines for the report; samples.md has all of it."""
     lines = [line[:LINE] for line in words.split("\n") if line.strip()]
     return "\n          ".join(
         [*lines[:LINES], *(["..."] if len(lines) > LINES or len(words) > LINE * LINES else [])]

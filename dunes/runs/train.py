@@ -1,4 +1,4 @@
-"""Training from scratch: from a plan to a model folder, with what a person wants to see on the way."""
+"""Training a model from scratch on text."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -32,19 +32,19 @@ from dunes.units import format_count
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
-    """Run the plan into the folder, or resume the run there; `options` are fields of `RunOptions`.
+    """Train into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
     Returns and raises what `execute_run` does.
     """
     going = RunOptions(**options)
 
     def prepared(config: TrainConfig, timings: Timings) -> Make | None:
-        with timings("reading the text"):
+        with timings("reading data"):
             corpus = gather(config)
         for line in (corpus.report(), *corpus.notes):
             display.detail(line)
         config = replace(config, split=corpus.split)
-        with timings("choosing"):
+        with timings("choosing the size"):
             config, reasons = autosize_run(config, sum(d.size for d in corpus.train))
         for line in reasons:
             display.detail(line)
@@ -60,7 +60,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 
 
 def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
-    """A run at its first step, for a plan that leaves nothing open."""
+    """A run at its first step, for a config that leaves nothing open."""
     assert config.dtype, "chosen before"
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
@@ -75,7 +75,7 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
 
 @dataclass(frozen=True)
 class TrainTask:
-    """To learn to go on with a text."""
+    """Next-token prediction on text."""
 
     config: TrainConfig
     text: Tokens
