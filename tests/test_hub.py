@@ -268,11 +268,11 @@ REFUSALS = {
     "gated": (
         "org/tiny",
         ("/resolve/", 403, {"X-Error-Code": "GatedRepo"}),
-        "consent; give it at http.*/org/tiny",
+        "accept its conditions at http.*/org/tiny",
     ),
     "forbidden": ("org/tiny", ("/resolve/", 403, {}), r"\(403\); set HF_TOKEN .* hf auth login"),
     "missing": ("org/other", None, "org/other: neither a folder nor a public model"),
-    "revision": ("org/tiny@v2", None, "has no revision 'v2'"),
+    "revision": ("org/tiny@v2", None, "there is no revision 'v2'"),
     "gone": ("org/tiny", ("/resolve/", 404, {"X-Error-Code": "EntryNotFound"}), "no such file"),
     "busy": ("org/tiny", ("/api/", 429, {}), "cannot be reached.*429.*try again"),
     "down": ("org/tiny", ("/api/", 503, {}), "cannot be reached.*503.*try again"),
@@ -295,7 +295,7 @@ def test_a_page_that_is_no_hub_is_one_line(site):
 def test_no_weights_is_said_before_anything_is_fetched(site):
     for name in [n for n in site.files if n.endswith((".safetensors", ".bin", ".pth"))]:
         del site.files[name]
-    assert "org/tiny: no weights that are read here" in refused("org/tiny")
+    assert "org/tiny: no weights in a supported format" in refused("org/tiny")
     assert site.fetched() == set()
 
 
@@ -319,7 +319,7 @@ def test_a_download_that_was_cut_short_is_no_model_without_a_network_and_goes_on
     site.refused = None
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert "is not (whole) in" in refused(f"org/tiny@{COMMIT}")
+        assert "is not complete in" in refused(f"org/tiny@{COMMIT}")
     hub.locate_model("org/tiny")
 
 
@@ -332,7 +332,7 @@ def test_nothing_here_and_no_network_is_one_line_after_one_try(monkeypatch, tmp_
         if not silent:
             server.close()
         message = refused("org/tiny")
-    assert "org/tiny: no such folder, 'main' is not (whole) in" in message
+    assert "org/tiny: no such folder, 'main' is not complete in" in message
     assert ("timed out" if silent else "refused") in message
     assert "try again with a network, or name a folder" in message
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

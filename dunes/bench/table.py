@@ -101,7 +101,7 @@ def print_memory(log: Allocations) -> None:
     print_table(f"peak tensor memory: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
     places: dict[tuple[str, str, str], list[int]] = {}
     for a in log.held():
-        place = places.setdefault((re.sub(r"\b\d+\b", "*", a.where), a.kind, a.phase), [0, 0])
+        place = places.setdefault((re.sub(r"\b\d+\b", "*", a.owner), a.kind, a.phase), [0, 0])
         place[0] += a.size
         place[1] += 1
     most = sorted(places.items(), key=lambda item: -item[1][0])[:16]

@@ -1,10 +1,9 @@
 """A model by its name on the Hugging Face Hub: a folder of the Hub's own cache, at one commit.
 
-A branch is resolved to the commit that it points to; huggingface_hub keeps the listing of that commit, downloads
-what is missing, and needs no network for what it has. Here it is decided which files a reader can use: the weights
-in one form only, and never code. The downloader compares sizes alone, so what it brought is hashed, and so is all
-of it where `verify` asks for that: the cache names each file by its digest (SHA-256 of large files, git's SHA-1 of
-a blob for the others).
+A branch is resolved to the commit that it points to; huggingface_hub caches the listing of that commit, downloads
+missing files, and needs no network for cached ones. This module selects the files to download: the weights in one
+format only, and never code. The downloader compares sizes only, so downloaded files are hashed here, and with
+`verify` all files: the cache names each file by its digest (SHA-256 of large files, git's SHA-1 for the others).
 
 Sources: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
 snapshots of links to them, refs), https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
@@ -23,7 +22,7 @@ from dunes.checkpoint import atomic
 from dunes.plural import plural
 
 SECONDS = 10.0
-"""That an answer of the Hub may take."""
+"""Timeout of a request to the Hub."""
 PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 NAME = re.compile(f"{PART}/{PART}", re.ASCII)
 REVISION = re.compile(r"\w(?:[\w./+-]{0,254}\w)?", re.ASCII)
@@ -35,7 +34,7 @@ BESIDE = re.compile(
     r"(config|generation_config|params|special_tokens_map|tekken|dunes|tokenizer\w*)\.json"
     r"|tokenizer\.model(\.v\w+)?|chat_template\.jinja"
 )
-# Forms of weights, the best first: safe ones before pickles, one file before many, the Hub's usual names first.
+# Formats of weights, the best first: safetensors before pickles, one file before shards, usual names first.
 FORMS = tuple(
     (re.compile(weights), index)
     for weights, index in (
@@ -92,7 +91,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
 
 
 def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
-    """The copy of a revision, whole."""
+    """The cached copy of a revision, downloaded if needed."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # both are read when the package is imported
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -116,9 +115,9 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
 
 
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
-    """The commit that a revision points to, and its files with the bytes that each will still take on the disk.
+    """The commit that a revision points to, and its files with the bytes that each still needs on the disk.
 
-    A commit with a cached listing asks nobody. `HfApi.resolve_revision` would ask without a timeout.
+    A commit with a cached listing needs no request. `HfApi.resolve_revision` has no timeout.
     """
     from huggingface_hub import HfApi
 
@@ -148,7 +147,7 @@ def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
 
     try:
         return {entry.path: entry.size for entry in get_cached_repo_tree(name, revision=commit)}
-    except CachedRepoTreeNotFoundError:  # by a tool that keeps no listings
+    except CachedRepoTreeNotFoundError:  # older versions cache no listings
         return {path.name: 0 for path in (store / "snapshots" / commit).glob("*")}
 
 
@@ -157,7 +156,7 @@ def _read_ref(ref: Path) -> str:
 
 
 def _write_ref(ref: Path, commit: str) -> None:
-    """Note in the Hub's cache which commit a branch is at, for the day without a network."""
+    """Cache which commit a branch points to, for use without a network."""
     if ref.name != commit and _read_ref(ref) != commit:
         with suppress(OSError):  # a cache that is only read serves as well
             ref.parent.mkdir(parents=True, exist_ok=True)
@@ -165,18 +164,18 @@ def _write_ref(ref: Path, commit: str) -> None:
 
 
 def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
-    """Those that a reader uses, with the weights in one form. Raises ValueError without weights."""
+    """The files to download, with the weights in one format. Raises ValueError if there are no weights."""
     for weights, index in FORMS:
         if any(map(weights.fullmatch, files)):
             return {n: f for n, f in files.items() if BESIDE.fullmatch(n) or weights.fullmatch(n) or n == index}
     raise ValueError(
-        f"{name}: no weights that are read here (model*.safetensors, consolidated*.safetensors, "
+        f"{name}: no weights in a supported format (model*.safetensors, consolidated*.safetensors, "
         f"consolidated.*.pth or pytorch_model*.bin) among its {plural(len(files), 'file')}; name another model"
     )
 
 
 def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
-    """Raise ValueError that names the first of the files whose digest is not its name in the cache.
+    """Raise ValueError that names the first file whose digest differs from its name in the cache.
 
     With `discard` the file is removed, or else it would not be downloaded again.
     """
@@ -192,7 +191,7 @@ def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
 
 
 def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
-    """SHA-256 of a file, or the shorter name that git gives to its bytes, in hex."""
+    """SHA-256 of a file, or its git blob hash, in hex."""
     if length == 64:
         return atomic.digest(path, advance)
     data = path.read_bytes()
@@ -200,31 +199,33 @@ def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """What the Hub answered, or that it did not, in one line that says what to do."""
+    """The Hub's refusal, or that it cannot be reached, in one line with the remedy."""
     from huggingface_hub import constants
 
     return ValueError(
         _refusal(error, name, revision)
-        or f"{name}: no such folder, {revision!r} is not (whole) in {constants.HF_HUB_CACHE}, and the Hub cannot "
+        or f"{name}: no such folder, {revision!r} is not complete in {constants.HF_HUB_CACHE}, and the Hub cannot "
         f"be reached ({_first_line(error)}); try again with a network, or name a folder"
     )
 
 
 def _refusal(error: Exception, name: str, revision: str) -> str | None:
-    """What the Hub answered; None if it did not answer, or not now."""
+    """The Hub's refusal in one line; None if it did not answer or was too busy."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{name}"
     for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", 0)
         if isinstance(cause, errors.GatedRepoError):
-            return f"{name}: its owner asks for consent; give it at {page}, then {SIGN_IN}"
+            return f"{name}: gated; accept its conditions at {page}, then {SIGN_IN}"
         if isinstance(cause, errors.RevisionNotFoundError):
-            return f"{name}: has no revision {revision!r}; its branches, tags and commits are at {page}/commits"
+            return (
+                f"{name}: there is no revision {revision!r}; its branches, tags and commits are at {page}/commits"
+            )
         if isinstance(cause, errors.RepositoryNotFoundError):
             return f"{name}: neither a folder nor a public model of the Hub; check the name, or {SIGN_IN}"
         if status in (401, 403):
-            return f"{name}: the Hub does not let it be read ({status}); {SIGN_IN}"
+            return f"{name}: the Hub denies access ({status}); {SIGN_IN}"
         if status == 404:
             return f"{name}: the Hub has no such file: {_first_line(cause)}; try again, or check HF_ENDPOINT"
     return None
@@ -237,7 +238,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong at the bottom of it, in one short line."""
+    """The first line of the root cause, shortened."""
     *_, last = _causes(error)
     lines = [line.strip() for line in str(last).splitlines() if line.strip()]
     return f"{lines[0] if lines else type(last).__name__}"[:300].rstrip(".")

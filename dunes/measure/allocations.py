@@ -1,4 +1,4 @@
-"""Every tensor's memory, from when it is made until it is freed, on any device, with real tensors or fake ones.
+"""The memory of every tensor from allocation to free, on any device, with real or fake tensors.
 
 Each operation's results are seen as they come from the dispatcher; a storage is freed when its last
 tensor goes. What an operation takes for itself and gives back before it returns is not seen.
@@ -29,35 +29,35 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage: bytes, who made it (a module's name, or a function where no module was at work), and when.
+    """A storage: its bytes, its owner (the module that allocated it, or the function outside modules), and when.
 
-    `born` and `died` count allocations and frees from the beginning; `died` is None for what is still held.
+    `allocated` and `freed` count allocations and frees from the beginning; `freed` is None for what is still held.
     """
 
     size: int
-    where: str
+    owner: str
     operation: str
     phase: str
-    born: int
+    allocated: int
     kind: Kind = "temporaries"
-    died: int | None = None
+    freed: int | None = None
     call: int = 0
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """All allocations of a piece of work, in the order in which they were made."""
+    """All allocations of a piece of work, in order."""
 
     made: list[Allocation]
 
     @cached_property
     def live(self) -> list[int]:
-        """Bytes held after each event."""
-        changes = [0] * (1 + max((max(a.born, a.died or 0) for a in self.made), default=0))
+        """Bytes allocated after each event."""
+        changes = [0] * (1 + max((max(a.allocated, a.freed or 0) for a in self.made), default=0))
         for a in self.made:
-            changes[a.born] += a.size
-            if a.died is not None:
-                changes[a.died] -= a.size
+            changes[a.allocated] += a.size
+            if a.freed is not None:
+                changes[a.freed] -= a.size
         held, total = [], 0
         for change in changes:
             total += change
@@ -66,7 +66,7 @@ class Allocations:
 
     @property
     def peak(self) -> int:
-        """The most bytes held at once."""
+        """The peak in bytes."""
         return max(self.live, default=0)
 
     @property
@@ -75,12 +75,12 @@ class Allocations:
         return self.live.index(self.peak)
 
     def held(self, moment: int | None = None) -> list[Allocation]:
-        """What was held after an event, the peak's if none is named."""
+        """The live allocations after an event, by default at the peak."""
         at = self.moment if moment is None else moment
-        return [a for a in self.made if a.born <= at and (a.died is None or a.died > at)]
+        return [a for a in self.made if a.allocated <= at and (a.freed is None or a.freed > at)]
 
     def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
-        """Bytes held at a moment (the peak), added up by some of Allocation's fields, largest first."""
+        """Live bytes at a moment (the peak), summed by some of Allocation's fields, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
         for a in self.held(moment):
             sums[tuple(getattr(a, name) for name in names)] += a.size
@@ -132,16 +132,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def see(self, tensor: Tensor, operation: str, kind: Kind = "temporaries") -> Allocation | None:
-        """Note the tensor's storage, if it is new; returns what stands for it."""
+        """Record the tensor's storage if it is new; returns its entry."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.held:
             return self.held[key][1]
         if not (size := storage.nbytes()):
             return None
-        where, cached = self._where()
+        owner, cached = self._where()
         self.moment += 1
-        made = Allocation(size, where, operation, self.phase, self.moment, kind, call=self.places.calls)
+        made = Allocation(size, owner, operation, self.phase, self.moment, kind, call=self.places.calls)
         if cached:
             made.kind = "cache"
         self.log.append(made)
@@ -155,7 +155,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "backward" if in_backward() else "forward"
 
     def _where(self) -> tuple[str, bool]:
-        """The module at work, or the function that is; and whether a cache of keys and values asked for it."""
+        """The running module or function, and whether a key/value cache allocates."""
         frame = sys._getframe(2)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.over:
             return
         self.moment += 1
-        made.died = self.moment
+        made.freed = self.moment
         if made.kind == "temporaries" and made.phase == "forward":
             # Held for a later module or for the way back, and not only while its own module computed.
             if self.phase == "backward" or (self.places.calls > made.call and not self._inside(made)):
@@ -179,14 +179,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.kind = "temporaries"
 
     def _inside(self, made: Allocation) -> bool:
-        return made.where in self.places.stack
+        return made.owner in self.places.stack
 
     def beginning(self, model: nn.Module) -> None:
-        """What the model holds already."""
+        """Record what the model holds already."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             for held, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
                 if held is not None and (made := self.see(held, "held before", kind)):  # type: ignore[arg-type]
-                    made.where, made.phase, made.born = name.rpartition(".")[0] or "model", "before", 0
+                    made.owner, made.phase, made.allocated = name.rpartition(".")[0] or "model", "before", 0
 
     def gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None and (made := self.see(parameter.grad, "gradient")):
@@ -205,10 +205,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor) and (made := self.see(tensor, "held before")):
                 made.kind = "optimizer"
                 if held and made.operation == "held before":
-                    made.phase, made.born = "before", 0
+                    made.phase, made.allocated = "before", 0
 
     def finish(self) -> None:
-        """What is still held is an activation if the forward pass made it: its way back did not come."""
+        """Count what the forward pass allocated and is still live as activations: no backward came."""
         self.over = True
         for _, made in self.held.values():
             if made.kind == "temporaries" and made.phase == "forward":

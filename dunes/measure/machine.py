@@ -18,7 +18,7 @@ _device_set: str | None = None
 
 
 def set_device(name: str | None) -> None:
-    """Have `device` give the device of this name, one of DEVICES, or with None the best one again.
+    """Make `device` return the device of this name, one of DEVICES, or with None the best one again.
 
     Raises ValueError if this machine has none.
     """
@@ -30,7 +30,7 @@ def set_device(name: str | None) -> None:
 
 
 def device() -> torch.device:
-    """The device that `use_device` named; else CUDA if there, else Apple's GPU, else the CPU."""
+    """The device that was set with `set_device`; else CUDA if there, else Apple's GPU, else the CPU."""
     if _device_set is not None:
         return torch.device(_device_set)
     if torch.cuda.is_available():
@@ -39,7 +39,7 @@ def device() -> torch.device:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
-    """Floating-point operations a second of a square matrix product."""
+    """FLOP/s of a square matrix product."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     count, start = 0, 0.0
     while count < 3 or perf_counter() - start < seconds:
@@ -52,7 +52,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seco
 
 
 def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -> float:
-    """Bytes a second that can be read from memory: the fastest of some sums over `size` bytes."""
+    """Memory read bandwidth in bytes/s: the fastest of several sums over `size` bytes."""
     x = torch.ones(size // 4, device=device)
     best, start = 0.0, perf_counter()
     while perf_counter() - start < seconds or not best:
@@ -64,7 +64,7 @@ def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether this error means that memory could not be had, on any device."""
+    """Whether this error means out of memory, on any device."""
     words = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, MemoryError) or any(w in str(error) for w in words)
 
@@ -76,7 +76,7 @@ def choose_dtype(device: torch.device) -> torch.dtype:
 
 
 def choose_threads(rounds: int = 3) -> int:
-    """How many threads to compute with: all the process may use, or one where others keep them busy.
+    """The number of threads to use: all that the process may use, or one if other processes keep them busy.
 
     Threads that wait for each other at every operation can be ten times slower than one alone when
     something else runs too. One alone is chosen only if it wins every round, half a second apart.
@@ -94,7 +94,7 @@ def choose_threads(rounds: int = 3) -> int:
 
 
 def _seconds(threads: int) -> float:
-    """The median time of a small piece of a training step with so many threads."""
+    """The median time of a small part of a training step with this many threads."""
     torch.set_num_threads(threads)
     x, weight, times = torch.randn(1024, 256), torch.randn(256, 1024), []
     for _ in range(30):
@@ -105,7 +105,7 @@ def _seconds(threads: int) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Have freed memory kept for the next step, instead of given back and fetched anew each time.
+    """Keep freed memory for the next step, instead of returning it to the system each time.
 
     glibc returns large blocks to the system at once; a training step then spends a third of its time
     on page faults (4M parameters, 2 threads: 5.3k tokens/s without, 7.8k with).
@@ -122,7 +122,7 @@ def keep_freed_memory() -> None:
 
 
 def flush_denormals() -> None:
-    """Have numbers too small for the usual format count as zero, in this thread and those it starts.
+    """Flush denormal numbers to zero, in this thread and those it starts.
 
     Processors compute with them ten times slower: a softmax over 512 x 4,096 logits of a sure model
     took 7.6 ms with and 0.7 ms without. Call it before the first operation, which starts the others.
@@ -133,7 +133,7 @@ def flush_denormals() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has held at once: on the GPU if it uses one, else resident."""
+    """The peak memory of this process in bytes: on the GPU if it uses one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration), open("/proc/self/status") as file:
@@ -144,7 +144,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Let `peak_memory` begin anew where that is possible (CUDA, Linux); returns the bytes held now."""
+    """Reset `peak_memory` where that is possible (CUDA, Linux); returns the bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -154,7 +154,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process has now; where that is not told, the most it had."""
+    """Resident memory of this process in bytes; its peak where the system does not tell."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -163,7 +163,7 @@ def resident_memory() -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken without swapping; 0 where that is not told."""
+    """Bytes available without swapping; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
@@ -175,7 +175,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _granted() -> int:
-    """What is left of the memory that a container grants."""
+    """What is left of a container's memory limit."""
     left, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
     with suppress(OSError, ValueError):  # files in memory make room
         cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])

@@ -1,4 +1,4 @@
-"""Which module is at work, forward and backward."""
+"""Which module is running, forward and backward."""
 
 from bisect import bisect_right
 from types import TracebackType
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ModuleTracker:
-    """`with Places(model) as places:` then `places.now()` says which module computes, by its dotted name.
+    """`with ModuleTracker(model) as tracker:` then `tracker.now()` is the dotted name of the running module.
 
     In a forward pass that is the innermost module whose `forward` runs. In a backward pass it is the one
     whose forward made the node of the graph that runs now: nodes are numbered in the order in which they
@@ -41,14 +41,14 @@ class ModuleTracker:
         self._hooks.clear()
 
     def now(self) -> str | None:
-        """The module at work; None outside of all modules."""
+        """The running module; None outside all modules."""
         if self.stack:
             return self.stack[-1]
         node = torch._C._current_autograd_node()
         return None if node is None else self.of(node)
 
     def of(self, node: Any) -> str | None:
-        """The module whose forward made this node of the graph; for a parameter's own node, its module."""
+        """The module whose forward created this graph node; for a parameter's own node, its module."""
         if (parameter := getattr(node, "variable", None)) is not None:
             return self._owners.get(id(parameter))
         at = bisect_right(self._numbers, node._sequence_nr()) - 1
@@ -67,7 +67,7 @@ class ModuleTracker:
         self._note()
 
     def _note(self) -> None:
-        """From the next node on, the innermost module is the maker; on the way back, none is made that counts."""
+        """From the next node on, the innermost module is the creator; nodes created in backward do not count."""
         if not in_backward():
             self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
             self._names.append(self.stack[-1] if self.stack else "")
