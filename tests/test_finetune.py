@@ -26,7 +26,7 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, answer_loss, memory, optimizer
 from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.memory import Shape, TrainSetup, training
+from dunes.runs.memory import Shape, TrainSetup, train_allocations
 from dunes.runs.run import Run, read_metrics, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
@@ -612,7 +612,7 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
 
 
 def ready(base, examples, **changes):
-    return FinetuneData.read(asked(base, examples, **changes), display()[0]).chosen(display()[0])
+    return FinetuneData.read(asked(base, examples, **changes), display()[0]).complete(display()[0])
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", pytest.param("dora", marks=pytest.mark.slow)])
@@ -631,9 +631,9 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     def real():
         return lesson_module.prepare_model(checkpoint.load(base).model, config)[0]
 
-    foreseen = training(lambda: lesson_module._meta_model(data), shape, True, learning)
-    held = training(real, shape, False, learning)
-    said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (foreseen, held))
+    estimated = train_allocations(lambda: lesson_module._meta_model(data), shape, True, learning)
+    held = train_allocations(real, shape, False, learning)
+    said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (estimated, held))
     print({kind: (said.get(kind), size) for kind, size in seen.items()})
     more = said.pop("activations") / seen.pop("activations")
     assert 1 <= more < 1.5
@@ -651,7 +651,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     assert ready(base, examples, batch=8).config.micro_batch in (2, 4)
     monkeypatch.setattr(measure, "free_memory", lambda device: 1)
     show, out = display()
-    assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).config.micro_batch == 1
+    assert FinetuneData.read(asked(base, examples, batch=8), show).complete(show).config.micro_batch == 1
     assert "warning: that may not fit" in out.getvalue()
 
 

@@ -20,7 +20,7 @@ from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
 from dunes.plural import plural
 from dunes.runs.config import Dtype, T
-from dunes.runs.memory import Shape, largest, process, training
+from dunes.runs.memory import Shape, describe_memory, process_memory, train_allocations
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count
@@ -253,16 +253,16 @@ def activation_bytes(model: nn.Module, context: int) -> float:
 
 def memory_advice(config: TrainConfig) -> str:
     """The estimated memory of a run, its largest parts, and how to reduce it, in words."""
-    return f"{largest(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
+    return f"{describe_memory(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
 
 
 def estimate_memory(config: TrainConfig) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors."""
     assert config.dtype, "chosen before"
-    log = training(
+    log = train_allocations(
         partial(build_model, config), Shape(config.batch, config.context_length, getattr(torch, config.dtype))
     )
-    return process(log, log.by("kind", moment=0).get(("parameters",), 0))
+    return process_memory(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
 def describe_choice(config: TrainConfig, machine: Machine, guess: Estimate, why: str) -> list[str]:

@@ -35,13 +35,13 @@ class Shape:
     checkpointing: bool = False
 
 
-def nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+def next_token_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of next-token prediction on windows of ids (B, T + 1)."""
     assert isinstance(model, Decoder), "runs build nothing else"
     return model.loss(batch[:, :-1], batch[:, 1:])
 
 
-def windows(shape: Shape) -> Tensor:
+def zero_batch(shape: Shape) -> Tensor:
     """A batch of this shape for `next_token_loss`."""
     return torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
 
@@ -50,21 +50,21 @@ class TrainSetup(NamedTuple):
     """Optimizer, loss and batch of a training step."""
 
     optimizer: Callable[[nn.Module], Optimizer] = muon
-    loss: Loss = nats
-    batch: Callable[[Shape], Any] = windows
+    loss: Loss = next_token_loss
+    batch: Callable[[Shape], Any] = zero_batch
 
 
-def training(
+def train_allocations(
     build: Build,
     shape: Shape,
-    foreseen: bool = True,
+    estimated: bool = True,
     learning: TrainSetup = TrainSetup(),  # noqa: B008  (frozen)
 ) -> Allocations:
     """The allocations of a training step, the second one: the optimizer has its averages then.
 
     `foreseen`: on tensors without data, in a fraction of a second and no memory, with the same result.
     """
-    with _tensors(foreseen):
+    with _tensors(estimated):
         model = build()
         if shape.checkpointing:
             tree.replace(model, "blocks.*", Checkpointed)
@@ -76,9 +76,9 @@ def training(
     return log
 
 
-def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
+def inference_allocations(build: Build, shape: Shape, estimated: bool = True) -> Allocations:
     """The allocations of a prompt and one generated token, with their cache."""
-    with _tensors(foreseen):
+    with _tensors(estimated):
         model = build_with_dtype(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
         with measure.allocations(model) as log, torch.no_grad():
@@ -99,7 +99,7 @@ def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
         torch.set_default_dtype(before)
 
 
-def process(log: Allocations, learned: int) -> dict[str, float]:
+def process_memory(log: Allocations, learned: int) -> dict[str, float]:
     """Bytes of a training process, by purpose; `learned` is the size of the trainable weights."""
     parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
@@ -111,7 +111,7 @@ def process(log: Allocations, learned: int) -> dict[str, float]:
     return parts
 
 
-def largest(parts: Mapping[str, float]) -> str:
+def describe_memory(parts: Mapping[str, float]) -> str:
     """The total and the largest parts, in words."""
     first = sorted(parts.items(), key=lambda part: -part[1])[:3]
     words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in first)
@@ -126,6 +126,6 @@ def _step(trainer: Trainer, batch: Any) -> None:
 
 
 @contextmanager
-def _tensors(foreseen: bool) -> Iterator[None]:
-    with FakeTensorMode() if foreseen else nullcontext(), torch.device(measure.device()):
+def _tensors(estimated: bool) -> Iterator[None]:
+    with FakeTensorMode() if estimated else nullcontext(), torch.device(measure.device()):
         yield
