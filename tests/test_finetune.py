@@ -479,8 +479,8 @@ def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
     other = tmp_path / "valid.jsonl"
     other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))
     out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run")
-    assert "90 examples, 4 for validation; 0 are copies of others, 3 of those for validation are also" in out
-    assert "warning: 3 validation examples are also learnt from" in out
+    assert "90 examples, 4 for validation; 0 duplicates, 3 validation examples are in the training data" in out
+    assert "warning: 3 validation examples are in the training data" in out
 
 
 def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
@@ -578,9 +578,11 @@ def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, 
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
     out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry_run=True)
     assert "warning: the base model was trained on" not in out
-    assert "cut at 16: 0.0% of the examples" in out
+    assert "truncated at 16: 0.0% of the examples" in out
     assert out.count("book.txt, window") == 2
-    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True)
+    assert "truncated at 40: 0.0%" in finetuned(
+        asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True
+    )
 
 
 def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):
