@@ -63,7 +63,7 @@ def planned(base: str, data: str, setting: Setting) -> FinetuneConfig:
 def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta2: float) -> Row:
     """One finetune: its rate, the loss before it, and after each eighth of its steps."""
     config = replace(data.config, method=method, steps=steps, lr=rate, dtype=None)
-    data = replace(data, config=config, base=checkpoint.load(data.folder)).chosen(QUIET)
+    data = replace(data, config=config, base=checkpoint.load(data.folder)).complete(QUIET)
     config, dtype = data.config, getattr(torch, data.config.dtype or "float32")
     task = FinetuneTask(data, None, dtype)
     before = task.score(data.base.model, dtype, CHECK_TOKENS).loss

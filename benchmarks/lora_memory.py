@@ -24,7 +24,7 @@ from dunes.bench.subject import of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.models import llama
 from dunes.parts import Decoder
-from dunes.runs.memory import Learning, Shape, built_in, training
+from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, train_allocations
 from dunes.train import adamw
 
 LLAMA_1B = llama.Config(
@@ -36,7 +36,7 @@ METHODS = ("full", "LoRA", "QLoRA")
 
 def prepared(build: Callable[[], Decoder], method: str, rank: int) -> Decoder:
     """A model as the method trains it. Numbers are neither read nor drawn."""
-    model = built_in(torch.float32 if method == "full" else torch.bfloat16, build)
+    model = build_with_dtype(torch.float32 if method == "full" else torch.bfloat16, build)
     if method == "QLoRA":
         quantized(model, **decided(model, kind="nf4", double=True))
     if method != "full":
@@ -59,8 +59,8 @@ def held(build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank
         ids = torch.zeros(shape.batch, shape.context, dtype=torch.long)
         return ids, torch.zeros_like(ids)
 
-    learning = Learning(partial(adamw, decay=0.0), nats, batch)
-    return training(lambda: prepared(build, method, rank), Shape(*shape, torch.bfloat16), True, learning)
+    learning = TrainSetup(partial(adamw, decay=0.0), nats, batch)
+    return train_allocations(lambda: prepared(build, method, rank), Shape(*shape, torch.bfloat16), True, learning)
 
 
 def row(name: str, build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dunes.generate import generate
 from dunes.measure import allocations
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed
-from dunes.runs.memory import Shape, inference, training
+from dunes.runs.memory import Shape, inference_allocations, train_allocations
 from dunes.train import Trainer, adamw, cross_entropy
 
 MB = 1_000_000
@@ -142,14 +142,14 @@ SHAPES = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("work", [training, inference])
+@pytest.mark.parametrize("work", [train_allocations, inference_allocations])
 def test_what_is_foreseen_is_what_is_seen(family, shape, work):
     """To the byte, allocation by allocation: another batch, context, dtype, checkpointing."""
     build = of_shape(family, 300_000, 64).outline
-    seen = work(build, shape, foreseen=False)
+    seen = work(build, shape, estimated=False)
     said = work(build, shape)
     assert said.peak == seen.peak
-    if work is inference and hasattr(build().blocks[0].mlp, "experts"):
+    if work is inference_allocations and hasattr(build().blocks[0].mlp, "experts"):
         return  # for the one token after the prompt, which experts are called depends on what they would be told
     assert sorted(a.size for a in said.made) == sorted(a.size for a in seen.made)
     assert said.by("kind", "owner", "phase") == seen.by("kind", "owner", "phase")
@@ -166,7 +166,7 @@ def test_checkpointing_takes_less_memory_for_the_same_gradients():
         model.train().loss(ids[:, :-1], ids[:, 1:])[0].backward()
     for (name, p), q in zip(plain.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, msg=name)
-    less, more = (training(subject.outline, Shape(4, 64, checkpointing=c)).peak for c in (True, False))
+    less, more = (train_allocations(subject.outline, Shape(4, 64, checkpointing=c)).peak for c in (True, False))
     assert less < more
 
 
@@ -230,8 +230,8 @@ def test_a_child_that_fails_is_told(monkeypatch):
 def test_a_gpus_allocator_holds_what_tensors_hold():
     build = of_shape("arcee", 40_000_000).outline
     with torch.device("cuda"):
-        training(build, Shape(2, 64), foreseen=False)
+        train_allocations(build, Shape(2, 64), estimated=False)
         before = measure.reset_peak_memory(torch.device("cuda"))
-        log = training(build, Shape(8, 256), foreseen=False)
+        log = train_allocations(build, Shape(8, 256), estimated=False)
     truth = torch.cuda.max_memory_allocated() - before
     assert log.peak == pytest.approx(truth, rel=0.02)

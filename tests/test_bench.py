@@ -27,7 +27,7 @@ from dunes.cli.main import run as run_command
 from dunes.ops import attention
 from dunes.parts import Decoder
 from dunes.runs import timings
-from dunes.runs.memory import nats
+from dunes.runs.memory import next_token_loss
 from dunes.runs.train import train
 from dunes.train import Trainer, adamw, cross_entropy
 
@@ -106,7 +106,7 @@ def test_counted_operations_are_those_that_are_done(name, monkeypatch):
     work = benchmarks.BENCHMARKS[name].make(subject, Setting(2, 64, "float32", 1))
     state = work.setup()
     if name == "train":
-        trainer, ids = Trainer(work.model, adamw(work.model), nats), torch.randint(0, 4096, (2, 65))
+        trainer, ids = Trainer(work.model, adamw(work.model), next_token_loss), torch.randint(0, 4096, (2, 65))
         work = Work(lambda _: trainer.gradients([ids]), work.amount, flops=work.flops)
     with FlopCounterMode(display=False) as counter:
         work.run(state)

@@ -26,7 +26,7 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, answer_loss, memory, optimizer
 from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.memory import Shape, TrainSetup, training
+from dunes.runs.memory import Shape, TrainSetup, train_allocations
 from dunes.runs.run import Run, read_metrics, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
@@ -479,8 +479,8 @@ def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
     other = tmp_path / "valid.jsonl"
     other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))
     out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run")
-    assert "90 examples, 4 for validation; 0 are copies of others, 3 of those for validation are also" in out
-    assert "warning: 3 validation examples are also learnt from" in out
+    assert "90 examples, 4 for validation; 0 duplicates, 3 validation examples are in the training data" in out
+    assert "warning: 3 validation examples are in the training data" in out
 
 
 def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
@@ -533,7 +533,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
     assert "0 for validation" not in out
-    assert f"{len(ids) - len(held)} tokens, {len(asked_for)} of them trained on" in out
+    assert f"{len(ids) - len(held)} tokens, {len(asked_for)} of them targets" in out
     card = checkpoint.load(tmp_path / "run").card
     assert card["measured"]["tokens"] == len(held)
     assert card["measured"]["loss"] < card["measured"]["before"]
@@ -578,9 +578,11 @@ def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, 
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
     out = finetuned(asked(narrow, book), tmp_path / "run", examples=2, dry_run=True)
     assert "warning: the base model was trained on" not in out
-    assert "cut at 16: 0.0% of the examples" in out
+    assert "truncated at 16: 0.0% of the examples" in out
     assert out.count("book.txt, window") == 2
-    assert "cut at 40: 0.0%" in finetuned(asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True)
+    assert "truncated at 40: 0.0%" in finetuned(
+        asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True
+    )
 
 
 def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):
@@ -612,7 +614,7 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
 
 
 def ready(base, examples, **changes):
-    return FinetuneData.read(asked(base, examples, **changes), display()[0]).chosen(display()[0])
+    return FinetuneData.read(asked(base, examples, **changes), display()[0]).complete(display()[0])
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", pytest.param("dora", marks=pytest.mark.slow)])
@@ -631,9 +633,9 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     def real():
         return lesson_module.prepare_model(checkpoint.load(base).model, config)[0]
 
-    foreseen = training(lambda: lesson_module._meta_model(data), shape, True, learning)
-    held = training(real, shape, False, learning)
-    said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (foreseen, held))
+    estimated = train_allocations(lambda: lesson_module._meta_model(data), shape, True, learning)
+    held = train_allocations(real, shape, False, learning)
+    said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (estimated, held))
     print({kind: (said.get(kind), size) for kind, size in seen.items()})
     more = said.pop("activations") / seen.pop("activations")
     assert 1 <= more < 1.5
@@ -651,7 +653,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     assert ready(base, examples, batch=8).config.micro_batch in (2, 4)
     monkeypatch.setattr(measure, "free_memory", lambda device: 1)
     show, out = display()
-    assert FinetuneData.read(asked(base, examples, batch=8), show).chosen(show).config.micro_batch == 1
+    assert FinetuneData.read(asked(base, examples, batch=8), show).complete(show).config.micro_batch == 1
     assert "warning: that may not fit" in out.getvalue()
 
 

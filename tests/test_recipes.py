@@ -94,7 +94,7 @@ def test_the_demo_counts_lines_as_editors_do(tmp_path):
     text = "\x0c\n\x85 = \u2028\r\n" + "    value = function(argument, other)\n" * 90
     for name in "ab":
         (tmp_path / f"{name}.py").write_bytes(f"# {name}{text}".encode())
-    demo.collect = lambda sources: collect_corpus([tmp_path])
+    demo.collect_corpus = lambda sources: collect_corpus([tmp_path])
     ((place, before, truth),) = demo.unseen_lines(1, seed=0)
     number = int(place.rpartition(":")[2])
     assert before.count("\n") == number - 1

@@ -475,7 +475,7 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     bare = {k: v for k, v in config.items() if not k.endswith("_token_id")}
     (tmp_path / "in" / "config.json").write_text(json.dumps(bare))
     (tmp_path / "in" / "tokenizer.json").write_bytes(simple({"a": 0, "b": 5}))
-    convert(checkpoint.folder.checked(tmp_path / "in"), tmp_path / "out")
+    convert(checkpoint.folder.open_verified_source(tmp_path / "in"), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not [k for k in said if k.endswith("_token_id")]
     assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]

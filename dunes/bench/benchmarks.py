@@ -2,7 +2,7 @@
 
     from dunes.bench import Work, benchmark
 
-    @benchmark(memory=inference)
+    @benchmark(memory=inference_allocations)
     def embed(subject, setting):
         "Token embeddings alone."
         ...
@@ -27,7 +27,7 @@ from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder
 from dunes.runs.autosize import flops
 from dunes.runs.evaluate import evaluate, widths
-from dunes.runs.memory import Build, Shape, inference, nats, training
+from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
 from dunes.runs.write import complete_line
 from dunes.train import Trainer, muon
 
@@ -68,18 +68,18 @@ def benchmark(
     return register
 
 
-@benchmark(batch=16, memory=training)
+@benchmark(batch=16, memory=train_allocations)
 def train(subject: Subject, setting: Setting) -> Work:
     """Training steps as `dunes train` takes them, optimizer included."""
     model = subject.model()
-    trainer = Trainer(model, muon(model), nats, dtype=getattr(torch, setting.dtype))
+    trainer = Trainer(model, muon(model), next_token_loss, dtype=getattr(torch, setting.dtype))
     ids = _random_ids(model, setting.batch, setting.context + 1).to(measure.device())
     steps = trainer.run(repeat(ids))
     tokens = setting.batch * setting.context
     return Work(lambda _: next(steps), tokens, flops=tokens * flops(model, setting.context), model=model)
 
 
-@benchmark(memory=inference)
+@benchmark(memory=inference_allocations)
 def prefill(subject: Subject, setting: Setting) -> Work:
     """Reading a prompt of `context` tokens into an empty cache, up to the logits of the next one."""
     model, tokens = subject.model(setting.dtype), setting.batch * setting.context
@@ -95,7 +95,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
     return Work(run, tokens, setup=setup, flops=work, bytes=weight_bytes(model), model=model)
 
 
-@benchmark(memory=inference)
+@benchmark(memory=inference_allocations)
 def decode(subject: Subject, setting: Setting) -> Work:
     """Writing one token after another: the second half of a context whose first half is the prompt."""
     model, half = subject.model(setting.dtype), setting.context // 2

@@ -65,7 +65,7 @@ def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inf
 
 
 def _work(inference: bool) -> Any:
-    return memory.inference if inference else memory.training
+    return memory.inference_allocations if inference else memory.train_allocations
 
 
 TRIMMING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -93,9 +93,9 @@ def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])
     small = Shape(2, 64, shape.dtype, checkpointing)
-    work(of_shape(subject.family, 300_000, 64).outline, small, foreseen=False)
+    work(of_shape(subject.family, 300_000, 64).outline, small, estimated=False)
     before = measure.reset_peak_memory(measure.device())
-    log = work(subject.outline, shape, foreseen=False)
+    log = work(subject.outline, shape, estimated=False)
     return MeasuredMemory(log.peak, measure.peak_memory(measure.device()) - before)
 
 

@@ -16,7 +16,7 @@ from dunes.bench import rows
 from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
-from dunes.runs.memory import Shape, training
+from dunes.runs.memory import Shape, train_allocations
 from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes
 
@@ -125,7 +125,7 @@ def _subjects(request: Request) -> Iterator[Subject]:
 def _case(named: Benchmark, subject: Subject, setting: Setting) -> Case:
     with torch.device("meta"):
         parameters = tree.count(subject.outline())
-    size = parameters * (4 if named.memory is training else getattr(torch, setting.dtype).itemsize)
+    size = parameters * (4 if named.memory is train_allocations else getattr(torch, setting.dtype).itemsize)
     if named.memory is None:
         return Case(subject, setting, parameters, size, size, None)
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))

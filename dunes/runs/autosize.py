@@ -20,31 +20,31 @@ from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
 from dunes.plural import plural
 from dunes.runs.config import Dtype, T
-from dunes.runs.memory import Shape, largest, process, training
+from dunes.runs.memory import Shape, describe_memory, process_memory, train_allocations
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count
 
 BYTES_PER_TOKEN = 3.9
-"""Of a bpe vocabulary of some thousands on code; `bytes` and `chars` have one."""
+"""For a BPE vocabulary of a few thousand on code; `bytes` and `chars` have one."""
 
 OVERHEAD_SECONDS = 15.0
-"""Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
+"""Seconds of a run beside its steps: reading, tokenizing, validation, saving."""
 
 TOKENS_PER_PARAMETER = 3.0
-"""What the best shapes of the sweep have seen."""
+"""What the best models of the sweep were trained on."""
 
 MAX_PARAMETERS_PER_TOKEN = 2.0
-"""Parameters for each token of the text, above which a model learns it by heart."""
+"""Parameters per token of the text, above which a model memorises it."""
 
 FLOOR, NARROW, SHORT = 0.086, (16.3, 0.25), (62.8, 0.30)
-"""Bits a byte that nothing takes away, that few parameters cost and that few tokens cost: factor and exponent."""
+"""The fit of bits/byte: irreducible loss, then factor and exponent of parameters and of tokens."""
 
 EPOCH_DECAY = 5.0
-"""How many times text can be met again before another time teaches nothing (15 in the paper)."""
+"""Epochs over which the value of repeated text decays (15 in the paper)."""
 
 ARITHMETIC, PASSES = 0.79, 24.1
-"""How often the counted arithmetic and the activations' bytes are gone through: fitted to 16 timed shapes."""
+"""Factors of the counted arithmetic and of the activations' bytes, fitted to 16 timed models."""
 
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
@@ -64,7 +64,7 @@ class Machine:
 
 
 def with_hardware(config: T) -> T:
-    """The config with its threads, which are set, and its dtype; measured where it leaves them open."""
+    """The config with threads, which are set, and dtype; measured if the config leaves them open."""
     threads = config.threads or measure.choose_threads()
     torch.set_num_threads(threads)
     dtype = config.dtype or str(measure.choose_dtype(measure.device())).removeprefix("torch.")
@@ -72,7 +72,7 @@ def with_hardware(config: T) -> T:
 
 
 def measured(config: TrainConfig) -> Machine:
-    """This machine, in a few seconds, with the plan's threads and dtype if it has them."""
+    """Measure this machine in a few seconds, with the config's threads and dtype if set."""
     config, device = with_hardware(config), measure.device()
     assert config.threads, "just chosen"
     assert config.dtype, "just chosen"
@@ -81,9 +81,10 @@ def measured(config: TrainConfig) -> Machine:
 
 
 def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
-    """The plan with nothing left open, for `size` bytes of text to learn from; and why, in a few lines.
+    """The config with every open option chosen, for `size` bytes of training text; and the reasons, in a few
+    lines.
 
-    A plan that has everything is returned as it is, and nothing is measured.
+    A complete config is returned as it is, and nothing is measured.
     """
     if config.dtype and config.threads and config.size and config.batch and config.context_length:
         return config, []
@@ -102,7 +103,7 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is expected of a shape: parameters, tokens a second, tokens in all, how often the text is met."""
+    """Estimates for a model: parameters, tokens/s, training tokens, epochs, validation bits/byte."""
 
     parameters: int
     rate: float
@@ -112,10 +113,9 @@ class Estimate:
 
 
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
-    """The plan with the size that is expected to know most, or with its own.
+    """The config with the size of the lowest estimated validation loss, or with its own.
 
-    A run that ends by steps has no time that a smaller model could use better: it gets a size that
-    suits its tokens.
+    A run that ends after steps gains nothing from a faster model: it gets a size that suits its number of tokens.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -141,7 +141,7 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
 
 
 def size_warning(config: TrainConfig) -> str:
-    """A warning where no model with this vocabulary is as small as the size that was asked for; else empty."""
+    """A warning if no model with this vocabulary is as small as --size; else empty."""
     count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
@@ -152,24 +152,24 @@ def size_warning(config: TrainConfig) -> str:
 
 
 def unique_tokens(config: TrainConfig, size: int) -> float:
-    """About how many tokens a text of so many bytes has."""
+    """The approximate number of tokens in a text of this many bytes."""
     return max(1.0, size / (BYTES_PER_TOKEN if config.tokenizer == "bpe" else 1.0))
 
 
 def meta_model(config: TrainConfig) -> Decoder:
-    """The model of a plan without its weights."""
+    """The model of a config on the meta device."""
     with torch.device("meta"):
         return build_model(config)
 
 
 def build_model(config: TrainConfig) -> Decoder:
-    """The model of a plan, before anything is known of the text."""
+    """The model of a config, before the text is tokenized."""
     model: Decoder = FAMILIES[config.family].build(config_for(config, vocabulary(config)))
     return model
 
 
 def vocabulary(config: TrainConfig) -> int:
-    """The vocabulary size, before anything is known of the text."""
+    """The expected vocabulary size, before the text is tokenized."""
     return {"bpe": config.vocab_size, "bytes": 256 + len(SPECIAL), "chars": 110}[config.tokenizer]
 
 
@@ -197,7 +197,7 @@ def config_for(config: TrainConfig, vocab: int) -> Any:
 
 
 def expected_bits(parameters: int, tokens: float, unique: float) -> float:
-    """Bits a byte on held-out code, by the sweep's fit."""
+    """Estimated validation bits/byte on code, by the sweep's fit."""
     again = max(0.0, tokens / unique - 1)
     worth = min(tokens, unique) * (1 + EPOCH_DECAY * (1 - math.exp(-again / EPOCH_DECAY)))
     bits: float = FLOOR + NARROW[0] * parameters ** -NARROW[1] + SHORT[0] * worth ** -SHORT[1]
@@ -205,7 +205,7 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
-    """Seconds of training on a token, optimizer included, by the sweep's fit."""
+    """Estimated seconds per training token, optimizer included, by the sweep's fit."""
     tokens = config.batch * config.context_length
     work = flops(model, config.context_length) + muon_flops(model) / tokens
     wide = 1.0 if machine.dtype == "bfloat16" else 2.0
@@ -228,7 +228,7 @@ def flops(model: nn.Module, context: int) -> float:
 
 
 def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, float]]:
-    """Every linear, and the share of tokens that it meets: all but for experts."""
+    """Every linear layer, and the fraction of tokens that it processes: less than 1 for experts."""
     shares = {
         e: m.top_k / len(m.experts) for m in model.modules() if isinstance(m, MoE) for e in m.experts.modules()
     }
@@ -238,13 +238,13 @@ def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, float]]:
 
 
 def muon_flops(model: nn.Module) -> float:
-    """Floating-point operations of Muon's five iterations over all matrices, once a step."""
+    """Floating-point operations per step of Muon's five iterations over all matrices."""
     sides = (sorted(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
     return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sides)
 
 
 def activation_bytes(model: nn.Module, context: int) -> float:
-    """Bytes of activations that one token has in a forward pass, at two bytes each."""
+    """Bytes of activations per token in a forward pass, at two bytes each."""
     linear = sum(share * (m.in_features + m.out_features) for m, share in linears(model))
     scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
     vocab = model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
@@ -252,21 +252,21 @@ def activation_bytes(model: nn.Module, context: int) -> float:
 
 
 def memory_advice(config: TrainConfig) -> str:
-    """The memory that a run takes, its largest parts, and what makes it less, in words."""
-    return f"{largest(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
+    """The estimated memory of a run, its largest parts, and how to reduce it, in words."""
+    return f"{describe_memory(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
 
 
 def estimate_memory(config: TrainConfig) -> dict[str, float]:
-    """Bytes of a run, by what holds them: a step is taken on tensors that have no data."""
+    """Bytes that a run needs, by purpose, estimated on fake tensors."""
     assert config.dtype, "chosen before"
-    log = training(
+    log = train_allocations(
         partial(build_model, config), Shape(config.batch, config.context_length, getattr(torch, config.dtype))
     )
-    return process(log, log.by("kind", moment=0).get(("parameters",), 0))
+    return process_memory(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
 def describe_choice(config: TrainConfig, machine: Machine, guess: Estimate, why: str) -> list[str]:
-    """What was chosen and, where there was a choice of size, why."""
+    """What was chosen and, if the size was, why."""
     return [
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",

@@ -1,4 +1,4 @@
-"""A conversation with a model in its own template, and with adapters that take turns on one base.
+"""Chat with a model in its own chat template, and with several adapters on one base model.
 
 `Speaker.answer` turns a conversation into an answer, piece by piece, and knows no terminal; `Chat` keeps one
 conversation; `run` reads lines and writes answers, `answer` writes one.
@@ -26,9 +26,9 @@ from dunes.text import DecodeStream, Tokenizer
 from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
 
 NONE = "none"
-"""The name of the base without an adapter."""
+"""The name of the base model without an adapter."""
 ROOM = 4
-"""An answer has at least this part of the context, if it may be so long: conversations are cut to leave it."""
+"""Conversations are truncated to leave 1/ROOM of the context to the answer, if it may be so long."""
 
 
 class NoTemplate(ValueError):
@@ -37,7 +37,8 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """What one adapter, or with None the base alone, is to be spoken to with; `place` is its folder."""
+    """An adapter, or with None the base model alone, with its tokenizer and context length; `place` is its
+    folder."""
 
     place: Path
     adapter: str | None
@@ -47,7 +48,7 @@ class ChatModel:
 
     @cached_property
     def template(self) -> Template:
-        """Raises ValueError, with the remedy, for a model that brings none."""
+        """Raises NoTemplate for a model without one."""
         found = find_template(self.tokenizer, self.card)
         if found is None:
             remedy = f'use dunes generate {self.place} "..."'
@@ -56,12 +57,12 @@ class ChatModel:
 
     @cached_property
     def once(self) -> bool:
-        """Whether the template has one question and one answer only."""
+        """Whether the template is for a single question and answer."""
         asked = Turn("user", "a")
         return not self._writes(asked, Turn("assistant", "b"), asked) and self._writes(asked)
 
     def check_system(self, system: str) -> None:
-        """Raises ValueError if there is no way to say this as the system."""
+        """Raises ValueError if the template cannot write this system prompt."""
         if system:
             next(
                 iter(
@@ -79,7 +80,7 @@ class ChatModel:
 
 @dataclass(frozen=True)
 class ChatEngine:
-    """A model with its voices by name, the first of which is the one to begin with."""
+    """A model with its adapters by name, the first of which is the default."""
 
     model: Decoder
     models: Mapping[str, ChatModel]
@@ -91,17 +92,17 @@ class ChatEngine:
         return self.models[name or next(iter(self.models))]
 
     def named(self, name: str | None) -> str | None:
-        """The name of a voice that is called by its name or by its folder; another name as it is."""
+        """The name of an adapter given by its name or its folder; another name as it is."""
         if name is None or name in self.models:
             return name
         places = {os.path.abspath(chat_model.place): key for key, chat_model in self.models.items()}
         return places.get(os.path.abspath(name), name)
 
     def answer(self, talk: Conversation, sample: Sampler, tokens: int, name: str | None = None) -> Iterator[str]:
-        """What the model says next in this conversation, of at most so many tokens and as many as still fit.
+        """Stream the model's answer, of at most `tokens` tokens and as many as still fit into the context.
 
-        Answers of several adapters may be taken piece by piece in turns. Raises ValueError for a conversation
-        that the template has no form for, or that leaves no room.
+        Answers of several adapters may be streamed alternately. Raises ValueError for a conversation that the
+        template cannot write, or that is too long.
         """
         chat_model = self.chat_model(name)
         ids, stream = (
@@ -123,7 +124,9 @@ class ChatEngine:
             stop={*chat_model.tokenizer.stops, chat_model.template.stop_id(chat_model.tokenizer)},
         )
         while True:
-            with adapter_active(self.model, chat_model.adapter):  # for this step only: others may be at it, too
+            with adapter_active(
+                self.model, chat_model.adapter
+            ):  # for this step only: other answers may be in progress
                 token = next(found, None)
             if token is None:
                 return
@@ -131,7 +134,8 @@ class ChatEngine:
                 yield piece
 
     def cut(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
-        """The conversation without its oldest exchanges, as many as it takes to leave room; the system stays."""
+        """The conversation without its oldest exchanges, as far as needed to leave room; the system prompt
+        stays."""
         chat_model = self.chat_model(name)
         most = chat_model.context - min(tokens, chat_model.context // ROOM)
         while len(encode_prompt(chat_model.template, talk, chat_model.tokenizer)) > most:
@@ -145,11 +149,10 @@ class ChatEngine:
 def load_chat_engine(
     model: str, adapters: Sequence[Path] = (), device: torch.device | str = "cpu", any_base: bool = False
 ) -> ChatEngine:
-    """The model, from a folder or the Hub, and these adapters beside its weights, which are there once.
+    """Load a model from a folder or the Hub once, with these adapters on it; the first adapter is the default.
 
-    The first adapter begins. Raises ValueError, before anything is loaded, for a folder that is no adapter's and
-    for adapters of one name, and for those that were trained on bases kept in different ways; and for those that
-    were made for another base, unless `any_base` says that this one will do.
+    Raises ValueError, before anything is loaded, for a folder that is not an adapter, for two adapters of one
+    name, for adapters trained on differently quantized bases, and for adapters of another base unless `any_base`.
     """
     folder = checkpoint.locate_model(model).folder
     labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
@@ -168,12 +171,12 @@ def load_chat_engine(
 
 
 def _label(folder: Path) -> str:
-    """What the user calls a folder, a link too."""
+    """The name of an adapter: its folder's, or the link's."""
     return os.path.basename(os.path.abspath(folder))
 
 
 def _alike(folders: Sequence[Path]) -> None:
-    """Raise ValueError unless the same was done to the base of all these adapters."""
+    """Raise ValueError unless all these adapters were trained on the same quantization of the base."""
     found = [[c for c in cards.read_card(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
     for path, changes in zip(folders, found, strict=True):
         if changes != found[0]:
@@ -183,7 +186,7 @@ def _alike(folders: Sequence[Path]) -> None:
 
 
 def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
-    """The voices of a folder: of a model its own, of an adapter that and the base's."""
+    """The chat models of a folder: the model itself, or an adapter and its base."""
     if not is_adapter(folder):
         return {NONE: _voice(folder, None, loaded)}
     base = base_folder(folder)
@@ -209,7 +212,7 @@ COMMANDS = {
 
 @dataclass
 class Chat:
-    """One conversation. `note` is told what is not said by the model."""
+    """One conversation. `note` gets messages that are not the model's."""
 
     engine: ChatEngine
     sample: Sampler
@@ -224,14 +227,15 @@ class Chat:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """By name or folder. Raises ValueError for what is not there, or cannot be spoken to like this."""
+        """Switch to an adapter by name or folder. Raises ValueError for an unknown one, or one that cannot
+        chat."""
         name = self.engine.named(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """The answer, piece by piece; what came of it is remembered even if nobody waits for its end."""
+        """Stream the answer; what was generated is remembered even if the caller stops early."""
         before = [] if self.engine.chat_model(self.name).once else self.talk
         system = [Turn("system", self.system)] if self.system else []
         talk = (*system, *before, Turn("user", text))
@@ -249,7 +253,7 @@ class Chat:
                 self.talk = [*kept[len(system) :], Turn("assistant", "".join(said))]
 
     def command(self, line: str) -> bool:
-        """Do what a line that begins with / says; whether to go on. Raises ValueError for what cannot be done."""
+        """Execute a line that begins with /; False ends the chat. Raises ValueError for an invalid command."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False
@@ -275,8 +279,8 @@ class Chat:
 def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interactive: bool = False) -> None:
     """Answer each line; one that begins with / is a command.
 
-    An empty line separates two answers, and a mistake raises ValueError. On a terminal (`interactive`) the prompt
-    separates them, and a mistake is only noted.
+    An empty line separates two answers, and an invalid line raises ValueError. On a terminal (`interactive`) the
+    prompt separates them, and the error is only printed.
     """
     answers = 0
     for line in lines:
@@ -296,7 +300,7 @@ def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interact
 
 
 def answer(chat: Chat, text: str, write: Callable[[str], None]) -> None:
-    """Write the answer and a line end; Ctrl-C stops it, and what was said until then counts."""
+    """Write the answer and a newline; Ctrl-C stops it, and what was generated so far is kept."""
     length = 0
     with closing(chat.say(text)) as pieces:
         try:

@@ -1,4 +1,4 @@
-"""What every run is configured with.
+"""Options of every run.
 
 These classes import no torch: the command line reads its flags, their defaults and their help from them.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T", bound="RunConfig")
 
 
 def flag(metavar: str, default: str = "") -> Any:
-    """How help shows a flag's value and, where the value in the class would not say it, its default."""
+    """How help shows a flag's value, and its default where that is not the class attribute."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else None)
 
 
@@ -34,7 +34,7 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     tuple[str, ...]: ("a tuple of strings", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
     type(None): ("none", lambda v: v is None),
 }
-"""What a field of each type may hold, in words and checked: a plan may come from a file that somebody edited."""
+"""What a field of each type may hold, in words and as a check: a config may come from an edited file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +81,22 @@ class RunOptions:  # `asked` are the fields of the config that somebody chose: r
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Optimization, Hardware):
-    """What any run is asked, stored in the run. It ends after `steps`, else after `minutes`."""
+    """The options of a run, saved in its folder. It ends after `steps` if set, else after `minutes`."""
 
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
         "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,
     }  # fmt: skip
     AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch")
-    """Fields in which 0 leaves it open."""
+    """Fields in which 0 means that the value is chosen."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
-    """What a run may change when it goes on. All else is built into its weights or its order of data."""
+    """Fields that may change when resuming. All others are built into the weights or the order of the data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
-    """Fields that name files and folders."""
+    """Fields that hold paths."""
     VERB: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be done, before anything is."""
+        """Raises ValueError for an invalid value."""
         for f in fields(self):
             value = getattr(self, f.name)
             _check_type(f.name, value, _alternatives(f.type))
@@ -112,21 +112,21 @@ class RunConfig(Optimization, Hardware):
 
     @property
     def seconds(self) -> float:
-        """How long it may take, if it does not end by steps."""
+        """The time limit, if the run does not end after steps."""
         return self.minutes * 60
 
     @property
     def about(self) -> str:
-        """What the run is, in words."""
+        """The run in a few words."""
         return ""
 
     @property
     def missing(self) -> str:
-        """What a new run cannot do without, in words; empty if it is all there."""
+        """A message about a required option that is missing; empty if there is none."""
         return ""
 
     def with_absolute_paths(self: T) -> T:
-        """The same with whole paths, so that the run can go on from another working directory."""
+        """The same with absolute paths, so that the run can be resumed from another working directory."""
         found = {name: getattr(self, name) for name in self.PATHS}
         told: dict[str, Any] = {
             k: _whole(v) if isinstance(v, str) else (*map(_whole, v),) for k, v in found.items()
@@ -134,15 +134,15 @@ class RunConfig(Optimization, Hardware):
         return replace(self, **told)
 
     def changed(self) -> set[str]:
-        """The fields that are not at their defaults."""
+        """The fields that differ from their defaults."""
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def names(self) -> set[str]:
-        """All fields."""
+        """The names of all fields."""
         return {f.name for f in fields(self)}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """What earlier terms say differently, in words by field; of the fields `asked` for, if given."""
+        """The differences to an earlier config, in words by field; among the fields `asked` for, if given."""
         found = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {was!r}, now {now!r}"
@@ -152,7 +152,7 @@ class RunConfig(Optimization, Hardware):
 
     @classmethod
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
-        """From their JSON. Raises ValueError if that is of another kind of run."""
+        """The config from its JSON. Raises ValueError if that belongs to another kind of run."""
         if not isinstance(stored, Mapping):
             raise ValueError(f"contains no run config, but a {type(stored).__name__}")
         if odd := stored.keys() - {f.name for f in fields(cls)}:
@@ -162,7 +162,7 @@ class RunConfig(Optimization, Hardware):
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows, what it tells the command line left out."""
+    """The types that an annotation allows, without what is for the command line."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -179,11 +179,11 @@ def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
 
 
 def _whole(name: str) -> str:
-    """The whole path of what is there; another name, as of the standard library or on the Hub, as it is."""
+    """The absolute path of an existing file or folder; another name, such as one on the Hub, as it is."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in ("", STDLIB) and path.exists() else name
 
 
 def option(field: str) -> str:
-    """How a field is spelled on the command line."""
+    """The flag of a field, without its dashes."""
     return field.replace("_", "-")

@@ -1,4 +1,4 @@
-"""From a plan's sources to tokens: what is learned from and what is held out."""
+"""From a config's sources to training and validation tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 
 SAMPLE = 2_000_000
-"""Bytes of text that a tokenizer is trained on: more hardly changes it."""
+"""Bytes of text that a tokenizer is trained on; more hardly changes it."""
 
 TAIL = 0.1
 
@@ -34,7 +34,7 @@ class Tokens:
 
 
 def gather(config: TrainConfig) -> Corpus:
-    """The plan's documents. Raises ValueError if there is nothing to learn from, or nothing to validate on."""
+    """The config's documents. Raises ValueError if nothing is left to train or to validate on."""
     corpus = collect_corpus(config.sources, follow_links=config.follow_links, text_field=config.text_field)
     if config.split == "files" and not corpus.valid:
         raise ValueError(
@@ -49,9 +49,9 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, display: Display) -> Tokens:
-    """Train the tokenizer, or take the one kept in that folder, and turn the documents into tokens.
+    """Train the tokenizer, or load the one in the folder `kept`, and tokenize the documents.
 
-    Raises ValueError if there is not one window to learn from, or nothing to predict in what is held out.
+    Raises ValueError if there are too few tokens for one training window, or for validation.
     """
     tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(config, corpus.train, display)
     shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
@@ -68,7 +68,7 @@ def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, display: Di
 
 
 def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Display) -> Tokenizer:
-    """Trained on the documents; or the one that was before, from the cache beside the tokens."""
+    """A tokenizer trained on the documents, or the cached one of an earlier run."""
     asked = f"{config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
     key = _digest(asked.encode())
     folder = default_cache().parent / "tokenizers"
@@ -119,7 +119,7 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, display: Display
 
 
 def _tails(shard: Shard, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Each text without its last tenth, and the last tenths."""
+    """The texts without their last tenths, and the last tenths."""
     ends = np.flatnonzero(shard.tokens == end) + 1
     heads, tails, start = [], [], 0
     for stop in ends.tolist():

@@ -1,4 +1,4 @@
-"""How well a model knows a text: nats a token, perplexity, bits a byte."""
+"""Evaluation on text: loss in nats/token, perplexity, bits/byte."""
 
 # Shapes: B batch, T tokens.
 
@@ -22,7 +22,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Score:
-    """Summed loss in nats of `tokens` tokens that stand for `size` bytes of raw text."""
+    """The summed loss in nats of `tokens` tokens, which are `size` bytes of raw text."""
 
     nats: float
     tokens: int
@@ -30,7 +30,7 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """The loss in nats/token."""
         return self.nats / self.tokens
 
     @property
@@ -44,7 +44,7 @@ class Score:
 
 
 def widths(pieces: list[bytes]) -> NDArray[np.int64]:
-    """The number of bytes that each id stands for."""
+    """The number of bytes of each token id."""
     return np.array([len(p) for p in pieces], np.int64)
 
 
@@ -58,8 +58,8 @@ def evaluate(
 ) -> Score:
     """Score the tokens in windows of `context`, each predicted from those before it in its window.
 
-    With a `limit`, about so many tokens in windows spread evenly over the text. Raises ValueError if
-    there are fewer than two tokens.
+    With a `limit`, about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
+    than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; at least two are needed")
@@ -93,7 +93,7 @@ def score_batches(
 
 
 def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """TokenIds and targets (B, T) of windows; what lies past the end of the text is not asked."""
+    """TokenIds and targets (B, T) of windows; targets past the end of the text are ignored."""
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
     ids, targets = window[:, :-1], window[:, 1:].clone()

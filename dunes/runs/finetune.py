@@ -44,7 +44,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
         for example in data.train[:examples]:
             display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("preparing"):
-            ready, known = data.chosen(display), forgetting_text(data, display)
+            ready, known = data.complete(display), forgetting_text(data, display)
         return None if going.dry_run else lambda: prepare(ready, known, folder, display)
 
     return execute_run(config, folder, display, going, prepared)

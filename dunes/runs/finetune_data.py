@@ -34,7 +34,14 @@ from dunes.runs.finetune_method import (
     learning_rate,
     main_records,
 )
-from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, largest, process, training
+from dunes.runs.memory import (
+    Shape,
+    TrainSetup,
+    build_with_dtype,
+    describe_memory,
+    process_memory,
+    train_allocations,
+)
 from dunes.runs.progress import Display
 from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
@@ -56,7 +63,7 @@ class FinetuneData:
     template: Template
     train: Sequence[Example]
     valid: Sequence[Example]
-    held: Sequence[Record]
+    val_records: Sequence[Record]
 
     @classmethod
     def read(cls, config: FinetuneConfig, display: Display) -> "FinetuneData":
@@ -81,18 +88,20 @@ class FinetuneData:
             if own not in (None, template.name):
                 display.line(f"warning: it replaces the template that the base model was trained with: {own}")
         write = partial(_tokenize, config, template, records.format not in PLAIN_KINDS, tokenizer)
-        rows, held = ([row for r in side for row in r.rows] for side in (files, others))
-        if held:
-            learn, valid = write(rows), write(held)
+        rows, val_records = ([row for r in side for row in r.rows] for side in (files, others))
+        if val_records:
+            learn, valid = write(rows), write(val_records)
         else:
-            learn, valid, held = _split_examples(rows, config.val_fraction, write)
-        if not held:
+            learn, valid, val_records = _split_examples(rows, config.val_fraction, write)
+        if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
         context = _context(config, [*learn, *valid], base)
         learn, valid = ([w for e in side for w in _windows(e, context)] for side in (learn, valid))
-        return cls(replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, held)
+        return cls(
+            replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, val_records
+        )
 
-    def chosen(self, display: Display) -> "FinetuneData":
+    def complete(self, display: Display) -> "FinetuneData":
         """Report on the examples, and fill in every option that the config leaves open.
 
         Raises ValueError for examples that would teach something else than they show.
@@ -155,10 +164,10 @@ def _split_examples(
     large = large_texts(rows, share)
     heads, ends = split_tails(write(large), share)
     whole = {id(row) for row in large} if ends else set()
-    learn, held = split_records([row for row in rows if id(row) not in whole], share)
+    learn, val_records = split_records([row for row in rows if id(row) not in whole], share)
     if not ends:
-        return write(learn), write(held), held
-    return [*write(learn), *heads], [*write(held), *ends], [*held, *large]
+        return write(learn), write(val_records), val_records
+    return [*write(learn), *heads], [*write(val_records), *ends], [*val_records, *large]
 
 
 def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
@@ -192,7 +201,7 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneConfig:
     while not config.micro_batch and sum(parts.values()) > free and at_once > 1:
         at_once = max(n for n in range(1, at_once) if config.batch % n == 0)
         parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
-    display.detail(f"{largest(parts)}; {free / 1e9:.1f} GB are free")
+    display.detail(f"{describe_memory(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
         display.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
     return replace(config, micro_batch=at_once)
@@ -210,7 +219,9 @@ def memory(data: FinetuneData) -> dict[str, float]:
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(config.micro_batch, config.context_length, getattr(torch, config.dtype))
-    return process(training(build, shape, True, TrainSetup(partial(optimizer, config), answer_loss, batch)), size)
+    return process_memory(
+        train_allocations(build, shape, True, TrainSetup(partial(optimizer, config), answer_loss, batch)), size
+    )
 
 
 def _rows(config: FinetuneConfig) -> Batch:

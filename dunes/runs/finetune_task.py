@@ -26,7 +26,7 @@ from dunes.runs.finetune_data import FinetuneData, memory
 from dunes.runs.finetune_method import ADAPTER, METHODS
 from dunes.runs.json_lines import append_text
 from dunes.runs.loop import FINAL_TOKENS
-from dunes.runs.memory import largest
+from dunes.runs.memory import describe_memory
 from dunes.runs.run import Run, card_facts
 from dunes.runs.stored_state import is_score
 from dunes.text import Tokenizer, json_file, templates
@@ -126,11 +126,13 @@ class FinetuneTask:
         return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
-        return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(model, r.turns)}" for r in self.data.held[:1])
+        return "\n".join(
+            f"{_question(r.turns)}\n>>> {self._answer(model, r.turns)}" for r in self.data.val_records[:1]
+        )
 
     def measure_baseline(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """What the model can do now; it is validated unless its `score` is given."""
-        said = [self._answer(model, record.turns) for record in self.data.held[:SHOWN]]
+        said = [self._answer(model, record.turns) for record in self.data.val_records[:SHOWN]]
         return Baseline(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
 
     @property
@@ -162,7 +164,7 @@ class FinetuneTask:
 
     def memory_advice(self) -> str:
         remedy = "reduce --context-length or --micro-batch, or use --method qlora"
-        return f"{largest(memory(self.data))}; {remedy}"
+        return f"{describe_memory(memory(self.data))}; {remedy}"
 
     def summary(self, run: Run) -> str:
         config, trained = self.config, tree.count(run.model, trainable=True)
@@ -233,7 +235,7 @@ class FinetuneTask:
                 f"forgetting: loss on the base model's own text {was:.3f} before, {now:.3f} after "
                 f"({now - was:+.3f})"
             )
-        for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
+        for record, *said in zip(self.data.val_records, self.before.said, after.said, strict=False):
             lines += ["", *(f"{who:>8}  {_short(words)}" for who, words in _beside(record.turns, *said))]
         return [*lines, ""]
 
@@ -252,7 +254,7 @@ class FinetuneTask:
             "| prompt | expected | before | after |",
             "|---|---|---|---|",
         ]
-        for record, *said in zip(self.data.held, self.before.said, after.said, strict=False):
+        for record, *said in zip(self.data.val_records, self.before.said, after.said, strict=False):
             cells = [words for _, words in _beside(record.turns, *said)]
             rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
         return "\n".join([*rows, "", ""])

@@ -1,4 +1,4 @@
-"""What a piece of work holds in memory: seen while it is done, or foreseen on tensors that have no data."""
+"""The memory of training and inference: measured while running, or estimated on fake tensors."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,15 +19,15 @@ from dunes.train.loss import Loss
 Build = Callable[[], Decoder]
 
 STARTED = measure.resident_memory() + 190e6
-"""Bytes of Python and torch: what there is now, and the code and workspaces that come with the first steps."""
+"""Bytes of Python and torch: resident now, plus code and workspaces that load with the first steps."""
 
 HOLES = 0.45
-"""Of what the steps of training take, as much again lies unused between it: glibc's heap after some steps."""
+"""Fragmentation of glibc's heap after some steps, as a fraction of what training allocates."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the memory of a step depends on beside the model; `dtype` is that of matrix products."""
+    """What determines the memory of a step beside the model; `dtype` is that of matrix products."""
 
     batch: int
     context: int
@@ -35,36 +35,36 @@ class Shape:
     checkpointing: bool = False
 
 
-def nats(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss that runs train with: windows of ids (B, T + 1)."""
+def next_token_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of next-token prediction on windows of ids (B, T + 1)."""
     assert isinstance(model, Decoder), "runs build nothing else"
     return model.loss(batch[:, :-1], batch[:, 1:])
 
 
-def windows(shape: Shape) -> Tensor:
-    """A batch of that shape, for `nats`."""
+def zero_batch(shape: Shape) -> Tensor:
+    """A batch of this shape for `next_token_loss`."""
     return torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
 
 
 class TrainSetup(NamedTuple):
-    """What a step is made of beside the model."""
+    """Optimizer, loss and batch of a training step."""
 
     optimizer: Callable[[nn.Module], Optimizer] = muon
-    loss: Loss = nats
-    batch: Callable[[Shape], Any] = windows
+    loss: Loss = next_token_loss
+    batch: Callable[[Shape], Any] = zero_batch
 
 
-def training(
+def train_allocations(
     build: Build,
     shape: Shape,
-    foreseen: bool = True,
+    estimated: bool = True,
     learning: TrainSetup = TrainSetup(),  # noqa: B008  (frozen)
 ) -> Allocations:
     """The allocations of a training step, the second one: the optimizer has its averages then.
 
     `foreseen`: on tensors without data, in a fraction of a second and no memory, with the same result.
     """
-    with _tensors(foreseen):
+    with _tensors(estimated):
         model = build()
         if shape.checkpointing:
             tree.replace(model, "blocks.*", Checkpointed)
@@ -76,9 +76,9 @@ def training(
     return log
 
 
-def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
-    """The allocations of a prompt of `context` tokens and one more token after it, with their cache."""
-    with _tensors(foreseen):
+def inference_allocations(build: Build, shape: Shape, estimated: bool = True) -> Allocations:
+    """The allocations of a prompt and one generated token, with their cache."""
+    with _tensors(estimated):
         model = build_with_dtype(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
         with measure.allocations(model) as log, torch.no_grad():
@@ -90,7 +90,7 @@ def inference(build: Build, shape: Shape, foreseen: bool = True) -> Allocations:
 
 
 def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
-    """The model with weights of that type; fake ones cannot be converted."""
+    """The model with weights of this dtype; fake ones cannot be converted."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -99,8 +99,8 @@ def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
         torch.set_default_dtype(before)
 
 
-def process(log: Allocations, learned: int) -> dict[str, float]:
-    """Bytes of a process that trains, by what holds them; `learned` are those of the weights that it changes."""
+def process_memory(log: Allocations, learned: int) -> dict[str, float]:
+    """Bytes of a training process, by purpose; `learned` is the size of the trainable weights."""
     parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
         return parts
@@ -111,21 +111,21 @@ def process(log: Allocations, learned: int) -> dict[str, float]:
     return parts
 
 
-def largest(parts: Mapping[str, float]) -> str:
-    """How much it is in all, and its largest parts, in words."""
+def describe_memory(parts: Mapping[str, float]) -> str:
+    """The total and the largest parts, in words."""
     first = sorted(parts.items(), key=lambda part: -part[1])[:3]
     words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in first)
     return f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, including {words}"
 
 
 def _step(trainer: Trainer, batch: Any) -> None:
-    """A step as the trainer does it, but for the look at its result, which has no data here."""
+    """A step as the trainer does it, without checking the result, which is fake here."""
     trainer.gradients([batch])
     trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)
 
 
 @contextmanager
-def _tensors(foreseen: bool) -> Iterator[None]:
-    with FakeTensorMode() if foreseen else nullcontext(), torch.device(measure.device()):
+def _tensors(estimated: bool) -> Iterator[None]:
+    with FakeTensorMode() if estimated else nullcontext(), torch.device(measure.device()):
         yield

@@ -1,4 +1,4 @@
-"""An adapter's folder and that of its base to one plain model, measured."""
+"""Merge an adapter into its base model, and verify the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,19 +23,19 @@ from dunes.plural import plural
 
 Into = Literal["dequantized", "original"]
 TWICE = 2.0
-"""How far the original base may be from the quantized one with the adapter on both, as a multiple of how far apart
-the two are without it. An adapter changes little, so that about the same is expected (tests/test_merge.py); one
-that depends on the errors of quantizing, so that it only works there, is found out."""
+"""Allowed distance between original and quantized base, both with the adapter, as a multiple of their distance
+without it. An adapter changes little, so both should be about equal (tests/test_merge.py); this detects an adapter
+that depends on quantization errors."""
 KEPT_APART = ("files", "format", "dunes", "adapter", "base", "structure", "changes")
-"""Of an adapter's card, what does not become part of the merged model's."""
+"""Keys of an adapter's card that the merged model's card does not inherit."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a merge did. `errors` are by place: what rounding lost, as a share of the change.
+    """The result of a merge. `errors` are rounding errors by module, relative to the update.
 
-    `moved` is, for the original of a base that was quantized, how far its logits are from those of the model
-    that was trained, as a share of their size, and `allowed` how far they may be.
+    When merging into the original of a quantized base, `moved` is the relative distance between its logits and
+    those of the trained model, and `allowed` the limit.
     """
 
     errors: Mapping[str, float]

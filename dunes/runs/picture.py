@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""The plot of a run's loss."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -45,7 +45,7 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
 
 def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
-    """Steps and validation losses in nats/token; a run of before these were noted has them in bits/byte alone."""
+    """Steps and validation losses in nats/token; some records have them in bits/byte only."""
     found = []
     for record in records:
         loss = record.get("validation_loss")
@@ -57,19 +57,19 @@ def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, f
 
 
 def is_drawable(loss: float) -> bool:
-    """Whether axes can hold it: not what is not finite, nor what only a damaged file says."""
+    """Whether a loss can be plotted: finite, and not absurdly large."""
     return abs(loss) < 1e30
 
 
 def centered_mean(values: Sequence[float], reach: int = 10) -> list[float]:
-    """Means of each value and up to `reach` on either side, as many on both, so that no curve lags behind."""
+    """A centered moving mean of up to `reach` values on either side."""
     sums = [0.0, *accumulate(values)]
     near = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [(sums[i + n + 1] - sums[i - n]) / (2 * n + 1) for i, n in enumerate(near)]
 
 
 def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
-    """A running mean without the bias towards zero at its beginning."""
+    """An exponential moving average, bias-corrected."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)

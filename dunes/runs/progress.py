@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, a line every few seconds elsewhere."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ EVERY = 10.0
 class Display:
     """`with Display(console) as show:` then `show.state(...)` after each step and `show.line(text)` between.
 
-    A quiet one shows neither progress nor `detail`: warnings and results are left.
+    A quiet display shows neither progress nor `detail`, only warnings and results.
     """
 
     console: Console = field(default_factory=lambda: Console(highlight=False))
@@ -39,7 +39,7 @@ class Display:
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
-        """The state of the run, and the share of it that is done."""
+        """Show the progress, and the fraction that is done."""
         if self.quiet:
             return
         if self.console.is_terminal:
@@ -49,16 +49,16 @@ class Display:
             self.line(f"{done:4.0%}  {text}")
 
     def line(self, text: str = "") -> None:
-        """A line that stays."""
+        """Print a line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def detail(self, text: str) -> None:
-        """A line that a quiet display leaves out."""
+        """Print a line unless the display is quiet."""
         if not self.quiet:
             self.line(text)
 
     def print_highlighted(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
-        """Text of which some parts are marked: by their colour, or in brackets where there is none."""
+        """Print text with some parts highlighted: in colour, or in brackets where there is none."""
         plain = self.console.color_system is None
         text = Text(f"{title}\n")
         for words, marked in parts:

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the snapshot is of its own step, the writing is another thread's."""
+"""Saving states while training continues: a snapshot is taken at a step and written by another thread."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +12,10 @@ from dunes.runs.run import METRICS, Run, run_state
 
 
 class Saver:
-    """`with Saver(told) as saver:` then `saver.start(run)` between steps; one save at most is under way.
+    """`with Saver(warn) as saver:` then `saver.start(run)` between steps; at most one save is in progress.
 
-    A save that fails is told in one line, and the states that were there stand; the next one tries
-    again. With `strict`, it raises OSError at the next call instead.
+    A failed save is reported in one line, earlier states are kept, and the next save tries again. With `strict`,
+    it raises OSError at the next call instead.
     """
 
     def __init__(self, told: Callable[[str], None], strict: bool = False) -> None:
@@ -33,11 +33,11 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         return self._pending is not None and not self._pending.done()
 
     def start(self, run: Run) -> bool:
-        """Begin to save the run as it is now; False if the save before this one is still under way."""
+        """Start saving the run as it is now; False if the previous save is still in progress."""
         if self.busy:
             return False
         self.wait()
@@ -47,18 +47,18 @@ class Saver:
         return True
 
     def look(self) -> None:
-        """Tell of a save that failed, if one did."""
+        """Report a failed save, if there was one."""
         if not self.busy:
             self.wait()
 
     def last(self, run: Run) -> bool:
-        """Save the run as it is now, and wait for that; False if it failed."""
+        """Save the run as it is now, and wait; False if that failed."""
         self.wait()
         self.start(run)
         return self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save that is under way, if any; False if it failed."""
+        """Wait for the save in progress, if any; False if it failed."""
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
@@ -73,5 +73,5 @@ class Saver:
 
 def _write(folder: Path, step: int, taken: checkpoint.Snapshot) -> Path:
     if (folder / METRICS).exists():
-        fsync_path(folder / METRICS)  # the losses up to a state belong to it
+        fsync_path(folder / METRICS)  # a state includes the losses up to it
     return checkpoint.save_state(folder, step, taken)

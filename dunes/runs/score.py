@@ -16,12 +16,12 @@ from dunes.text import Tokenizer
 def score_folder(
     folder: Path, sources: Sequence[str] = (), any_base: bool = False, **options: Any
 ) -> tuple[Score, int]:
-    """The score on all text in the sources, and how many files that is.
+    """The score on all text in the sources, and the number of files.
 
     `any_base` is as in `checkpoint.load`, `how` are options of `collect`.
 
-    Without sources: on what the model's own training held out. Raises ValueError if the model's card does not
-    say what that is, or if there is no text.
+    Without sources: on the validation split of the model's own training. Raises ValueError if the model's card
+    does not record it, or if there is no text.
     """
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     try:
@@ -34,8 +34,8 @@ def score_folder(
 def held_out(
     tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = (), **options: Any
 ) -> tuple[TokenIds, int]:
-    """The ids of all text in the sources, and how many files that is; without sources, of what the training in
-    the card held out. Raises ValueError if the card does not say what that is."""
+    """The token ids of all text in the sources, and the number of files; without sources, of the validation split
+    recorded in the card. Raises ValueError if the card does not record one."""
     trained = card.get("trained", {})
     if sources:
         corpus = collect_corpus(sources, **options)
@@ -50,7 +50,7 @@ def held_out(
 
 
 def _ids(tokenizer: Tokenizer, documents: Sequence[Document], whole: bool) -> TokenIds:
-    """The ids of the texts in the documents, or of their last tenths: as in training, where that held them out."""
+    """The token ids of the documents, or of their last tenths, as in training."""
     # Where a document begins after the end of the one before, that end is there already.
     begin = [i for i in tokenizer.document_start if i != tokenizer.eos] if whole else []
     found = []

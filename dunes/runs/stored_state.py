@@ -1,5 +1,4 @@
-"""A training state from the disk, checked before a run goes on with it: its digests say that nobody damaged it,
-and not that nobody wrote something else into it."""
+"""Reading and checking a training state before resuming from it: digests detect damage, not edits."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +15,9 @@ from dunes.train import Record
 
 
 def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
-    """The state in a folder `step-000123`, its plan (of that kind), scores and records as such.
+    """The state in a folder `step-000123`, with config (of this kind), scores and schedule as objects.
 
-    Raises ValueError that names the folder and the first entry which is not what a run writes.
+    Raises ValueError that names the folder and the first invalid entry.
     """
     state = checkpoint.load_state(folder)
     if isinstance(state.get("trainer"), dict):
@@ -37,7 +36,7 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
 
 
 def wrong_state(folder: Path, words: str) -> ValueError:
-    """An error that says what is wrong with a state, and what may be done."""
+    """An error about an invalid state, with the remedy."""
     return ValueError(f"{folder}: {words}; remove this state to resume from an older one")
 
 
@@ -50,7 +49,7 @@ def _is_count(value: object) -> bool:
 
 
 def is_score(value: Any) -> bool:
-    """[nats, tokens, bytes]; the nats of a model that went wrong may be no number."""
+    """[nats, tokens, bytes]; the nats of a diverged model may be NaN."""
     return value is None or (
         isinstance(value, list) and len(value) == 3 and type(value[0]) is float and value[1] > 0
         and all(map(_is_count, value[1:]))
@@ -84,11 +83,11 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "best_step": ("a number of steps", _is_count),
     "checks_since_best": ("a number of checks", _is_count),
 }
-"""What a state holds, in words and checked."""
+"""The entries of a state, in words and as checks."""
 
 
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless both hold the same names, shapes and dtypes, and finite numbers are stored."""
+    """Raise ValueError unless names, shapes and dtypes are equal and the stored values finite."""
     if odd := sorted(expected.keys() ^ stored.keys()):
         raise ValueError(
             f"the state belongs to another model: {odd[0]} is in only one of them ({len(odd)} such names)"
@@ -107,7 +106,7 @@ def _check_tensor(name: str, tensor: Tensor, expected: Tensor) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the state can be that of this optimizer after some steps."""
+    """Raise ValueError unless the state is valid for this optimizer."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is None:
         _check_part(optimizer, state)
@@ -117,7 +116,7 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _check_part(optimizer: Optimizer, state: Any) -> None:
-    """One optimizer's: its groups as they are now, and for each parameter the same entries of its own shape."""
+    """Check one optimizer: its groups, and for each parameter the same entries of its own shape."""
     fresh = optimizer.state_dict()["param_groups"]
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
         raise ValueError("an optimizer's state is missing")
@@ -144,7 +143,7 @@ def _check_entry(name: str, value: Any, parameter: Tensor) -> None:
 
 
 def _same_options(fresh: dict[str, Any], stored: Any) -> bool:
-    """Whether a group is of the same parameters, with numbers where there are numbers."""
+    """Whether a group has the same parameters, and options of the same types."""
     if not isinstance(stored, dict) or stored.get("params") != fresh["params"]:
         return False
     options = [(value, stored[name]) for name, value in fresh.items() if name != "params" and name in stored]
@@ -152,7 +151,7 @@ def _same_options(fresh: dict[str, Any], stored: Any) -> bool:
 
 
 def _alike(fresh: Any, stored: Any) -> bool:
-    """Whether an option can stand for another. Which kernel is used, true or none, may differ between machines."""
+    """Whether an option has the same type. Choices of kernels, true or none, may differ between machines."""
     if _is_number(fresh):
         return _is_number(stored)
     if isinstance(fresh, tuple):

@@ -24,9 +24,8 @@ def run_tasks(
 ) -> dict[str, Any]:
     """The harness's results for tasks, groups or tags by name; also written to `out`, with every sample.
 
-    `task_folder` holds YAML files of more tasks; `limit` takes so many documents of each task; `any_base` is as in
-    `checkpoint.load`. Raises ValueError for a task that is not known, and for a model folder or a setting that
-    cannot do.
+    `task_folder` holds YAML files of more tasks; `limit` is the maximum number of documents per task; `any_base`
+    is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder or setting.
     """
     lm_eval = extra("lm_eval", "eval")
     if limit is not None and limit < 1:
@@ -66,7 +65,7 @@ def _known(tasks: Sequence[str], names: Sequence[str]) -> None:
 
 
 def table(results: Mapping[str, Any]) -> list[str]:
-    """The results as lines of text: a line for each metric of each task or group."""
+    """The results as lines of text, one for each metric of each task or group."""
     rows = [("task", "shots", "documents", "metric", "value", "standard error")]
     for task, measured in results["results"].items():
         shots = str(results["n-shot"].get(task, ""))

@@ -1,4 +1,4 @@
-"""What a run notes, as TensorBoard reads it: RUN/tensorboard says what metrics.jsonl and samples.md say.
+"""A run's metrics and samples for TensorBoard, in RUN/tensorboard.
 
 Written as a plain file in tensorboard's record format. SummaryWriter writes from a thread, which prints
 a traceback and dies when the disk is full, and its purge_step lets TensorBoard forget numbers, not text.

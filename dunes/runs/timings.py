@@ -1,4 +1,4 @@
-"""Where the time of a run goes, beside its steps."""
+"""Wall-clock time of a run, by phase."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass
 class Timings:
-    """`with spent("saves"):` adds the seconds inside to what saves took. Costs a microsecond a use."""
+    """`with timings("saves"):` adds the elapsed seconds to that phase. Costs a microsecond per use."""
 
     seconds: Counter[str] = field(default_factory=Counter)
 
@@ -25,11 +25,11 @@ class Timings:
             self.add(what, perf_counter() - start)
 
     def add(self, what: str, seconds: float) -> None:
-        """`seconds` more, which may be less than none: what was counted elsewhere, too."""
+        """Add seconds to a phase; negative ones remove what was counted elsewhere."""
         self.seconds[what] += seconds  # type: ignore[assignment]
 
     def each(self, what: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, with the time that they take to come."""
+        """The items, timing how long each takes to arrive."""
         stream = iter(items)
         while True:
             with self(what):
@@ -41,7 +41,7 @@ class Timings:
 
 
 def lines(seconds: Mapping[str, float]) -> list[str]:
-    """A plain table: what took how long, and which share of all."""
+    """A plain table of phases with their seconds and shares."""
     total = sum(seconds.values()) or 1.0
     most = sorted(seconds.items(), key=lambda item: -item[1])
     wide = max(map(len, seconds), default=0)

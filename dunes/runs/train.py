@@ -20,7 +20,7 @@ from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import Make, execute_run
-from dunes.runs.memory import nats
+from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule, card_facts
 from dunes.runs.timings import Timings
@@ -69,7 +69,7 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
     model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
     schedule = build_schedule(config)
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
-    trainer = Trainer(model, optimizer, nats, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
+    trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
     return Run(folder, config, TrainTask(config, tokens), model, trainer, schedule)
 
 

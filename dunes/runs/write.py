@@ -1,4 +1,4 @@
-"""Text from a model: samples, continuations, the rest of a line."""
+"""Generating text: samples, continuations, line completion."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ LINE_END = re.compile(rb"[\r\n]")
 def write(
     model: nn.Module, tokenizer: Tokenizer, context: int, prompt: str, limit: int, sample: Sampler
 ) -> Iterator[str]:
-    """The text that follows the prompt, a piece for each token as it comes, up to the end of the document."""
+    """Stream the text that follows the prompt, a piece per token, up to the end of the document."""
     ids, stream = tokenizer.prompt(prompt), DecodeStream(tokenizer)
     sample = limit_vocab(sample, tokenizer.vocab)
     for token in generate(model, ids, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
@@ -25,16 +25,16 @@ def write(
 
 
 def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int = 0, limit: int = 120) -> str:
-    """What the model writes by itself, from the beginning of a document."""
+    """A sample without a prompt."""
     pieces = write(model, tokenizer, context, "", limit, sampler(0.8, top_k=50, seed=seed))
     return "".join(pieces).strip("\n")
 
 
 def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: str, limit: int = 48) -> str:
-    """The likeliest rest of the line that the prefix ends in, without the line end (\\n, \\r\\n or \\r).
+    """Complete the line that the prefix ends in, by greedy decoding, without the newline (\\n, \\r\\n or \\r).
 
-    A prefix that fits the context is the beginning of a document. One that ends inside a token is healed: its
-    last tokens are taken back, and what they stood for is what the model must begin with.
+    A prefix that fits the context starts a document. Token healing: the last tokens are removed, and the model
+    must start with their bytes.
     """
     pieces = tokenizer.token_bytes()
     room = max(context // 2, context - limit)
@@ -51,9 +51,9 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
 
 
 def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
-    """The ids without as many at their end as one longer token could stand for, and the bytes of those.
+    """The ids without those at the end that could be part of one longer token, and the bytes of the removed ones.
 
-    Text that goes on may have been one token where the text up to here is several.
+    Text that continues may be one token where the text up to the cursor is several.
     """
     for cut in range(max(0, len(ids) - 8), len(ids)):
         tail = b"".join(pieces[i] for i in ids[cut:])
@@ -65,7 +65,7 @@ def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], b
 def text_before_cursor(place: str) -> str:
     """The text of a file before FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one).
 
-    Raises ValueError if the place is not written like that, or not in the file.
+    Raises ValueError for another form, or a position outside the file.
     """
     parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)
     if parts is None:
