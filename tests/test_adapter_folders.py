@@ -274,6 +274,28 @@ def test_a_change_on_the_disk_is_seen(made):
         checkpoint.load(folder)
 
 
+def format_1(folder):
+    """Turn the card into one of format 1, with a structure digest of that time."""
+    card = json.loads((folder / "dunes.json").read_text())
+    assert card["format"] == 2
+    card |= {"format": 1, "context": card.pop("context_length"), "structure": "5151349a5277137c" * 4}
+    (folder / "dunes.json").write_text(json.dumps(card))
+
+
+def test_an_adapter_of_format_1_loads_with_a_warning_and_only_on_its_own_base(made):
+    folder, logits = made
+    format_1(folder)
+    with pytest.warns(
+        UserWarning, match="saved by an older version, so the structure of its base is not compared"
+    ):
+        loaded = checkpoint.load(folder)
+    assert loaded.context_length == 24
+    assert difference(loaded.model(IDS), logits) <= LIMIT
+    unsealed(other_base)(folder)
+    with pytest.raises(ValueError, match="made for a different base"):
+        checkpoint.load(folder)
+
+
 def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monkeypatch, capsys):
     folder, _ = made
     monkeypatch.setattr(atomic, "LARGE", 0)

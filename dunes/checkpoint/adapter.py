@@ -6,6 +6,7 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 import json
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -441,6 +442,12 @@ def _matches(pattern: str, path: str) -> bool:
 
 def _check_structure(base: AdapterBase, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card was written for a model of another structure."""
+    if card.get("format") == 1:  # whose digests are of the attributes' former names
+        warnings.warn(
+            f"{folder}: saved by an older version, so the structure of its base is not compared; save it again",
+            stacklevel=2,
+        )
+        return
     expected = card.get("structure")
     if expected is None and BaseRecord.read(card, folder) is None:
         return
