@@ -18,6 +18,7 @@ from dunes.generate import Token
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs import write as runs_write
+from dunes.runs.sampling import SamplingOptions
 from dunes.runs.write import complete_line, text_before_cursor
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
@@ -151,7 +152,7 @@ def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
 
 
 def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):
-    loaded = SimpleNamespace(model=None, tokenizer=Tokenizer.train("bytes", []), context=64)
+    loaded = SimpleNamespace(model=None, tokenizer=Tokenizer.train("bytes", []), context_length=64)
     monkeypatch.setattr(checkpoint, "locate_model", lambda model: SimpleNamespace(folder=model))
     monkeypatch.setattr(checkpoint, "load_with_tokenizer", lambda *arguments: (loaded, loaded.tokenizer))
     asked = writes(monkeypatch, loaded.tokenizer, "ree\r\n")
@@ -193,7 +194,7 @@ def test_the_example_in_the_readme_writes_what_the_verb_writes(marks, folder, ca
     exec(example, {})
     written = capsys.readouterr().out
     assert len(written) > 20
-    verbs.generate("runs/project", "def main(", tokens=40)
+    verbs.generate("runs/project", SamplingOptions(tokens=40), "def main(")
     assert capsys.readouterr().out == f"def main({written}\n"
 
 
@@ -211,7 +212,7 @@ def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch,
     monkeypatch.setattr(
         runs_write, "generate", lambda *_, limit, **__: (Token(i, 0.0) for i in tokenizer.encode(text))
     )
-    verbs.generate("runs/project", "def main(", tokens=30)
+    verbs.generate("runs/project", SamplingOptions(tokens=30), "def main(")
     said = capsys.readouterr()
     assert said.out == f"def main({text}\n"
     assert told in said.err
