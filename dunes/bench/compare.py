@@ -52,8 +52,8 @@ class Comparison:
 
     def record(self) -> dict[str, Any]:
         """A record for JSON."""
-        found = [asdict(d) | {"significant": d.significant, "verdict": d.verdict} for d in self.differences]
-        return {"differences": found, "unmatched": self.unmatched, "differing": self.differing}
+        results = [asdict(d) | {"significant": d.significant, "verdict": d.verdict} for d in self.differences]
+        return {"differences": results, "unmatched": self.unmatched, "differing": self.differing}
 
 
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
@@ -73,17 +73,17 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
             f"nothing was measured in both: A has {_label(columns, next(iter(sides[0])))}, "
             f"B has {_label(columns, next(iter(sides[1])))}"
         )
-    found = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence) for key in both]
+    results = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence) for key in both]
     unmatched = [_label(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
     values = ((n, a[0].get(n), b[0].get(n)) for n in (*fixed, "machine", "cpu", "torch", "commit"))
-    return Comparison(found, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
+    return Comparison(results, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
 
 
 def _group(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    results: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(n) for n in columns), []).append(row)
-    return found
+        results.setdefault(tuple(row.get(n) for n in columns), []).append(row)
+    return results
 
 
 def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
@@ -94,12 +94,12 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
     """The machine's own rates beside A and B: differences here are not the program's."""
-    found = {}
+    results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
         if x and y:
-            found[f"{name} rate"] = (median(x), median(y))
-    return found
+            results[f"{name} rate"] = (median(x), median(y))
+    return results
 
 
 def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float) -> Difference:
@@ -131,10 +131,10 @@ def _critical(n: int, tail: float) -> int | None:
     counts = [1]
     for rank in range(1, n + 1):  # how many of the 2^n signings have which sum of positive ranks
         counts = [x + y for x, y in zip([0] * rank + counts, counts + [0] * rank, strict=True)]
-    below, found = 0, None
+    below, results = 0, None
     for total, count in enumerate(counts):
         below += count
         if below > tail * 2**n:
-            return found
-        found = total
-    return found
+            return results
+        results = total
+    return results

@@ -54,8 +54,8 @@ class MemoryEstimate:
         """A record for JSON."""
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
-        found = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
-        return found | {"kinds": kinds, "allocations": len(self.log.made)} | (asdict(truth) if truth else {})
+        results = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
+        return results | {"kinds": kinds, "allocations": len(self.log.made)} | (asdict(truth) if truth else {})
 
 
 def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:

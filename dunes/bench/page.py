@@ -84,11 +84,11 @@ def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list
     last, measured = points[-1], _numbers(card, "measured")
     best = min((p["bits_per_byte"] for p in points if p["bits_per_byte"] is not None), default=None)
     bits = measured.get("bits_per_byte", best)
-    found = [("validation bits/byte", f"{bits:.3f}" if bits else "not measured")]
-    found += [("perplexity", f"{measured['perplexity']:.1f}")] if "perplexity" in measured else []
+    results = [("validation bits/byte", f"{bits:.3f}" if bits else "not measured")]
+    results += [("perplexity", f"{measured['perplexity']:.1f}")] if "perplexity" in measured else []
     seconds = 60 * last["minutes"]
     return [
-        *found,
+        *results,
         ("steps", str(last["steps"])),
         ("training tokens", format_count(last["tokens"])),
         ("training tokens/s", format_count(last["tokens"] / seconds)),
@@ -130,8 +130,8 @@ def _spent(seconds: Mapping[str, float]) -> str:
 
 def _samples(run: Path) -> str:
     """Each sample behind its heading, the last one open."""
-    found = written(run / SAMPLES).items()
-    shown = [f"<summary>After {plural(step, 'step')}</summary><pre>{escape(text)}</pre>" for step, text in found]
+    results = written(run / SAMPLES).items()
+    shown = [f"<summary>After {plural(step, 'step')}</summary><pre>{escape(text)}</pre>" for step, text in results]
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
 

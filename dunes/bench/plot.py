@@ -66,25 +66,25 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return slope, math.exp(intercept)
 
 
-def scaling_lines(found: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     """Summaries that differ in nothing but the axis, by what tells these lines apart; no single points."""
     follows = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # a size has its own name
     others = [n for n in SETTING if n not in follows]
     held: dict[tuple[Any, ...], list[Row]] = {}
-    for f in found:
+    for f in results:
         held.setdefault(tuple(f.get(n) for n in others), []).append(f)
     telling = [i for i, _ in enumerate(others) if len({k[i] for k in held}) > 1]
     kept = {k: m for k, m in held.items() if len({f[axis] for f in m}) > 1}
     return {", ".join(f"{others[i]} {k[i]}" for i in telling): m for k, m in kept.items()}
 
 
-def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
+def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
     """How a column grows with an axis, both logarithmic; each line of points with its fitted exponent.
 
-    `found` are summaries. Raises ValueError if no two of them differ in the axis alone.
+    `results` are summaries. Raises ValueError if no two of them differ in the axis alone.
     """
     p, records = _plotnine(), list[dict[str, Any]]()
-    for name, members in scaling_lines(found, axis).items():
+    for name, members in scaling_lines(results, axis).items():
         xs, ys = [float(m[axis]) for m in members], [float(m[of]) for m in members]
         k, a = exponent(xs, ys)
         label = f"{name}: grows as the power {k:.2f}".removeprefix(": ")
@@ -103,7 +103,7 @@ def scaling(found: Sequence[Row], axis: str, of: str) -> Any:
         )
         + p.scale_color_manual(COLOURS * 4)
         + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
-        + p.labs(title=f"{found[0]['benchmark']}: {NAMES[of]} over {axis}", x=axis, y="")
+        + p.labs(title=f"{results[0]['benchmark']}: {NAMES[of]} over {axis}", x=axis, y="")
     )
 
 
@@ -120,17 +120,17 @@ def _log_ticks(values: Any) -> list[float]:
     return [m for m in marks if min(values) / 2 <= m <= max(values) * 2]
 
 
-def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
+def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
     """Rates side by side, with the number beside each, and an interval unless its name is empty.
 
     Takes records with `name`, `rate`, `low`, `high` (rates, too; the ends of the interval) and `unit`.
     """
     p = _plotnine()
-    records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in found]
+    records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in results]
     for record in records:
         assert isinstance(record["rate"], float), "made above"
         record["label"] = "  " + format_count(record["rate"])
-    order = [str(f["name"]) for f in reversed(found)]
+    order = [str(f["name"]) for f in reversed(results)]
     frame = _frame(records)
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
     words = f"/s (line: {interval})" if interval else "/s"
@@ -142,7 +142,7 @@ def bars(found: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to
         + p.scale_x_discrete(limits=order)
         + p.scale_y_continuous(labels=_round, expand=(0, 0, 0.18, 0))
         + p.coord_flip()
-        + p.labs(title=title, x="", y=found[0]["unit"] + words)
+        + p.labs(title=title, x="", y=results[0]["unit"] + words)
         + p.theme(panel_grid_major_y=p.element_blank())
     )
 
@@ -170,15 +170,17 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
     )
 
 
-def loss_over_lr(found: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
+def loss_over_lr(results: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
     """A loss over the learning rate, a line for each `method`; records hold `method`, `rate` and `loss`."""
     p = _plotnine()
-    frame = _frame([{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in found])
+    frame = _frame([{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results])
     return (
         _base(frame, x="x", y="y", color="method", shape="method")
         + p.geom_line(size=0.9)
         + p.geom_point(size=2.4)
-        + p.scale_x_log10(labels=lambda v: [f"{t:g}" for t in v], breaks=sorted({float(f["rate"]) for f in found}))
+        + p.scale_x_log10(
+            labels=lambda v: [f"{t:g}" for t in v], breaks=sorted({float(f["rate"]) for f in results})
+        )
         + p.scale_color_manual(COLOURS * 4)
         + p.labs(title=title, x="learning rate", y=of)
     )
@@ -211,15 +213,15 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A run's metrics by step: tokens and minutes so far, both losses, learning rate scale and bits/byte."""
-    found, tokens, seconds = [], 0, 0.0
+    results, tokens, seconds = [], 0, 0.0
     for line in lines:
         if "loss" not in line:
             continue
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
         known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
         speed = {"speed": line["count"] / line["seconds"], "lr_scale": line["lr_scale"]}
-        found.append(known | speed | {name: line.get(name) for name in ("bits_per_byte", "validation_loss")})
-    return found
+        results.append(known | speed | {name: line.get(name) for name in ("bits_per_byte", "validation_loss")})
+    return results
 
 
 def flame(report: Report) -> Any:
@@ -307,15 +309,17 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """All pictures that these measurements allow: scaling over each axis that varies, and rates side by side."""
-    found = [summarize(group) for group in group_rows(rows).values()]
+    results = [summarize(group) for group in group_rows(rows).values()]
     paths = []
     for axis in AXES:
-        if scaling_lines(found, axis):
-            for of in ("seconds", "peak_bytes") if found[0].get("peak_bytes") else ("seconds",):
-                paths.append(folder / f"{found[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
-                save_plot(scaling(found, axis, of), paths[-1])
-    paths.append(folder / f"{found[0]['benchmark']}-rates.svg")
-    save_plot(bars([_bar(f, found) for f in found], f"{found[0]['benchmark']}: {found[0]['unit']}/s"), paths[-1])
+        if scaling_lines(results, axis):
+            for of in ("seconds", "peak_bytes") if results[0].get("peak_bytes") else ("seconds",):
+                paths.append(folder / f"{results[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
+                save_plot(scaling(results, axis, of), paths[-1])
+    paths.append(folder / f"{results[0]['benchmark']}-rates.svg")
+    save_plot(
+        bars([_bar(f, results) for f in results], f"{results[0]['benchmark']}: {results[0]['unit']}/s"), paths[-1]
+    )
     return paths
 
 

@@ -67,10 +67,10 @@ def setting_of(row: Row) -> tuple[Any, ...]:
 
 def group_rows(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
     """The rows of each measured thing, in the order of their first ones."""
-    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    results: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        found[setting_of(row)].append(row)
-    return dict(found)
+        results[setting_of(row)].append(row)
+    return dict(results)
 
 
 def summarize(rows: Sequence[Row]) -> Row:
@@ -79,13 +79,13 @@ def summarize(rows: Sequence[Row]) -> Row:
     seconds = [float(row["seconds"]) for row in rows]
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     middle = median(seconds)
-    found: Row = {name: first.get(name) for name in SETTING}
-    found |= {"rounds": len(rows), "seconds": middle, "low": low, "high": high, "unit": first["unit"]}
-    found["rate"] = first["amount"] / middle
+    results: Row = {name: first.get(name) for name in SETTING}
+    results |= {"rounds": len(rows), "seconds": middle, "low": low, "high": high, "unit": first["unit"]}
+    results["rate"] = first["amount"] / middle
     for share in ("flop_share", "byte_share"):
         if known := [float(row[share]) for row in rows if row.get(share) is not None]:
-            found[share] = median(known)
-    return found | {name: first[name] for name in ("peak_bytes", "machine") if first.get(name) is not None}
+            results[share] = median(known)
+    return results | {name: first[name] for name in ("peak_bytes", "machine") if first.get(name) is not None}
 
 
 def source_commit() -> str | None:

@@ -72,9 +72,9 @@ class Case:
 def cases(name: str, request: Request) -> list[Case]:
     """The cases of a request. Raises ValueError for what this model or machine cannot do."""
     named = BENCHMARKS[name]
-    found = [_case(named, *pair) for pair in subjects_with_settings(name, request)]
-    _check_memory(found)
-    return found
+    results = [_case(named, *pair) for pair in subjects_with_settings(name, request)]
+    _check_memory(results)
+    return results
 
 
 def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, Setting]]:
@@ -93,7 +93,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
     if wrong := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {wrong[0]!r}; it must be one of {', '.join(DTYPES)}")
-    found, computing = [], _dtypes_and_threads(name, request)
+    results, computing = [], _dtypes_and_threads(name, request)
     for subject in _subjects(request):
         contexts = request.contexts or (subject.context,)
         if (most := max(contexts)) > subject.context:
@@ -101,8 +101,8 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
                 f"{subject.name}: was made for {subject.context} tokens; --context-length {most} is more"
             )
         settings = itertools.product(request.batches or (BENCHMARKS[name].batch,), contexts, *computing)
-        found += [(subject, Setting(*setting)) for setting in settings]
-    return found
+        results += [(subject, Setting(*setting)) for setting in settings]
+    return results
 
 
 def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
@@ -133,9 +133,9 @@ def _case(named: Benchmark, subject: Subject, setting: Setting) -> Case:
     return Case(subject, setting, parameters, size, log.live[0], log.peak)
 
 
-def _check_memory(found: Sequence[Case]) -> None:
+def _check_memory(results: Sequence[Case]) -> None:
     """Raise ValueError if the machine would swap: all models are in memory, one runs at a time."""
-    need = FRAGMENTS * (sum(c.held for c in found) + max((c.peak or 0) - c.held for c in found))
+    need = FRAGMENTS * (sum(c.held for c in results) + max((c.peak or 0) - c.held for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
             f"this needs about {format_bytes(need)} and {format_bytes(free)} are free; a smaller model, --batch "
@@ -227,6 +227,6 @@ def default_path(name: str) -> Path:
     return Path("runs", "bench", f"{name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
 
 
-def summaries(found: Sequence[Mapping[str, Any]]) -> list[rows.Row]:
+def summaries(results: Sequence[Mapping[str, Any]]) -> list[rows.Row]:
     """One record per case."""
-    return [rows.summarize(group) for group in rows.group_rows(map(dict, found)).values()]
+    return [rows.summarize(group) for group in rows.group_rows(map(dict, results)).values()]

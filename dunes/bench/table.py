@@ -32,9 +32,9 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
     Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
 
 
-def print_summary(found: Sequence[Mapping[str, Any]]) -> None:
+def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
     """Print one line per case: the settings that distinguish it, and its results."""
-    differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in found}) > 1]
+    differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in results}) > 1]
     telling = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "time/run": lambda f: format_seconds(f["seconds"]),
@@ -44,18 +44,18 @@ def print_summary(found: Sequence[Mapping[str, Any]]) -> None:
         "bandwidth": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
         "tensors": lambda f: format_bytes(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
-    used = {name: text for name, text in shown.items() if any(text(f) for f in found)}
-    lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in found]
+    used = {name: text for name, text in shown.items() if any(text(f) for f in results)}
+    lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in results]
     hidden = {"benchmark", "family", "parameters", "subject", *differ}
-    fixed = ", ".join(f"{n} {_value(found[0][n])}" for n in SETTING if n not in hidden)
+    fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in SETTING if n not in hidden)
     print_table(
-        f"{found[0]['benchmark']}: {fixed}, {plural(found[0]['rounds'], 'round')}", [*telling, *used], lines
+        f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}", [*telling, *used], lines
     )
 
 
-def print_comparison(found: Comparison, confidence: float) -> None:
+def print_comparison(results: Comparison, confidence: float) -> None:
     """Print the differences with their intervals, and in what else the two sides differ."""
-    for name, (a, b) in found.differing.items():
+    for name, (a, b) in results.differing.items():
         words = (
             f"A {a}, B {b}"
             if isinstance(a, str) or not a
@@ -63,7 +63,7 @@ def print_comparison(found: Comparison, confidence: float) -> None:
         )
         print(f"differs: {name}: {words}" if not name.endswith("rate") else f"the machine's {name}: {words}")
     lines = []
-    for d in found.differences:
+    for d in results.differences:
         low, high = d.interval or (0.0, 0.0)
         lines.append(
             [d.what, f"{d.ratio:.3f}", f"{low:.3f} to {high:.3f}" if d.interval else "", str(d.pairs), d.verdict]
@@ -73,7 +73,7 @@ def print_comparison(found: Comparison, confidence: float) -> None:
         ["", "ratio", "interval", "rounds", ""],
         lines,
     )
-    for what in found.unmatched:
+    for what in results.unmatched:
         print(f"only in one of them: {what}")
 
 
@@ -81,9 +81,9 @@ def print_times(report: Report, overhead: float) -> None:
     """Print where the time went: by kind of operation, and by module, with bars."""
     phases = [p for p in PHASES if any(e.phase == p for e in report.entries)]
     kinds = report.kinds() | {"between operations (Python, waiting)": {"": report.between}}
-    for title, found in (("kind of operation", kinds), ("module, with its submodules", report.inside())):
+    for title, results in (("kind of operation", kinds), ("module, with its submodules", report.inside())):
         lines = []
-        for name, by_phase in found.items():
+        for name, by_phase in results.items():
             total = sum(by_phase.values())
             depth = name.count(".") + 1 if title[0] == "m" and name else 0
             label = "  " * depth + (name.rpartition(".")[2] if title[0] == "m" else name)
@@ -113,10 +113,10 @@ def print_memory(log: Allocations) -> None:
     )
 
 
-def print_estimates(found: Sequence[MemoryEstimate], truths: Sequence[MeasuredMemory | None]) -> None:
+def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[MeasuredMemory | None]) -> None:
     """Print one line per step: its estimated memory, and the measured one."""
     lines = []
-    for f, truth in zip(found, truths, strict=True):
+    for f, truth in zip(results, truths, strict=True):
         kinds = {kind: held for (kind,), held in f.log.by("kind").items()}
         dtype = str(f.shape.dtype).removeprefix("torch.")
         line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", format_bytes(f.log.peak)]
