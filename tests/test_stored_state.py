@@ -323,7 +323,7 @@ def test_measurements_do_not_go_through_a_link_to_nothing(tmp_path):
     from dunes.bench.run import Request, bench
 
     (tmp_path / "out.jsonl").symlink_to(tmp_path / "gone" / "x.jsonl")
-    with pytest.raises(ValueError, match=r"out\.jsonl: is there already"):
+    with pytest.raises(ValueError, match=r"out\.jsonl: already exists"):
         bench("train", Request(sizes=["60k"]), 1, tmp_path / "out.jsonl")
 
 
