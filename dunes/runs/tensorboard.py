@@ -55,7 +55,7 @@ class TensorBoard:
                 file.close()
 
     def step(self, step: Step, bits_per_byte: float | None) -> None:
-        """Mirror a step, and the held-out bits a byte if they were measured after it."""
+        """Write the metrics of a step, with the validation bits/byte if measured after it."""
         if self._file is not None:
             with self._lasting():
                 self._scalars(asdict(step) | {"step": step.number, "bits_per_byte": bits_per_byte}, time())
@@ -112,7 +112,7 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """A line of metrics.jsonl, a number for each tag: nats a token, norm, share of the rates, tokens a second."""
+    """The scalars of a record of metrics.jsonl by tag: loss, bits/byte, lr_scale, grad_norm, tokens/s."""
     found = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
     found["tokens_per_second"] = record["count"] / record["seconds"]
     return {name: value for name, value in found.items() if value is not None}
