@@ -1,7 +1,7 @@
 """The memory of every tensor from allocation to free, on any device, with real or fake tensors.
 
-Each operation's results are seen as they come from the dispatcher; a storage is freed when its last
-tensor goes. What an operation takes for itself and gives back before it returns is not seen.
+The results of each operation are recorded by the dispatcher; a storage is freed with its last tensor. Memory that
+an operation allocates and frees internally is not recorded.
 """
 
 import gc
@@ -31,7 +31,7 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 class Allocation:
     """A storage: its bytes, its owner (the module that allocated it, or the function outside modules), and when.
 
-    `allocated` and `freed` count allocations and frees from the beginning; `freed` is None for what is still held.
+    `allocated` and `freed` count allocations and frees from the beginning; `freed` is None for live allocations.
     """
 
     size: int
@@ -58,11 +58,11 @@ class Allocations:
             changes[a.allocated] += a.size
             if a.freed is not None:
                 changes[a.freed] -= a.size
-        held, total = [], 0
+        live, total = [], 0
         for change in changes:
             total += change
-            held.append(total)
-        return held
+            live.append(total)
+        return live
 
     @property
     def peak(self) -> int:
@@ -76,8 +76,8 @@ class Allocations:
 
     def held(self, moment: int | None = None) -> list[Allocation]:
         """The live allocations after an event, by default at the peak."""
-        at = self.moment if moment is None else moment
-        return [a for a in self.made if a.allocated <= at and (a.freed is None or a.freed > at)]
+        moment = self.moment if moment is None else moment
+        return [a for a in self.made if a.allocated <= moment and (a.freed is None or a.freed > moment)]
 
     def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
         """Live bytes at a moment (the peak), summed by some of Allocation's fields, largest first."""
@@ -89,13 +89,13 @@ class Allocations:
 
 @contextmanager
 def allocations(model: nn.Module) -> Iterator[Allocations]:
-    """`with allocations(model) as log:` records what the work inside takes; read `log` when it is over.
+    """`with allocations(model) as log:` records all allocations inside; read `log` afterwards.
 
-    What the model holds at the start counts as parameters and gradients. Any optimizer that steps inside
-    is seen. Every operation costs some tens of microseconds more while this is on, none when it is off.
+    The model's tensors at the start count as parameters and gradients. Any optimizer that steps inside is
+    recorded. Recording costs some tens of microseconds per operation.
     """
     log = Allocations([])
-    gc.collect()  # what waits to be freed would seem to be freed by the work
+    gc.collect()  # or earlier garbage would be freed inside
     with ModuleTracker(model) as places:
         recorder = _Recorder(places, log.made)
         recorder.beginning(model)
@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moment += 1
         made.freed = self.moment
         if made.kind == "temporaries" and made.phase == "forward":
-            # Held for a later module or for the way back, and not only while its own module computed.
+            # Kept for a later module or for backward, not only while its own module ran.
             if self.phase == "backward" or (self.places.calls > made.call and not self._inside(made)):
                 made.kind = "activations"
         elif made.kind == "cache" and self.places.calls == made.call:
@@ -182,10 +182,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made.owner in self.places.stack
 
     def beginning(self, model: nn.Module) -> None:
-        """Record what the model holds already."""
+        """Record the tensors that the model has already."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            for held, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
-                if held is not None and (made := self.see(held, "held before", kind)):  # type: ignore[arg-type]
+            for t, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
+                if t is not None and (made := self.see(t, "held before", kind)):  # type: ignore[arg-type]
                     made.owner, made.phase, made.allocated = name.rpartition(".")[0] or "model", "before", 0
 
     def gradient(self, parameter: Tensor) -> None:
@@ -208,7 +208,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     made.phase, made.allocated = "before", 0
 
     def finish(self) -> None:
-        """Count what the forward pass allocated and is still live as activations: no backward came."""
+        """Count live temporaries of the forward pass as activations: there was no backward pass."""
         self.over = True
         for _, made in self.held.values():
             if made.kind == "temporaries" and made.phase == "forward":
