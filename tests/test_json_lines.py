@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: what a full disk, a kill or a stray hand leaves in them costs itself alone."""
+"""Files of one JSON object per line: damage by a full disk, a kill or an edit affects only the damaged line."""
 
 import errno
 import importlib.util

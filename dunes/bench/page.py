@@ -47,7 +47,7 @@ $sections
 
 
 def page(run: Path) -> str:
-    """The page of the run in this folder. Raises ValueError if there is none, or no step with a finite loss yet."""
+    """The page of the run in this folder. Raises ValueError if there is no run, or no finite loss yet."""
     config, lines = _config(run), read_metrics(run / METRICS)
     if config is None:
         raise ValueError(f"{run}: not a training run; create one with: dunes train SOURCE --out {run}")

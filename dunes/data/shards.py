@@ -1,4 +1,4 @@
-"""Tokens of a corpus on disk: private, immutable, with a digest, memory-mapped.
+"""Token shards of a corpus on disk: private, immutable, with a digest, memory-mapped.
 
 A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each followed by the end token)
 and `shard.json`. Its key is a hash of the documents' contents, the tokenizer and the settings, so a changed corpus
@@ -30,7 +30,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` token ids, all below `vocab`, of `size` bytes of text in `documents` files."""
+    """`length` token ids, all below `vocab`, from `size` bytes of text in `documents` files."""
 
     folder: Path
     length: int

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line that grow line by line, such as metrics: a damaged line costs itself alone."""
+"""Files of one JSON object per line that grow line by line, such as metrics: a damaged line costs itself alone."""
 
 import json
 import os

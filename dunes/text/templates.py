@@ -177,7 +177,7 @@ class Template(ABC):
     def _escape(self, text: str) -> str:
         """The text with two lone surrogates for each special token that is spelled in it."""
         if match := re.search("[\ud800-\udfff]", text):
-            raise ValueError(f"half of a surrogate pair at character {match.start()}; remove it")
+            raise ValueError(f"lone surrogate at character {match.start()}; remove it")
         return self._pattern.sub(lambda match: _encode_number(self._spellings.index(match[0])), text)
 
 
