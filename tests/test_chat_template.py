@@ -317,13 +317,13 @@ def test_as_much_as_may_be_written_is_written():
 
 
 def test_what_is_no_data_is_refused():
-    with pytest.raises(ValueError, match="cannot be given these messages"):
+    with pytest.raises(ValueError, match="these messages cannot be passed"):
         chat_template.render("", [{"role": "user", "content": object()}])
     with pytest.raises(ValueError, match="a message is a mapping with 'role' and 'content', found str"):
         chat_template.render("", ["hello"])
     circle = []
     circle.append(circle)
-    with pytest.raises(ValueError, match="cannot be given these messages"):
+    with pytest.raises(ValueError, match="these messages cannot be passed"):
         chat_template.render("", [{"content": circle}])
 
 

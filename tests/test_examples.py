@@ -214,7 +214,7 @@ BAD = {
     "an unknown role": (lines(said({"role": "poet", "content": "x"})), "message 1: role: expected one of .*found 'poet'"),
     "a role of no kind": (lines(said({"role": ["a"], "content": "x"})), "message 1: role: expected one of"),
     "a tool": (lines(said({"role": "tool", "content": "x"})), "message 1: role: 'tool': tool calls are not supported"),
-    "a call": (lines(said({"role": "assistant", "tool_calls": [{}]})), "message 1: tool_calls: calls of tools are not"),
+    "a call": (lines(said({"role": "assistant", "tool_calls": [{}]})), "message 1: tool_calls: tool calls are not"),
     "tools": (lines(FORMS["messages"] | {"tools": [{}]}), "line 1: tools: tool calls are not supported"),
     "thoughts": (lines(said({"role": "assistant", "content": "a", "thinking": "b"})), "thinking: reasoning beside"),
     "a picture": (lines(said({"role": "user", "content": [{"type": "image_url"}]})), "parts of type 'text', found 'image_url'"),
@@ -472,7 +472,7 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_
         next(tokenize_records(rows(WANTED), get_template("chatml"), spaced))
     held = Tokenizer(tokenizers.Tokenizer.from_str(spaced.json()))
     held.inner.add_special_tokens(["[INST]"])
-    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as words, .*as special tokens"):
+    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as text, .*special tokens"):
         next(tokenize_records(rows(WANTED), get_template("mistral"), held))
     with pytest.raises(ValueError, match="no template is called 'vicuna'; there are plain, alpaca"):
         get_template("vicuna")
@@ -643,7 +643,7 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
 
 def test_few_trained_tokens_are_warned_of(bpe):
     found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
-    assert any("are targets; look" in line for line in found.warnings())
+    assert any("are targets; check" in line for line in found.warnings())
     assert found.trained_share < preflight.FEW
 
 
@@ -778,7 +778,7 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
             read_records(put(tmp_path, content, "x.parquet"))
         assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(ValueError, match=re.escape("is missing; pip install -e '.[parquet]'")):
+    with pytest.raises(ValueError, match=re.escape("parquet needs polars; pip install -e '.[parquet]'")):
         read_records(wide)
 
 

@@ -613,8 +613,8 @@ BAD = {
         lambda f: index(f, lambda where: where | {"a\nb": FIRST}),
         "'a\\nb' is missing",
     ),
-    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' is there twice"),
-    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "is there twice"),
+    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' occurs twice"),
+    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "occurs twice"),
     "very large": (sparse(1 << 40), "1099512 MB; a JSON file has at most 67 MB"),
     "very deep": (whole("[" * 100_000), "nested too deeply"),
     "very many objects": (
@@ -671,7 +671,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
 
 def test_a_duplicate_key_among_very_many_is_found_quickly():
     pairs = [(str(i), i) for i in range(200_000)]
-    with pytest.raises(ValueError, match="the key '199999' is there twice"):
+    with pytest.raises(ValueError, match="the key '199999' occurs twice"):
         json_file.unique_keys([*pairs, pairs[-1]])
 
 
