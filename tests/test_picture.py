@@ -32,7 +32,7 @@ def lines(figure):
 
 
 def test_both_curves_are_in_one_unit_and_bits_stand_on_the_right(drawn, tmp_path):
-    score = Score(nats=6.0, tokens=3, size=4)  # 2 nats a token, of 4/3 bytes each
+    score = Score(loss_sum=6.0, tokens=3, size=4)  # 2 nats/token, of 4/3 bytes each
     metrics = [step(i, 10.0 / i) for i in range(1, 31)]
     metrics[9] |= {"validation_loss": 2.5, "bits_per_byte": 2.7}
     metrics[19] |= {"bits_per_byte": score.bits_per_byte * 1.5}  # noted before validation losses were
