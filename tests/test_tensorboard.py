@@ -91,9 +91,11 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     """Killed at step 53 with no state after step 20, and perhaps again, with or without a mirror."""
     folder, back = tmp_path / "run", []
     monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
-    real, cut = loop_module.Saver.start, run_module.cut
+    real, cut = loop_module.Saver.start, run_module.truncate_metrics
     monkeypatch.setattr(loop_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
-    monkeypatch.setattr(run_module, "cut", lambda path, step, told: back.append(step) or cut(path, step, told))
+    monkeypatch.setattr(
+        run_module, "truncate_metrics", lambda path, step, told: back.append(step) or cut(path, step, told)
+    )
 
     def killed(step, config, **how):
         with monkeypatch.context() as patch:
