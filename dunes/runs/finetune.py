@@ -8,7 +8,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.augment import base_model
-from dunes.checkpoint.adapter import architecture_digest, joined_factors
+from dunes.checkpoint.adapter import architecture_digest, peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
@@ -77,7 +77,7 @@ def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list
         return model, notes, checkpoint.base_identity(model)
     base = checkpoint.base_identity(model)
     model, notes = prepare_model(model, config)
-    joined_factors(model)
+    peft_factors(model)
     if any(note["name"] == "quantize" for note in notes):
         base |= checkpoint.base_identity(model)
     return model, notes, base

@@ -202,7 +202,7 @@ class FinetuneTask:
             checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
             return
         beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
-        checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, made_for=self.base, **beside)
+        checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **beside)
 
     @property
     def _base(self) -> Path | str:
