@@ -327,7 +327,7 @@ REFUSED = {
     "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
         {"method": "full", "target_modules": ("blocks.9.**",)},
-        "--target-modules blocks.9.** selects nothing to train here",
+        "--target-modules blocks.9.** matches no parameter",
     ),
     "large rank": ({"rank": 64}, "rank 64; expected 1 to 32"),
     "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),

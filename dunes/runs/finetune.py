@@ -92,7 +92,7 @@ def _baseline(task: FinetuneTask, model: Decoder, path: Path, display: Display) 
         before = task.measure_baseline(model, dtype)
     elif before.text != task.text:
         display.detail("the text to measure forgetting on changed: evaluating the base model again")
-        before = replace(before, domain=task.known(model, dtype), text=task.text)
+        before = replace(before, forgetting=task.score_forgetting(model, dtype), text=task.text)
     else:
         return before
     before.write(path)
