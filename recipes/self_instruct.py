@@ -24,7 +24,7 @@ from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.generate import sampler
 from dunes.plural import plural
-from dunes.runs.json_lines import append_record, keep_lines, print_warning, read_lines, warn_of_damage
+from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage, write_lines
 from dunes.runs.write import write
 
 
@@ -83,7 +83,7 @@ def before(path: Path) -> list[Round]:
     damaged = [line for line, known in zip(lines, found, strict=True) if known is None]
     warn_of_damage(path, damaged, "a round", print_warning)
     if any(line.record is None for line in lines):
-        keep_lines(path, [line for line in lines if line.record is not None])
+        write_lines(path, [line for line in lines if line.record is not None])
     return [known for known in found if known is not None]
 
 

@@ -256,7 +256,7 @@ def test_a_model_that_is_no_run_s_is_not_written_over(method, base, tokenizer, e
 
 def test_an_adapter_that_cannot_be_written_is_not_trained(tokenizer, examples, tmp_path):
     base = base_in(tmp_path / "base", tokenizer, "mixtral")
-    with pytest.raises(ValueError, match="PEFT has not support DoRA on experts"):
+    with pytest.raises(ValueError, match="PEFT does not support DoRA on experts"):
         finetune(asked(base, examples, method="dora", steps=1), tmp_path / "run", display()[0])
     assert not read_metrics(tmp_path / "run" / "metrics.jsonl")
 

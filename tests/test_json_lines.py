@@ -19,7 +19,7 @@ from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines
 from dunes.runs.run import read_metrics, truncate_metrics
-from dunes.runs.tensorboard import written
+from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -200,8 +200,8 @@ def test_samples_after_one_that_was_cut_short_are_found(tmp_path):
     with path.open("ab") as file:
         file.write(b"## After 50 steps\n\n```\nfif\xc3")
     append_text(path, "## After 200 steps\n\n```\ntwo hundred\n```\n\n")
-    assert written(path)[5] == "five"
-    assert written(path)[200] == "two hundred"
+    assert read_samples(path)[5] == "five"
+    assert read_samples(path)[200] == "two hundred"
 
 
 ROW = {"benchmark": "train", "seconds": 0.5, "amount": 10, "unit": "tokens"}

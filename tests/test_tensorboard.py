@@ -11,7 +11,7 @@ from conftest import display, toy
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs.run import read_metrics
-from dunes.runs.tensorboard import written
+from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -52,7 +52,7 @@ def noted(folder):
         for tag, value in TAGS.items()
         if any(value(r) is not None for r in lines)
     }
-    samples = [(n, text) for n, text in written(folder / "samples.md").items() if n <= lines[-1]["step"]]
+    samples = [(n, text) for n, text in read_samples(folder / "samples.md").items() if n <= lines[-1]["step"]]
     return points, [(n, "\n".join("    " + line for line in text.split("\n"))) for n, text in samples]
 
 
