@@ -237,7 +237,7 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
         file.write(b'{"number": 1, "items": [{"te\n[1]\n{"number": 1, "items": [1]}\n')
         file.write(json.dumps(made[1].row() | {"number": "1"}).encode() + b"\n")
     append_record(path, made[2].row())
-    assert [r.number for r in recipe("self_instruct").before(path)] == [0, 2]
+    assert [r.number for r in recipe("self_instruct").read_rounds(path)] == [0, 2]
     assert [line.record["number"] for line in read_lines(path)] == [0, 1, "1", 2], "objects stay"
     assert "line 2: " in capsys.readouterr().err
 
