@@ -218,7 +218,7 @@ def test_an_adapter_learnt_on_a_quantized_base_opens_on_the_dense_one(tmp_path):
     before = checkpoint.base_identity(dense)
     quantize(ours, kind="nf4")
     attach(ours, rank=2)
-    checkpoint.save_adapter(trained(ours), tmp_path / "a", made_for=before | checkpoint.base_identity(ours))
+    checkpoint.save_adapter(trained(ours), tmp_path / "a", identity=before | checkpoint.base_identity(ours))
     checkpoint.load_adapter(dense, tmp_path / "a")
     assert difference(dense(IDS), their_logits(theirs, tmp_path / "a")) <= LIMIT * 10
     detach(dense)

@@ -39,13 +39,13 @@ def base_in(folder, shape="llama"):
 
 
 def adapter_in(folder, ours, base, **options):
-    made_for = checkpoint.base_identity(ours)
+    identity = checkpoint.base_identity(ours)
     attach(ours, rank=4, **options)
     trained(ours)
     tokenizer = attach_template(get_template("chatml"), TOKENS)
     facts = {"template": "chatml"}
     checkpoint.save_adapter(
-        ours, folder, base=base, made_for=made_for, tokenizer=tokenizer, context_length=24, facts=facts
+        ours, folder, base=base, identity=identity, tokenizer=tokenizer, context_length=24, facts=facts
     )
     return ours(IDS)
 
@@ -147,11 +147,11 @@ def test_a_folder_of_pefts_opens_with_the_tokenizer_of_the_base(tmp_path):
 def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
     _, ours = base_in(tmp_path / "base")
     note = quantize(ours, kind="nf4", double=True)
-    made_for = checkpoint.base_identity(ours)
+    identity = checkpoint.base_identity(ours)
     attach(ours, rank=2)
     trained(ours)
     checkpoint.save_adapter(
-        ours, tmp_path / "a", base=tmp_path / "base", facts={"changes": [note]}, made_for=made_for
+        ours, tmp_path / "a", base=tmp_path / "base", facts={"changes": [note]}, identity=identity
     )
     torch.set_num_threads(threads)
     try:
@@ -159,7 +159,7 @@ def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
     finally:
         torch.set_num_threads(1)
     assert difference(loaded.model(IDS), ours(IDS)) <= 1e-6
-    assert checkpoint.base_identity(loaded.model) == made_for
+    assert checkpoint.base_identity(loaded.model) == identity
     assert "nf4" in "\n".join(describe_adapter(tmp_path / "a")[0])
     card = json.loads((tmp_path / "a" / "dunes.json").read_text())
     card["changes"][0]["request"]["double"] = False
@@ -174,10 +174,10 @@ def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
 
 def test_a_base_that_training_rounds_is_known_by_what_it_was(tmp_path):
     _, ours = base_in(tmp_path / "base")
-    made_for = checkpoint.base_identity(ours)
+    identity = checkpoint.base_identity(ours)
     ours.to(torch.bfloat16)
     attach(ours, rank=2)
-    checkpoint.save_adapter(trained(ours), tmp_path / "a", base=tmp_path / "base", made_for=made_for)
+    checkpoint.save_adapter(trained(ours), tmp_path / "a", base=tmp_path / "base", identity=identity)
     assert checkpoint.load(tmp_path / "a").model
     checkpoint.save_adapter(ours, tmp_path / "b", base=tmp_path / "base")
     card = json.loads((tmp_path / "b" / "dunes.json").read_text())
@@ -432,14 +432,14 @@ def test_a_base_in_another_form_is_known(form, tmp_path):
 
 def test_a_rounded_base_is_quantized_as_the_first_was(tmp_path):
     _, ours = base_in(tmp_path / "base")
-    made_for = checkpoint.base_identity(ours)
+    identity = checkpoint.base_identity(ours)
     note = quantize(ours, kind="nf4", double=True)
-    made_for |= checkpoint.base_identity(ours)
+    identity |= checkpoint.base_identity(ours)
     attach(ours, rank=2)
     trained(ours)
     beside = {"base": tmp_path / "base", "facts": {"changes": [note], "template": "chatml"}}
     for name in ("a", "b"):
-        checkpoint.save_adapter(ours, tmp_path / name, made_for=made_for, **beside)
+        checkpoint.save_adapter(ours, tmp_path / name, identity=identity, **beside)
     said = ours(IDS)
     assert difference(checkpoint.load(tmp_path / "a").model(IDS), said) <= 1e-6
     words = json.loads((tmp_path / "b" / "dunes.json").read_text())

@@ -271,11 +271,11 @@ def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkey
     train(config, tmp_path / "run", display()[0])
     kept = run_module.read_config(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context_length, kept.matmul))
-    monkeypatch.setattr(autosize, "measured", lambda config: pytest.fail("measured again"))
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured again"))
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
     assert run_module.read_config(tmp_path / "run", TrainConfig) == kept
     another = autosize.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
-    monkeypatch.setattr(autosize, "measured", lambda config: another)
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: another)
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, override=["dtype"]) == 0
     assert run_module.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
 
@@ -402,7 +402,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
         nats -= float(likely.gather(1, window[1:, None]).sum())
     assert score.size == len(text.encode())
     assert score.tokens == len(ids) - 1
-    assert score.nats == pytest.approx(nats, rel=1e-5)
+    assert score.loss_sum == pytest.approx(nats, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
     part = evaluate(model, np.array(ids), widths(tokenizer.token_bytes()), 16, limit=40)
     assert 16 < part.tokens <= 32

@@ -50,7 +50,7 @@ ANY_CONTEXT_LENGTH = 2048
 class AdapterBase:
     """The parts of a model that its adapters refer to. `modules` are its linear layers and embeddings by name.
 
-    `plain` is the tree without adapters, with dense maps, which have no numbers where these are quantized.
+    `plain` is the model without adapters; quantized layers are replaced by linear layers on the meta device.
     """
 
     family: str
@@ -63,7 +63,7 @@ class AdapterBase:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        return {place: sides(module) for place, module in self.modules.items()}
+        return {name: sides(module) for name, module in self.modules.items()}
 
 
 def adapter_base_of(model: nn.Module) -> AdapterBase:
@@ -89,8 +89,8 @@ def _dense_module(module: nn.Module) -> nn.Module:
 def structure_digest(base: "AdapterBase", note: lora.Note) -> str:
     """SHA-256 of the structure (everything but the weights) of the dense base with this adapter alone.
 
-    Rows as in `say`: two adapters with the same shapes may differ in alpha, two bases in their rotary angles.
-    The base's dtypes are in its identity, and may be others while the adapter is trained.
+    Two adapters with the same shapes may differ in alpha, two bases in their rotary angles. Dtypes are left out:
+    they may change while the adapter is trained.
     """
     model = lora.base_model(base.plain)
     lora.shape(model, **(note | {"request": note["request"] | {"adapter": lora.NAME}}))
@@ -108,33 +108,34 @@ def save_adapter(
     name: str = lora.NAME,
     base: Path | str | None = None,
     *,
-    made_for: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
     context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the named adapter; `base` is the folder or Hub name of the model it was trained on.
 
-    `made_for` is the model's `base_identity` from before its weights were rounded; if they were quantized, it is
-    `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer's files and
-    the context length are those to use with the adapter. `facts` go into the card; its "changes" are notes of what
-    was done to the base before, which loading the folder repeats. PiSSA is written as plain LoRA of twice the
-    rank, for the original base. Written whole or not at all, like `save`.
+    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
+    `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer and the
+    context length are those to use with the adapter. `facts` go into the card; its "changes" are notes of earlier
+    changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original
+    base. The save is atomic, like `save`.
     Raises ValueError that names the module for what PEFT's format cannot express.
     """
-    folder, about, whole = Path(folder), adapter_base_of(model), joined_factors(model, name)
-    form = next(iter(lora.adapted_modules(model, name).values()))[name].config
-    config = _peft_config([t for t, _ in whole], about) | _rank_settings(whole, form.rslora)
-    config |= {"use_rslora": form.rslora, "use_dora": form.dora, "base_model_name_or_path": _base_name(base)}
-    config["lora_dropout"] = 0.0 if config["target_parameters"] else form.dropout  # PEFT has none on experts
-    weights = in_memory({PREFIX + k: w for k, w in _all_peft_keys(whole, about)})
-    note = _loading_note(whole, PeftConfig.parse(folder / ADAPTER, config), name)
+    folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
+    lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
+    config = _peft_config([t for t, _ in factors], adapter_base) | _rank_settings(factors, lora_config.rslora)
+    config |= {"use_rslora": lora_config.rslora, "use_dora": lora_config.dora}
+    config["base_model_name_or_path"] = _base_name(base)
+    config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
+    weights = in_memory({PREFIX + k: w for k, w in _all_peft_keys(factors, adapter_base)})
+    note = _loading_note(factors, PeftConfig.parse(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
-        "family": about.family,
-        "base": {**(made_for or base_identity(model)), **_relative_base(base, folder)},
+        "family": adapter_base.family,
+        "base": {**(identity or base_identity(model)), **_relative_base(base, folder)},
     }
-    card |= {"structure": structure_digest(about, note), "changes": []}
+    card |= {"structure": structure_digest(adapter_base, note), "changes": []}
     card |= {} if context_length is None else {"context_length": context_length}
 
     def fill(staged: Path) -> None:
@@ -146,14 +147,14 @@ def save_adapter(
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
-def joined_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
+def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
     """An adapter's factors in PEFT's layout, with the target of each.
 
     Raises ValueError for what `save_adapter` could not write; call it before training.
     """
     base = adapter_base_of(model)
-    ours = {place: _factors(outer, name) for place, outer in lora.adapted_modules(model, name).items()}
-    return [(target, join_factors(target, ours, base.sizes)) for target in _peft_targets(base, ours)]
+    factors = {module: _factors(outer, name) for module, outer in lora.adapted_modules(model, name).items()}
+    return [(target, join_factors(target, factors, base.sizes)) for target in _peft_targets(base, factors)]
 
 
 def _base_name(base: Path | str | None) -> str | None:
@@ -170,11 +171,11 @@ def _relative_base(base: Path | str | None, folder: Path) -> dict[str, str]:
     return {"folder": os.path.relpath(Path(base).resolve(), folder.resolve())}
 
 
-def _loading_note(whole: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> lora.Note:
+def _loading_note(factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> lora.Note:
     """The LoRA note that loading the written files will produce."""
-    parts = {t: replace(f, scale=peft.of(t)[1]) for t, f in whole}
-    factors = {place: limit_rank(f) for t, whole in parts.items() for place, f in split_factors(t, whole).items()}
-    return peft.note(factors, name)
+    scaled = {t: replace(f, scale=peft.of(t)[1]) for t, f in factors}
+    by_module = {m: limit_rank(part) for t, f in scaled.items() for m, part in split_factors(t, f).items()}
+    return peft.note(by_module, name)
 
 
 def _factors(outer: Adapted, name: str) -> Factors:
@@ -183,47 +184,46 @@ def _factors(outer: Adapted, name: str) -> Factors:
     return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
 
 
-def _peft_targets(base: AdapterBase, ours: Iterable[str]) -> list[Target]:
+def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
     """The targets that contain these modules, as recent PEFT versions write them: experts stacked."""
-    of: dict[str, Target] = {}
+    target_of: dict[str, Target] = {}
     for target in base.targets.values():
-        for place in target.places:
-            if place not in of or target.stacked:
-                of[place] = target
-    for place in ours:
-        if place.endswith(".router"):
-            raise ValueError(f"{place}: PEFT versions disagree on the name of a router's adapter; detach it")
-    return list({of[place].theirs: of[place] for place in ours}.values())
+        for module in target.modules:
+            if module not in target_of or target.stacked:
+                target_of[module] = target
+    for module in modules:
+        if module.endswith(".router"):
+            raise ValueError(f"{module}: PEFT versions disagree on the name of a router's adapter; detach it")
+    return list({target_of[module].weight: target_of[module] for module in modules}.values())
 
 
 def _peft_keys(target: Target, f: Factors, base: AdapterBase, inner: bool) -> dict[str, Tensor]:
     path = target.path
     if target.stacked:
         path = path.rpartition(".")[0] + (".base_layer" if inner else "")
-    if is_embedding(base.modules[target.places[0]]):
+    if is_embedding(base.modules[target.modules[0]]):
         return {f"{path}.lora_embedding_A": f.A, f"{path}.lora_embedding_B": f.B}
     keys = {f"{path}.lora_A.weight": f.A, f"{path}.lora_B.weight": f.B}
     return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
 
 
-def _is_wrapped(target: Target, written: Iterable[Target]) -> bool:
-    """Whether PEFT wraps this parameter in that of another one of the same module; the last is the outermost."""
+def _is_wrapped(target: Target, targets: Iterable[Target]) -> bool:
+    """Whether PEFT nests this parameter in another one of the same module; the last is the outermost."""
     module = target.path.rpartition(".")[0]
-    return target != [t for t in written if t.path.rpartition(".")[0] == module][-1]
+    return target != [t for t in targets if t.path.rpartition(".")[0] == module][-1]
 
 
-def _peft_config(written: list[Target], base: AdapterBase) -> dict[str, Any]:
+def _peft_config(targets: list[Target], base: AdapterBase) -> dict[str, Any]:
     """The adapter_config.json; modules are named by their last part where all modules of that name are adapted."""
-    paths = {t.path for t in written if not t.stacked}
-    usual = _peft_targets(base, [place for place in base.modules if not place.endswith(".router")])
-    every = {t.path for t in usual if not t.stacked}
-    left_out = {_leaf(path) for path in every - paths}
+    paths = {t.path for t in targets if not t.stacked}
+    adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
+    left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths}),
-        "target_parameters": sorted(t.path for t in written if t.stacked) or None,
-        "fan_in_fan_out": any(t.transposed for t in written),
+        "target_parameters": sorted(t.path for t in targets if t.stacked) or None,
+        "fan_in_fan_out": any(t.transposed for t in targets),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -234,33 +234,33 @@ def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _rank_settings(whole: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
+def _rank_settings(factors: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
     """The most common rank and alpha, and patterns for the others."""
     settings: dict[str, tuple[int, float]] = {}
-    for target, f in whole:
+    for target, f in factors:
         rank = f.rank // len(target.rows)
-        # Rounded, so that an alpha that went through a scale is again what it was.
+        # Rounded to restore the alpha that the scale was computed from.
         settings[target.path] = rank, round(f.scale * (rank**0.5 if rslora else rank), 10)
     most_common = Counter(settings.values()).most_common(1)[0][0]
     # Older versions match a pattern only after a dot.
-    unusual = {
+    others = {
         re.escape(path.partition(".")[2] or path): pair for path, pair in settings.items() if pair != most_common
     }
     return {
         "r": most_common[0],
         "lora_alpha": most_common[1],
-        "rank_pattern": {path: rank for path, (rank, _) in unusual.items()},
-        "alpha_pattern": {path: alpha for path, (_, alpha) in unusual.items()},
+        "rank_pattern": {path: rank for path, (rank, _) in others.items()},
+        "alpha_pattern": {path: alpha for path, (_, alpha) in others.items()},
     }
 
 
 def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
     """Load an adapter from a folder under this name and make it active; returns its note.
 
-    Raises ValueError, before the model is touched, for a file that is damaged, a method that is not read
-    here, a tensor that has no place, a shape or rank that does not fit, an adapter that changes nothing, and one
-    that was made for other weights, or for a base with which these cannot be compared, unless `any_base` says that
-    these will do. Warns if the adapter has no digests of its base: PEFT writes none.
+    Raises ValueError, before the model is touched, for a damaged file, an unsupported method, an unexpected
+    tensor, a shape or rank that does not fit, an adapter without effect, and, unless `any_base` is set, one that
+    was trained on other weights or on a base that cannot be compared with these. Warns if the adapter has no
+    digests of its base: PEFT writes none.
     """
     folder = Path(folder)
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
@@ -358,23 +358,23 @@ IGNORED_SETTINGS = {
     "target_parameters",
     "task_type",
 }
-"""Settings of training, and those that the tensors' names and shapes repeat."""
+"""Training settings, and those that follow from the names and shapes of the tensors."""
 MAX_NUMBER = 1e9
-"""Of a rank or an alpha. Written in JSON they may be infinite, or have a thousand digits."""
+"""The limit for a rank or an alpha: in JSON they may be infinite, or have a thousand digits."""
 READ_SETTINGS = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout"}
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
-"""Initialisations that leave the base as it is."""
+"""Initialisations that do not change the base."""
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first setting that changes what the adapter computes and is not supported."""
-    if (kind := config.get("peft_type")) != "LORA":
+    if (peft_type := config.get("peft_type")) != "LORA":
         raise ValueError(
-            f"{path}: peft_type is {quote(kind)}; only 'LORA' is supported; merge this adapter with PEFT"
+            f"{path}: peft_type is {quote(peft_type)}; only 'LORA' is supported; merge this adapter with PEFT"
         )
-    if (start := config.get("init_lora_weights", True)) not in PLAIN_INITS:
+    if (init := config.get("init_lora_weights", True)) not in PLAIN_INITS:
         raise ValueError(
-            f"{path}: init_lora_weights is {quote(start)}, which also changes the base; "
+            f"{path}: init_lora_weights is {quote(init)}, which also changes the base; "
             "convert it to plain LoRA with PEFT (save_pretrained(path_initial_model_for_weight_conversion=...))"
         )
     harmless = {"bias": "none"}
@@ -414,7 +414,7 @@ def _read_patterns(path: Path, key: str, config: Mapping[str, Any], *types: type
         raise ValueError(f"{path}: {key} is {quote(patterns)}; expected an object")
     for pattern, value in patterns.items():
         _positive_number(path, f"{key} of {quote(pattern)}", value, *types)
-        # Someone else's expression must not be one that takes forever.
+        # An untrusted expression must not take exponential time.
         if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
             raise ValueError(f"{path}: {key} has {quote(pattern)}, which is too complex; list the module names")
         try:
@@ -492,12 +492,12 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
-    """The factors of each of our modules. Raises ValueError that names the tensor which does not fit."""
+    """The factors of each module. Raises ValueError that names the tensor which does not fit."""
     targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
     for module, group in _group_tensors(folder).items():
         target = _find_target(folder, module, group, targets, base)
         if "base" in group:
-            _check_embedding(folder, module, group.pop("base"), base.modules[target.places[0]])
+            _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
             if not group:
                 continue
         if group.keys() != {"A", "B"} | ({"magnitude"} if peft.dora else set()):
@@ -505,12 +505,11 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
                 f"{folder}: {module} has {', '.join(sorted(group))}; expected A and B, and with "
                 f"use_dora, which is {peft.dora}, a magnitude; download the files again"
             )
-        adapted.update(target.places)
-        whole = _read_target(module, group, target, peft, base)
-        for place, part in split_factors(target, whole).items():
-            if place in factors:
-                raise ValueError(f"{folder}: {place} is adapted twice, the second time by {module}")
-            factors[place] = limit_rank(part)
+        adapted.update(target.modules)
+        for name, part in split_factors(target, _read_target(module, group, target, peft, base)).items():
+            if name in factors:
+                raise ValueError(f"{folder}: {name} is adapted twice, the second time by {module}")
+            factors[name] = limit_rank(part)
     _check_complete(folder, peft, adapted, targets)
     if not factors:
         raise ValueError(f"{folder}: this adapter has no effect: B is zero or missing everywhere; was it trained?")
@@ -519,9 +518,11 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
 
 def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], named: Mapping[str, Target]) -> None:
     """Raise ValueError if the file has no tensors for modules that the config names."""
-    experts = {place for t in named.values() if t.stacked for place in t.places}  # kept in one of several ways
+    experts = {m for t in named.values() if t.stacked for m in t.modules}  # stored in one of several ways
     named_targets = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
-    if missing := [t for t in named_targets if not adapted.issuperset(t.places) and experts.isdisjoint(t.places)]:
+    if missing := [
+        t for t in named_targets if not adapted.issuperset(t.modules) and experts.isdisjoint(t.modules)
+    ]:
         raise ValueError(
             f"{folder}: {ADAPTER} names {plural(len(named_targets), 'module')}, and the file has no tensors for "
             f"{len(missing)} of them, such as {missing[0].path}; download the files again"
@@ -540,10 +541,10 @@ def _find_target(
     for target in stacks:
         if {part: w.shape for part, w in group.items()} == _expected_shapes(target, group, base):
             return target
-    some = ", ".join(list(named)[:3])
+    names = ", ".join(list(named)[:3])
     raise ValueError(
         f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} does not exist "
-        f"in this {base.family} model, whose weights are {some}, ...; was it made for another model?"
+        f"in this {base.family} model, whose weights are {names}, ...; was it made for another model?"
     )
 
 
@@ -551,8 +552,8 @@ def _expected_shapes(
     target: Target, group: Mapping[str, LazyTensor], base: AdapterBase
 ) -> dict[str, tuple[int, ...]]:
     """The expected shapes, given the rank of A."""
-    inputs = base.sizes[target.places[0]][0]
-    outputs = sum(base.sizes[place][1] for place in target.rows[0])
+    inputs = base.sizes[target.modules[0]][0]
+    outputs = sum(base.sizes[module][1] for module in target.rows[0])
     ranks = group["A"].shape[0] if "A" in group and group["A"].shape else 0
     shapes = {"A": (ranks, inputs), "B": (outputs, ranks), "magnitude": (outputs,)}
     return {part: shapes[part] for part in group if part in shapes}
@@ -561,7 +562,7 @@ def _expected_shapes(
 def _read_target(
     module: str, group: Mapping[str, LazyTensor], target: Target, peft: PeftConfig, base: AdapterBase
 ) -> Factors:
-    """Read the factors of a target. Raises ValueError for a wrong shape or rank, and for non-finite numbers."""
+    """Read the factors of a target. Raises ValueError for a wrong shape or rank, and for non-finite values."""
     rank, scale = peft.of(target)
     expected = _expected_shapes(target, group, base)
     if wrong := [p for p, w in group.items() if tuple(w.shape) != expected[p]]:
@@ -576,7 +577,7 @@ def _read_target(
         )
     read = {part: stored.read().float() for part, stored in group.items()}
     if infinite := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"{module}: {infinite[0]} has numbers that are not finite; training diverged")
+        raise ValueError(f"{module}: {infinite[0]} has values that are not finite; training diverged")
     return Factors(read["A"], read["B"], scale, read.get("magnitude"))
 
 
@@ -592,14 +593,14 @@ def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Mod
 @torch.no_grad()
 def _check_effect(folder: Path, factors: Mapping[str, Factors], base: AdapterBase) -> None:
     """Raise ValueError if the adapter has no effect on the model."""
-    for place, f in factors.items():
-        # The square of the norm of B @ A, without making that; in float64, where what PiSSA takes off again leaves
-        # a little of large numbers.
+    for module, f in factors.items():
+        # The squared norm of B @ A without computing the product; in float64, since PiSSA subtracts large values
+        # that nearly cancel.
         a, b = f.A.double(), f.B.double()
         if ((b.T @ b) * (a @ a.T)).sum() > 0:
             return
         if f.magnitude is not None:
-            norms = dense(base.modules[place]).float().norm(dim=1)
+            norms = dense(base.modules[module]).float().norm(dim=1)
             if not torch.allclose(norms, f.magnitude.to(norms), rtol=1e-4):
                 return
     raise ValueError(f"{folder}: this adapter has no effect: B @ A is zero everywhere; was it trained?")
@@ -608,15 +609,15 @@ def _check_effect(folder: Path, factors: Mapping[str, Factors], base: AdapterBas
 @torch.no_grad()
 def _copy_factors(model: nn.Module, factors: Mapping[str, Factors], name: str) -> None:
     wrapped = lora.adapted_modules(model, name)
-    for place, f in factors.items():
-        adapter = wrapped[place][name]
+    for module, f in factors.items():
+        adapter = wrapped[module][name]
         adapter.A.copy_(f.A)
         adapter.B.copy_(f.B)
         if adapter.magnitude is not None and f.magnitude is not None:
             adapter.magnitude.copy_(f.magnitude)
 
 
-def _all_peft_keys(whole: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
-    stacked = [t for t in base.targets.values() if t in [w for w, _ in whole if w.stacked]]
-    for target, f in whole:
+def _all_peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
+    stacked = [t for t in base.targets.values() if t in [w for w, _ in factors if w.stacked]]
+    for target, f in factors:
         yield from _peft_keys(target, f, base, target.stacked and _is_wrapped(target, stacked)).items()

@@ -1,7 +1,7 @@
-"""How adapters of our modules are stored in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""The layout of adapters in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
 
-One of their tensors may be several of ours: GPT-2's c_attn is q, k and v concatenated, and recent files hold all
-experts of a layer in one pair of matrices. A *target* is such a tensor of the base with our modules in it.
+One tensor of a checkpoint may be several modules here: GPT-2's c_attn is q, k and v concatenated, and recent files
+have all experts of a layer in one pair of matrices. A *target* is such a tensor of the base with its modules.
 """
 
 # Shapes: I inputs, O outputs, R rank, E experts.
@@ -31,70 +31,70 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor `theirs` of the base; `rows` are our modules in it, one row per expert if they are `stacked`."""
+    """A weight of the base by its Hugging Face name; `rows` are its modules, one row per expert if `stacked`."""
 
-    theirs: str
+    weight: str
     rows: tuple[tuple[str, ...], ...]
     stacked: bool
     transposed: bool
 
     @property
     def path(self) -> str:
-        """Its name in PEFT: that of the module, or for stacked experts of the parameter."""
-        return self.theirs.removesuffix(".weight")
+        """Its name in PEFT: that of the module, or for stacked experts that of the parameter."""
+        return self.weight.removesuffix(".weight")
 
     @property
-    def places(self) -> list[str]:
-        return [place for row in self.rows for place in row]
+    def modules(self) -> list[str]:
+        return [module for row in self.rows for module in row]
 
 
-def peft_targets(names: Names, places: Iterable[str]) -> dict[str, Target]:
+def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
     """All tensors that may contain these modules, by their name, in the order of the table."""
-    keys = [f"{place}.weight" for place in places]
+    keys = [f"{module}.weight" for module in modules]
     targets: dict[str, Target] = {}
     for rule in names:
         (free,) = (fields(rule.ours[0]) - fields(rule.theirs)) or {""}
         rows: dict[str, dict[int, tuple[str, ...]]] = {}
-        for at in [at for key in keys if (at := match_indices(rule.ours[0], key)) is not None]:
-            ours = tuple(substitute(o, at).removesuffix(".weight") for o in rule.ours)
-            rows.setdefault(substitute(rule.theirs, at), {})[int(at.get(free, 0))] = ours
-        for theirs, row in rows.items():
+        for indices in [i for key in keys if (i := match_indices(rule.ours[0], key)) is not None]:
+            row = tuple(substitute(o, indices).removesuffix(".weight") for o in rule.ours)
+            rows.setdefault(substitute(rule.theirs, indices), {})[int(indices.get(free, 0))] = row
+        for weight, experts in rows.items():
             transposed = rule.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
-            targets[theirs] = Target(theirs, tuple(row[e] for e in sorted(row)), bool(free), transposed)
+            targets[weight] = Target(weight, tuple(experts[e] for e in sorted(experts)), bool(free), transposed)
     return targets
 
 
-def join_factors(target: Target, ours: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
-    """The factors of a target, joined from those of our modules; a module without an adapter gets zeros.
+def join_factors(target: Target, factors: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
+    """The factors of a target, joined from those of its modules; a module without an adapter gets zeros.
 
-    `sizes` are (I, O) of every place. Raises ValueError for what PEFT's format cannot express.
+    `sizes` are (I, O) of every module. Raises ValueError for what PEFT's format cannot express.
     """
-    given = [ours[p] for p in target.places if p in ours]
-    if len(target.places) == 1:
-        return given[0]
-    _check_dora(target, ours)
-    scale = max(f.scale for f in given)
-    empty = given[0].A.new_zeros(0)
+    adapted = [factors[m] for m in target.modules if m in factors]
+    if len(target.modules) == 1:
+        return adapted[0]
+    _check_dora(target, factors)
+    scale = max(f.scale for f in adapted)
+    empty = adapted[0].A.new_zeros(0)
     rows = [
-        _stack_row([ours.get(p) or _zero_factors(empty, sizes[p], scale) for p in row], scale)
+        _stack_row([factors.get(m) or _zero_factors(empty, sizes[m], scale) for m in row], scale)
         for row in target.rows
     ]
     rank = max(len(a) for a, _ in rows)
     a = torch.stack([_pad_columns(a.T, rank).T for a, _ in rows])
     b = torch.stack([_pad_columns(b, rank) for _, b in rows], 2)
-    lengths = [f.magnitude for f in given if f.magnitude is not None]
-    return Factors(a.flatten(0, 1), b.flatten(1), scale, torch.cat(lengths) if lengths else None)
+    magnitudes = [f.magnitude for f in adapted if f.magnitude is not None]
+    return Factors(a.flatten(0, 1), b.flatten(1), scale, torch.cat(magnitudes) if magnitudes else None)
 
 
-def _check_dora(target: Target, ours: Mapping[str, Factors]) -> None:
+def _check_dora(target: Target, factors: Mapping[str, Factors]) -> None:
     """Raise ValueError for DoRA where PEFT does not support it: on stacked experts and on part of a matrix."""
-    if all(ours[p].magnitude is None for p in target.places if p in ours):
+    if all(factors[m].magnitude is None for m in target.modules if m in factors):
         return
     if target.stacked:
         raise ValueError(
             f"{target.path}: PEFT does not support DoRA on experts; use LoRA there, or merge the adapter"
         )
-    if missing := [p for p in target.places if p not in ours]:
+    if missing := [m for m in target.modules if m not in factors]:
         raise ValueError(
             f"{target.path}: DoRA covers only part of it, not {missing[0]}; adapt all parts, or merge the adapter"
         )
@@ -117,32 +117,33 @@ def _pad_columns(matrix: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1]))
 
 
-def split_factors(target: Target, whole: Factors) -> dict[str, Factors]:
-    """The factors of each of our modules, without the columns of B that are zero there and their rows of A.
+def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
+    """The factors of each module, without columns of B that are zero for it and their rows of A.
 
     Modules with no columns left are omitted.
     """
-    if len(target.places) == 1:
-        return {target.places[0]: whole}
-    a = whole.A.view(len(target.rows), -1, whole.A.shape[1])
-    b = whole.B.view(len(whole.B), -1, len(target.rows))
-    targets = {}
+    if len(target.modules) == 1:
+        return {target.modules[0]: joined}
+    a = joined.A.view(len(target.rows), -1, joined.A.shape[1])
+    b = joined.B.view(len(joined.B), -1, len(target.rows))
+    factors = {}
     for e, row in enumerate(target.rows):
         parts = b[..., e].tensor_split(len(row))
-        lengths = [None] * len(row) if whole.magnitude is None else whole.magnitude.tensor_split(len(row))
-        for place, part, length in zip(row, parts, lengths, strict=True):
+        m = joined.magnitude
+        magnitudes = [None] * len(row) if m is None else m.tensor_split(len(row))
+        for module, part, magnitude in zip(row, parts, magnitudes, strict=True):
             used = (part != 0).any(0)
-            if used.any() or length is not None:
+            if used.any() or magnitude is not None:
                 used[0] |= ~used.any()
-                targets[place] = Factors(a[e][used], part[:, used], whole.scale, length)
-    return targets
+                factors[module] = Factors(a[e][used], part[:, used], joined.scale, magnitude)
+    return factors
 
 
 def limit_rank(f: Factors) -> Factors:
-    """The same update with a rank that the matrix can have: a router of eight experts may come with rank 16."""
-    tall, wide = len(f.B), f.A.shape[1]
-    if f.rank <= min(tall, wide):
+    """The same update with at most the rank of the matrix: a router of eight experts may come with rank 16."""
+    outputs, inputs = len(f.B), f.A.shape[1]
+    if f.rank <= min(outputs, inputs):
         return f
     product = f.B @ f.A
-    one = torch.eye(min(tall, wide), dtype=product.dtype, device=product.device)
-    return replace(f, A=product, B=one) if tall < wide else replace(f, A=one, B=product)
+    eye = torch.eye(min(outputs, inputs), dtype=product.dtype, device=product.device)
+    return replace(f, A=product, B=eye) if outputs < inputs else replace(f, A=eye, B=product)

@@ -20,7 +20,7 @@ from dunes.checkpoint.card import CARD
 from dunes.checkpoint.header import quote
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""In which a card has digests of a dense base."""
+"""A card has digests of a dense base in these dtypes."""
 ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
 
 
@@ -68,8 +68,8 @@ class BaseWeights:
 def base_identity(model: nn.Module) -> dict[str, Any]:
     """Digests of the base's weights without adapters, as stored in an adapter's card.
 
-    `kind` is how they are kept, `sha256` is over them as they are, and of a dense base `digests` are over them
-    in float32, bfloat16 and float16.
+    `kind` is their dtype or quantization, `sha256` their digest, and for a dense base, `digests` are those in
+    float32, bfloat16 and float16.
     """
     weights = BaseWeights(model)
     if weights.quantized:
@@ -80,9 +80,9 @@ def base_identity(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """What a card says of the weights that an adapter was made for: a `base_identity`.
+    """The `base_identity` in a card, of the weights that the adapter was trained on.
 
-    `digests` are of the dense base, by dtype; none if it was quantized and nobody digested it before.
+    `digests` are of the dense base, by dtype; none if it was quantized without a digest before.
     """
 
     kind: str
@@ -107,7 +107,7 @@ class BaseRecord:
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """Whether the digested weights were quantized from these, so that quantizing them must give the same."""
+        """Whether the recorded weights were quantized from these, so that quantizing these must reproduce them."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False
