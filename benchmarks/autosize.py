@@ -118,7 +118,7 @@ def main(
         for line in pool.map(one, jobs):
             r = json.loads(line)
             append_record(out, r)
-            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['config']['steps'], 'step')}"
+            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['plan']['steps'], 'step')}"
             print(f"{what}, {r['bits_per_byte']:.4f} bits a byte", flush=True)
 
 

@@ -125,7 +125,7 @@ def held_out(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
 
 def own_text(loaded: LoadedModel, dtype: torch.dtype) -> float:
     """Bits a byte of what the base's training held out, in windows spread over it."""
-    width, ids = widths(loaded.tokenizer.token_bytes()), score.held_out(loaded.tokenizer, loaded.card)[0]
+    width, ids = widths(loaded.tokenizer.token_bytes()), score.evaluation_tokens(loaded.tokenizer, loaded.card)[0]
     return evaluate(loaded.model, ids, width, loaded.context_length, dtype, OWN).bits_per_byte
 
 

@@ -508,7 +508,7 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     process.send_signal(signal.SIGINT)
     printed, messages = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert "interrupted; what was measured until then:" in messages
+    assert "interrupted; results so far:" in messages
     assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
 
 

@@ -19,7 +19,7 @@ from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines
 from dunes.runs.run import read_metrics, truncate_metrics
-from dunes.runs.tensorboard import written
+from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -200,8 +200,8 @@ def test_samples_after_one_that_was_cut_short_are_found(tmp_path):
     with path.open("ab") as file:
         file.write(b"## After 50 steps\n\n```\nfif\xc3")
     append_text(path, "## After 200 steps\n\n```\ntwo hundred\n```\n\n")
-    assert written(path)[5] == "five"
-    assert written(path)[200] == "two hundred"
+    assert read_samples(path)[5] == "five"
+    assert read_samples(path)[200] == "two hundred"
 
 
 ROW = {"benchmark": "train", "seconds": 0.5, "amount": 10, "unit": "tokens"}
@@ -237,7 +237,7 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
         file.write(b'{"number": 1, "items": [{"te\n[1]\n{"number": 1, "items": [1]}\n')
         file.write(json.dumps(made[1].row() | {"number": "1"}).encode() + b"\n")
     append_record(path, made[2].row())
-    assert [r.number for r in recipe("self_instruct").before(path)] == [0, 2]
+    assert [r.number for r in recipe("self_instruct").read_rounds(path)] == [0, 2]
     assert [line.record["number"] for line in read_lines(path)] == [0, 1, "1", 2], "objects stay"
     assert "line 2: " in capsys.readouterr().err
 

@@ -380,7 +380,7 @@ def dry(config, folder, **how):
 
 def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, run_folder, monkeypatch):
     machine = autosize.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
-    monkeypatch.setattr(autosize, "measured", lambda config: machine)
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: machine)
     code = run_folder.parent / "code"
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)

@@ -15,7 +15,7 @@ from dunes.runs.config import RunConfig
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.picture import is_drawable
 from dunes.runs.run import METRICS, read_config, read_metrics
-from dunes.runs.tensorboard import SAMPLES, written
+from dunes.runs.tensorboard import SAMPLES, read_samples
 from dunes.runs.train_config import TrainConfig
 from dunes.text import json_file
 from dunes.units import format_count, format_seconds
@@ -134,7 +134,7 @@ def _timings(seconds: Mapping[str, float]) -> str:
 
 def _samples(run: Path) -> str:
     """The samples in collapsible sections, the last one open."""
-    results = written(run / SAMPLES).items()
+    results = read_samples(run / SAMPLES).items()
     shown = [f"<summary>After {plural(step, 'step')}</summary><pre>{escape(text)}</pre>" for step, text in results]
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 
