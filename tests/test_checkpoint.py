@@ -219,9 +219,9 @@ CARDS = {
     "above": ({"../x": {"size": 1, "sha256": ""}}, "'../x' is not the name of a file in this folder"),
     "a link out": ({"out": {"size": 1, "sha256": ""}}, "leads out of the folder"),
     "a pipe": ({"pipe": {"size": 0, "sha256": ""}}, "pipe: not a regular file"),
-    "no facts": ({"config.json": 3}, "dunes.json: 'files' must hold size and sha256"),
-    "no names": (["config.json"], "dunes.json: 'files' must hold size and sha256"),
-    "nothing": (None, "dunes.json: 'files' must hold size and sha256"),
+    "no facts": ({"config.json": 3}, "dunes.json: 'files' must have size and sha256"),
+    "no names": (["config.json"], "dunes.json: 'files' must have size and sha256"),
+    "nothing": (None, "dunes.json: 'files' must have size and sha256"),
     "very many": ({f"f{i}": {"size": 1, "sha256": ""} for i in range(30_000)}, "names 30,000 files"),
 }
 

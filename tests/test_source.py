@@ -827,7 +827,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
     message = refusal(folder)
     found = re.search(
-        r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files hold (\S+);", message
+        r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files have (\S+);", message
     )
     numbers, size, there = map(float, found.groups())
     assert size == pytest.approx(2 * numbers, rel=0.01)

@@ -100,7 +100,7 @@ def print_memory(log: Allocations) -> None:
     kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
     print_table(f"peak tensor memory: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
     places: dict[tuple[str, str, str], list[int]] = {}
-    for a in log.held():
+    for a in log.live_at():
         place = places.setdefault((re.sub(r"\b\d+\b", "*", a.owner), a.kind, a.phase), [0, 0])
         place[0] += a.size
         place[1] += 1
@@ -117,7 +117,7 @@ def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[Measured
     """Print one line per step: its estimated memory, and the measured one."""
     lines = []
     for f, truth in zip(results, truths, strict=True):
-        kinds = {kind: held for (kind,), held in f.log.by("kind").items()}
+        kinds = {kind: size for (kind,), size in f.log.by("kind").items()}
         dtype = str(f.shape.dtype).removeprefix("torch.")
         line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", format_bytes(f.log.peak)]
         line += [format_bytes(kinds[k]) if kinds.get(k) else "" for k in KINDS]

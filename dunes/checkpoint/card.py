@@ -32,7 +32,7 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
     """Size and SHA-256 of each file that a card lists. Raises ValueError for a damaged card."""
     files = card.get("files", None if card else {})
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
-        raise ValueError(f"{folder / CARD}: 'files' must hold size and sha256 of each file; {_remedy(folder)}")
+        raise ValueError(f"{folder / CARD}: 'files' must have size and sha256 of each file; {_remedy(folder)}")
     if len(files) > MAX_FILES:
         raise ValueError(f"{folder / CARD}: names {len(files):,} files; the limit is {MAX_FILES:,}")
     return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}

@@ -214,7 +214,7 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
     """The JSON files that Hugging Face's tools expect beside a tokenizer, except its extra files."""
     names = tokenizer.special_tokens_map
     ids = special_ids(tokenizer)
-    made = {
+    configs = {
         "generation_config.json": {k: v for k, v in ids.items() if v is not None},
         "tokenizer_config.json": names
         | {
@@ -224,7 +224,7 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
         },
         "special_tokens_map.json": names,
     }
-    return {name: content for name, content in made.items() if name not in tokenizer.extra_files}
+    return {name: content for name, content in configs.items() if name not in tokenizer.extra_files}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:

@@ -143,15 +143,15 @@ def _count_odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int
 
     In numpy, since torch's overhead exceeds a pass over a chunk that fits into the cache.
     """
-    one = bits.dtype.type(1)
+    unit = bits.dtype.type(1)
     # The bits without the sign are ordered like absolute values.
     infinite, normal = (2 * _bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
-    size = np.left_shift(bits, one)
+    size = np.left_shift(bits, unit)
     largest = size.max(1)
     not_finite = int((size >= infinite).sum()) if largest.max() >= infinite else 0
     smallest = size.min()
     if smallest == 0:
-        smallest = (size - one).min()  # zero wraps around to the largest
+        smallest = (size - unit).min()  # zero wraps around to the largest
     denormal = int(((size > 0) & (size < normal)).sum()) if smallest < normal else 0
     return not_finite, denormal, int((largest == 0).sum())
 

@@ -215,18 +215,18 @@ def _experts(count: int) -> Names:
     router = "blocks.{i}.mlp.router.weight"
     separate = [
         name(
-            f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{ours}.weight"
+            f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{part}.weight"
         )
-        for w, ours in parts.items()
+        for w, part in parts.items()
     ]
     stacked = [
         name(
             f"layers.{{i}}.block_sparse_moe.{w}",
-            *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
+            *[f"blocks.{{i}}.mlp.experts.{e}.{part}.weight" for e in range(count)],
             load=partial(_transpose_each, count=count) if w == "w2" else identity,
             save=partial(_transpose_each, count=count) if w == "w2" else identity,
         )
-        for w, ours in parts.items()
+        for w, part in parts.items()
     ]
     return [
         name("layers.{i}.feed_forward.gate.weight", router),

@@ -59,7 +59,7 @@ class Source:
     def expected(self) -> dict[str, LazyTensor]:
         """The tensors that the config describes, by the model's names, without values.
 
-        Raises ValueError, before anything is built, if the files have far fewer parameters.
+        Raises ValueError, before they are built, if the files have far fewer parameters.
         """
         self._check_size(self.files.values())
         return in_memory(build_on_meta(self.family, self.config).state_dict(), self.format)
@@ -73,17 +73,17 @@ class Source:
         except RuntimeError:  # torch counts the bytes of a tensor in 64 bits
             raise ValueError(
                 f"{self.folder}: the config describes a matrix of more than {1 << 63:.2e} bytes, "
-                f"the files hold {stored:.2e} parameters; one of them belongs to another model"
+                f"the files have {stored:.2e} parameters; one of them belongs to another model"
             ) from None
         if parameters > 2 * stored + slack:
             raise ValueError(
                 f"{self.folder}: the config describes {parameters:.2e} parameters ({2 * parameters:.2e} bytes in "
-                f"bfloat16), the files hold {stored:.2e}; one of them belongs to another model"
+                f"bfloat16), the files have {stored:.2e}; one of them belongs to another model"
             )
         if self.config.depth > len(sizes) + 100 or tensors > MAX_TENSORS:
             raise ValueError(
                 f"{self.folder}: the config describes {self.config.depth:,} blocks and {tensors:,} tensors, the "
-                f"files hold {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
+                f"files have {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
             )
 
     @cached_property

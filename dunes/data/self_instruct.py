@@ -137,13 +137,13 @@ def generate(
         )
     past = list(before)
     earlier = InstructionIndex([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
-    kept, idle = sum(len(r.kept) for r in past), 0
+    total, idle = sum(len(r.kept) for r in past), 0
     for number in count(max((r.number for r in past), default=-1) + 1):
-        if kept >= wanted:
+        if total >= wanted:
             return
         answers = ask(build_prompts(seeds, seed, number))
         new_round = Round(number, tuple(filter_item(item, earlier) for a in answers for item in parse_answer(*a)))
-        kept, idle = kept + len(new_round.kept), 0 if new_round.kept else idle + 1
+        total, idle = total + len(new_round.kept), 0 if new_round.kept else idle + 1
         yield new_round
         if idle == 10:
             reasons = Counter(item.reason for item in new_round.items).most_common(3)
@@ -243,11 +243,11 @@ def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
 
     https://doi.org/10.1016/j.ipl.2004.04.006 (Hyyrö's form)
     """
-    row = whole = (1 << sum(m.bit_count() for m in masks.values())) - 1
+    row = ones = (1 << sum(m.bit_count() for m in masks.values())) - 1
     for token in tokens:
         if hit := row & masks.get(token, 0):
-            row = (row + hit | row - hit) & whole
-    return (whole ^ row).bit_count()
+            row = (row + hit | row - hit) & ones
+    return (ones ^ row).bit_count()
 
 
 class InstructionIndex:
