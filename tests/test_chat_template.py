@@ -350,7 +350,7 @@ def test_a_folder_has_a_template_in_one_of_three_ways(tmp_path):
 @pytest.mark.parametrize("found", [7, {}, [], [{"name": "x", "template": "y"}], [1], [{"name": "default"}]])
 def test_a_template_that_is_none_is_named(found, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: chat_template is neither a text"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: chat_template is neither a string"):
         chat_template.read_template(tmp_path)
 
 
