@@ -477,7 +477,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     assert json.loads(command(*compared, "--json"))["differences"][0]["ratio"] == 1.0
     printed = command("train", *shape[:1], "300k", *shape[3:], "--by-module", "--json")
     assert json.loads(printed)["modules"]["blocks[*]"]["backward"] > 0
-    with pytest.raises(ValueError, match="has no --rounds"):
+    with pytest.raises(ValueError, match="omit --rounds"):
         command("train", *shape, "--by-module", "--rounds", 3)
     pictures = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures").splitlines()
     assert len(pictures) == 3
