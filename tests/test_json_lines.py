@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: what a full disk, a kill or a stray hand leaves in them costs itself alone."""
+"""Files of one JSON object per line: damage by a full disk, a kill or an edit affects only the damaged line."""
 
 import errno
 import importlib.util
@@ -190,7 +190,7 @@ def test_a_page_and_pictures_are_made_of_what_is_whole(code, tmp_path, capsys):
     assert "After 5 steps" in page(folder)
     assert "metrics.jsonl, line 13: " in capsys.readouterr().err
     (folder / "metrics.jsonl").write_text(json.dumps(METRIC | {"loss": float("nan")}) + "\n")
-    with pytest.raises(ValueError, match="run: the run has not taken a step yet that has a finite loss"):
+    with pytest.raises(ValueError, match="run: no step with a finite loss yet"):
         page(folder)
 
 

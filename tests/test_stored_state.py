@@ -331,9 +331,7 @@ def test_readers_of_what_is_no_run_say_so(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     for name in ("link", "empty"):
-        assert refused(bench_verbs.report, tmp_path / name).startswith(
-            f"{tmp_path / name}: there is no training run"
-        )
+        assert refused(bench_verbs.report, tmp_path / name).startswith(f"{tmp_path / name}: not a training run")
         assert str(tmp_path / name) in refused(bench_verbs.plot, (tmp_path / name,), tmp_path / "pictures")
 
 
