@@ -37,14 +37,15 @@ def sampler(
     taken modulo 2^64.
     """
     checks = {
-        "temperature": 0 <= temperature < math.inf,
-        "top_k": top_k is None or top_k >= 1,
-        "top_p": top_p is None or 0 < top_p <= 1,
-        "min_p": min_p is None or 0 <= min_p <= 1,
-        "penalty": 0 < penalty < math.inf,
+        "temperature": (temperature, 0 <= temperature < math.inf, "a finite number of at least 0"),
+        "top_k": (top_k, top_k is None or top_k >= 1, "a whole number of at least 1"),
+        "top_p": (top_p, top_p is None or 0 < top_p <= 1, "a probability above 0"),
+        "min_p": (min_p, min_p is None or 0 <= min_p <= 1, "a probability"),
+        "penalty": (penalty, 0 < penalty < math.inf, "a finite number above 0"),
     }
-    if invalid := [name for name, valid in checks.items() if not valid]:
-        raise ValueError(f"sampling: {', '.join(invalid)} out of range")
+    for name, (value, valid, expected) in checks.items():
+        if not valid:
+            raise ValueError(f"sampling: {name} is {value}; expected {expected}")
     penalty = min(max(penalty, MIN_PENALTY), MAX_PENALTY)
     generators: list[torch.Generator] = []
 

@@ -67,23 +67,16 @@ class Baseline:
         stored = json_file.read(path)
         answers = stored.get("answers")
         texts = isinstance(answers, list) and all(isinstance(t, str) for t in [*answers, stored.get("text")])
-        if (
-            not texts
-            or not stored.get("score")
-            or not all(is_score(stored.get(n)) for n in ("score", "forgetting"))
-        ):
+        scores = stored.get("score") and all(is_score(stored.get(n)) for n in ("score", "forgetting"))
+        if not texts or not scores:
             raise ValueError(f"{path}: expected score, forgetting, answers and text, as a finetune writes them")
         forgetting = stored.get("forgetting") and Score(*stored["forgetting"])
         return cls(Score(*stored["score"]), forgetting, stored["answers"], stored["text"])
 
     def write(self, path: Path) -> None:
         forgetting = self.forgetting and astuple(self.forgetting)
-        record = {
-            "score": astuple(self.score),
-            "forgetting": forgetting,
-            "answers": self.answers,
-            "text": self.text,
-        }
+        record: dict[str, Any] = {"score": astuple(self.score), "forgetting": forgetting}
+        record |= {"answers": self.answers, "text": self.text}
         write_file(path, json.dumps(record, indent=1).encode())
 
 
