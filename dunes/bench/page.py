@@ -77,7 +77,8 @@ def page(run: Path) -> str:
 def _plan(run: Path) -> RunConfig | None:
     """The plan of a run of either kind, if there is one. Raises ValueError if what is there is none."""
     path = run / "state" / "plan.json"
-    return read_config(run, FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig)
+    kind = FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig
+    return read_config(run, kind, f"`dunes bench plot {run}` plots its losses without it")
 
 
 def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -156,7 +156,7 @@ def bench(
     Raises ValueError, before anything is timed, for what cannot be measured.
     """
     if rounds < 1:
-        raise ValueError(f"--rounds is {rounds}; 1 at least")
+        raise ValueError(f"--rounds is {rounds}; it must be at least 1")
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: a file of measurements is named .jsonl")
     if os.path.lexists(out):

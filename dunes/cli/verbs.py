@@ -69,6 +69,8 @@ def finetune(
         out: Output folder for the adapter (with full: the model), its metrics and its training state.
         show: Print this many tokenized examples, with the tokens that are trained on highlighted.
     """
+    if show < 0:
+        raise ValueError(f"--show is {show}; it must be at least 0")
     config = FinetuneConfig(**vars(data), **vars(adapter), **vars(optimization), **vars(hardware))
     from dunes.runs.finetune import finetune as work
 
@@ -207,7 +209,7 @@ def complete(
 
 def evaluate(
     model: Model,
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", "the validation split")] = (),
     *,
     text_field: Annotated[tuple[str, ...], flag("FIELD", "as in training")] = (),
     follow_links: bool = False,
@@ -225,7 +227,7 @@ def evaluate(
 
     Args:
         model: A model folder, or a model name on the Hub.
-        sources: Files and folders to evaluate on; without any, the validation split of the model's training.
+        sources: Files and folders to evaluate on; by default the validation split of the model's training.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
         follow_links: Follow symbolic links that lead outside the sources.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
@@ -237,7 +239,8 @@ def evaluate(
     if names:
         _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
-    if idle := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
+    of_tasks = {"task-folder": task_folder, "limit": limit, "out": out}
+    if idle := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
         raise ValueError(f"{idle[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
     from dunes.plural import plural

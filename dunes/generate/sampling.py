@@ -36,15 +36,16 @@ def sampler(
     generator, so its text does not depend on other rows. Raises ValueError for settings out of range. Seeds are
     taken modulo 2^64.
     """
-    checks = {
-        "temperature": 0 <= temperature < math.inf,
-        "top_k": top_k is None or top_k >= 1,
-        "top_p": top_p is None or 0 < top_p <= 1,
-        "min_p": min_p is None or 0 <= min_p <= 1,
-        "penalty": 0 < penalty < math.inf,
-    }
-    if invalid := [name for name, valid in checks.items() if not valid]:
-        raise ValueError(f"sampling: {', '.join(invalid)} out of range")
+    checks = (
+        ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1"),
+        ("penalty", penalty, 0 < penalty < math.inf, "finite and above 0"),
+    )
+    for name, value, valid, expected in checks:
+        if not valid:
+            raise ValueError(f"sampling: {name} is {value}; it must be {expected}")
     penalty = min(max(penalty, MIN_PENALTY), MAX_PENALTY)
     generators: list[torch.Generator] = []
 
