@@ -1,10 +1,10 @@
-"""The sweep behind `--minutes`: which size, batch and context learn a corpus best in so much time.
+"""The sweep behind `--minutes`: validation loss by size, batch size and context length in a given time.
 
     python benchmarks/autosize.py --minutes 3 --shapes 2m,16,256,4096 4m,16,256,4096 --out autosize.jsonl
 
-Each shape is first timed alone with all threads; that says how many steps the minutes buy. Then as
-many shapes as there are cores train that many steps, one thread each, since what is learned depends
-on the steps and not on who else computes. Shapes that are in the file already are left out.
+Each shape is first timed alone with all threads, which gives the number of steps for the minutes. Then the shapes
+train for that many steps, in parallel with one thread each: the loss depends only on the steps. Shapes that are in
+the file already are skipped.
 """
 
 import json
@@ -31,37 +31,37 @@ from dunes.runs.train import prepare
 from dunes.runs.train_config import TrainConfig
 
 OVERHEAD = 20.0
-"""Seconds of a run that are not steps: reading, tokenizing, checks, the end."""
+"""Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
 
 
-def tokens_of(config: TrainConfig) -> Tokens:
+def load_tokens(config: TrainConfig) -> Tokens:
     with Display() as show:
         return tokenize(config, gather(config), None, show)
 
 
-def seconds_a_step(config: TrainConfig, tokens: Tokens, steps: int = 8) -> tuple[float, int]:
+def time_step(config: TrainConfig, tokens: Tokens, steps: int = 8) -> tuple[float, int]:
     """The median time of a training step, and the number of parameters."""
     run = prepare(config, Path("."), tokens)
-    return median(s.seconds for s in islice(stepped(run), 2, steps)), tree.count(run.model)
+    return median(s.seconds for s in islice(train_steps(run), 2, steps)), tree.count(run.model)
 
 
-def stepped(run: Run) -> Any:
+def train_steps(run: Run) -> Any:
     return run.trainer.run(run.task.batches(0))
 
 
-def learned(config: TrainConfig) -> dict[str, Any]:
-    """What a run of plan.steps knows of the held-out text."""
+def train_and_score(config: TrainConfig) -> dict[str, Any]:
+    """Train for config.steps, and return the validation loss."""
     measure.keep_freed_memory()
-    run = prepare(config, Path("."), tokens_of(config))
-    assert config.steps is not None, "the caller has counted them"
-    for _ in islice(stepped(run), config.steps):
+    run = prepare(config, Path("."), load_tokens(config))
+    assert config.steps is not None, "set by the caller"
+    for _ in islice(train_steps(run), config.steps):
         pass
     score = run.score()
     return {"bits_per_byte": score.bits_per_byte, "loss": score.loss}
 
 
-def one(job: str) -> str:
-    """One line of the result file, from a process of its own."""
+def run_job(job: str) -> str:
+    """Run a job in a new process, and return its line of the output file."""
     done = subprocess.run([sys.executable, __file__, "--job", job], capture_output=True, text=True, check=True)
     return json.dumps(json.loads(job) | json.loads(done.stdout.splitlines()[-1]))
 
@@ -77,49 +77,47 @@ def main(
 
     Args:
         minutes: Lengths of runs.
-        shapes: Parameters, windows a step, tokens a window, vocabulary.
+        shapes: Parameters, batch size, context length and vocabulary size of each.
         source: The corpus.
-        out: Where the results go, one line each.
-        job: One run, as this program calls itself.
+        out: Output file, one line per run.
+        job: Run only this job (used internally).
     """
     if job is not None:
-        wanted = json.loads(job)
-        print(json.dumps(learned(TrainConfig.of(wanted["plan"]))))
+        request = json.loads(job)
+        print(json.dumps(train_and_score(TrainConfig.of(request["plan"]))))
         return
     measure.keep_freed_memory()
     cores = measure.choose_threads()
     base = with_hardware(TrainConfig(sources=(source,), threads=cores))
-    held = {base.vocab_size: tokens_of(base)}
-    known = {(r["minutes"], r["shape"]) for r in read_records(out, "a run", lambda r: "shape" in r)}
+    tokens_by_vocab = {base.vocab_size: load_tokens(base)}
+    finished = {(r["minutes"], r["shape"]) for r in read_records(out, "a run", lambda r: "shape" in r)}
     jobs = []
     for shape in shapes:
         size, batch, context, vocab = shape.split(",")
         config = replace(base, size=size, batch=int(batch), context_length=int(context), vocab_size=int(vocab))
-        if config.vocab_size not in held:
-            held[config.vocab_size] = tokens_of(config)
-        seconds, parameters = seconds_a_step(config, held[config.vocab_size])
+        if config.vocab_size not in tokens_by_vocab:
+            tokens_by_vocab[config.vocab_size] = load_tokens(config)
+        seconds, parameters = time_step(config, tokens_by_vocab[config.vocab_size])
         rate = config.batch * config.context_length / seconds
-        print(
-            f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms a step, {rate:.0f} tokens/s", flush=True
-        )
+        print(f"{shape}: {parameters:,} parameters, {seconds * 1e3:.0f} ms/step, {rate:.0f} tokens/s", flush=True)
         for m in minutes:
-            plan_m = replace(config, minutes=m, steps=round((m * 60 - OVERHEAD) / seconds), threads=1)
+            run_config = replace(config, minutes=m, steps=round((m * 60 - OVERHEAD) / seconds), threads=1)
             row = {
                 "minutes": m,
                 "shape": shape,
                 "parameters": parameters,
                 "seconds": seconds,
-                "plan": asdict(plan_m),
+                "plan": asdict(run_config),
             }
-            if (m, shape) not in known:
+            if (m, shape) not in finished:
                 jobs.append(json.dumps(row))
     torch.set_num_threads(1)
     with ThreadPoolExecutor(cores) as pool:
-        for line in pool.map(one, jobs):
+        for line in pool.map(run_job, jobs):
             r = json.loads(line)
             append_record(out, r)
-            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['config']['steps'], 'step')}"
-            print(f"{what}, {r['bits_per_byte']:.4f} bits a byte", flush=True)
+            what = f"{plural(r['minutes'], 'minute')}, {r['shape']}: {plural(r['plan']['steps'], 'step')}"
+            print(f"{what}, {r['bits_per_byte']:.4f} bits/byte", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which differences between two commits of this repository are real: one `dunes bench` on both, run in turn.
+"""Compare two commits of this repository: one `dunes bench` on both, in alternation.
 
 python benchmarks/commits.py HEAD~1 HEAD --benchmark train --size 3m
 """
@@ -23,47 +23,47 @@ START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from dunes.cli.main im
 
 
 def measure_commits(commits: Sequence[str], benchmark: str, size: str, rounds: int) -> list[list[rows.Row]]:
-    """The rows of each commit: `rounds` processes of each, in turn, back and forth.
+    """The rows of each commit, from `rounds` processes in alternating order.
 
-    Raises ValueError if one is no commit of this repository, or cannot run the benchmark.
+    Raises ValueError for an unknown commit, and if a commit cannot run the benchmark.
     """
-    found: list[list[rows.Row]] = [[] for _ in commits]
-    # Chosen once: a process that measures them anew might choose otherwise.
-    what = (benchmark, size, "--threads", str(measure.choose_threads()))
-    with TemporaryDirectory(prefix="dunes-commits-") as held:
-        trees = [Path(held, str(number)) for number in range(len(commits))]
+    results: list[list[rows.Row]] = [[] for _ in commits]
+    # Choose the threads once: each process might choose differently.
+    command = (benchmark, size, "--threads", str(measure.choose_threads()))
+    with TemporaryDirectory(prefix="dunes-commits-") as folder:
+        trees = [Path(folder, str(number)) for number in range(len(commits))]
         try:
             for tree, commit in zip(trees, commits, strict=True):
                 _git(commit, "worktree", "add", "--detach", str(tree), commit)
             for number in range(rounds):
                 order = range(len(commits)) if number % 2 == 0 else reversed(range(len(commits)))
                 for side in order:
-                    out = Path(held, f"{side}-{number}.jsonl")
-                    found[side].append(_lap(trees[side], commits[side], what, out) | {"round": number})
+                    out = Path(folder, f"{side}-{number}.jsonl")
+                    results[side].append(_lap(trees[side], commits[side], command, out) | {"round": number})
         finally:
             for tree in trees:
                 subprocess.run(["git", "-C", SOURCE, "worktree", "remove", "--force", tree], capture_output=True)
-    return found
+    return results
 
 
 def _git(commit: str, *arguments: str) -> None:
     done = subprocess.run(["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True)
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["git failed"])[-1]
-        raise ValueError(f"{commit}: no commit of {SOURCE}: {told}")
+        error = (done.stderr.strip().splitlines() or ["git failed"])[-1]
+        raise ValueError(f"{commit}: no commit of {SOURCE}: {error}")
 
 
 def _lap(tree: Path, commit: str, what: Sequence[str], out: Path) -> rows.Row:
-    """One process of that revision, one lap; the code that is here does not reach it."""
-    benchmark, size, *alike = what
-    arguments = ["bench", benchmark, "--size", size, *alike, "--rounds", "1", "--out", str(out)]
+    """Run one round of that commit in a new process, isolated from the code in this folder."""
+    benchmark, size, *options = what
+    arguments = ["bench", benchmark, "--size", size, *options, "--rounds", "1", "--out", str(out)]
     command = [sys.executable, "-P", "-c", START, str(tree), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}
     )
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]
-        raise ValueError(f"{commit}: dunes bench {benchmark} did not run there: {told}")
+        error = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
+        raise ValueError(f"{commit}: dunes bench {benchmark} did not run there: {error}")
     (row,) = rows.read_rows(out)
     return row | {"commit": commit}
 

@@ -1,7 +1,7 @@
-"""Virtual environments of other people's libraries: one for each name and version, made on first use.
+"""Virtual environments of other libraries: one per name and version, created on first use.
 
-They lie in the cache folder ($DUNES_HOME, or the user's). An environment counts once the file `whole`
-lies in it, which is written last; what an interrupted installation left is made anew.
+They are in the cache folder ($DUNES_HOME, or the user's). The file `whole` is written last; an environment
+without it is created again.
 """
 
 import os
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-WHOLE = "whole"
+COMPLETE = "whole"
 
 
 class Unavailable(RuntimeError):
-    """An environment that cannot be had; the message is one line that says why."""
+    """An environment cannot be created; the message is one line with the reason."""
 
 
 def home() -> Path:
@@ -26,31 +26,31 @@ def home() -> Path:
     return Path(os.environ.get("DUNES_HOME") or cache / "dunes") / "peers"
 
 
-def python_of(name: str, release: str, beside: Sequence[str] = ()) -> Path:
-    """The interpreter of an environment that holds this release and what is asked for beside it.
+def python_of(name: str, release: str, requirements: Sequence[str] = ()) -> Path:
+    """The interpreter of an environment with this release and further requirements.
 
-    "torch" beside it is the release that runs here, so that no side wins by another one. Raises Unavailable.
+    The requirement "torch" is pinned to the release running here. Raises Unavailable.
     """
-    beside = [f"torch=={version('torch').split('+')[0]}" if b == "torch" else b for b in beside]
-    tag = "-".join([name, release, *(b.replace("==", "-") for b in beside)])
+    requirements = [f"torch=={version('torch').split('+')[0]}" if b == "torch" else b for b in requirements]
+    tag = "-".join([name, release, *(b.replace("==", "-") for b in requirements)])
     folder = home() / tag
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{tag}.lock"):
-        if not (folder / WHOLE).is_file():
-            _make(folder, f"{name}=={release}", beside)
+        if not (folder / COMPLETE).is_file():
+            _make(folder, f"{name}=={release}", requirements)
     return folder / "bin" / "python"
 
 
-def _make(folder: Path, main: str, beside: Sequence[str]) -> None:
+def _make(folder: Path, main: str, requirements: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"making an environment for {main}: {folder}", file=sys.stderr, flush=True)
+    print(f"creating an environment for {main}: {folder}", file=sys.stderr, flush=True)
     try:
         _run(sys.executable, "-m", "venv", str(folder))
         pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
-        # The release alone first: where there is none, that is known before gigabytes are fetched.
+        # The release alone first: a missing one fails before gigabytes are fetched.
         _run(*pip, "--no-deps", main)
-        _run(*pip, *beside, main)
-        (folder / WHOLE).write_text("\n".join((main, *beside)) + "\n")
+        _run(*pip, *requirements, main)
+        (folder / COMPLETE).write_text("\n".join((main, *requirements)) + "\n")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -64,12 +64,12 @@ def _run(*command: str) -> None:
         raise Unavailable((errors or lines or [f"exit code {done.returncode}"])[-1].strip()[:300])
 
 
-def found_here(name: str, release: str = "") -> str:
-    """The release of it that this Python has. Raises Unavailable if there is none, or another."""
+def installed_release(name: str, release: str = "") -> str:
+    """The release installed in this Python. Raises Unavailable if there is none, or another."""
     try:
-        here = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         raise Unavailable("not installed in this Python") from None
-    if release not in ("", here):
-        raise Unavailable(f"{here} is installed in this Python, not {release}")
-    return here
+    if release not in ("", installed):
+        raise Unavailable(f"{installed} is installed in this Python, not {release}")
+    return installed

@@ -1,9 +1,9 @@
-"""A mixture of experts in its two forms, and beside a dense MLP of as many active parameters.
+"""A mixture of experts in both implementations, and a dense MLP with as many active parameters.
 
     python benchmarks/experts.py [--threads 1]
 
-Experts: the forms take turns, and the least of several rounds counts, forward without gradients and
-forward with backward. The last line is JSON. Figures: dunes/ops/experts.py, LOG.md.
+Implementations are timed in alternation; the minimum of several rounds counts, for inference and for training.
+The last line is JSON. Figures: dunes/ops/experts.py, LOG.md.
 """
 
 import argparse
@@ -23,13 +23,13 @@ TOKENS = (1, 16, 256, 1024)
 
 
 def seconds(works: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
-    """The least time of each, by turns."""
+    """The minimum time of each, timed in alternation."""
     least = dict.fromkeys(works, float("inf"))
     for _ in range(rounds):
         for name, work in works.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             work()
-            least[name] = min(least[name], time.perf_counter() - began)
+            least[name] = min(least[name], time.perf_counter() - start)
     return least
 
 
@@ -63,7 +63,7 @@ def in_form(form: str, work: Callable[[], object]) -> Callable[[], object]:
 
 
 def row(shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype) -> dict[str, object]:
-    """Milliseconds of both forms, and thousands of tokens/s of the mixture and of the dense MLP."""
+    """Milliseconds of both implementations, and thousands of tokens/s of the mixture and the dense MLP."""
     experts, dim, hidden, top_k = shape
     model: MoE = mixture(dim, [GatedMLP(dim, hidden) for _ in range(experts)], top_k)
     dense, x = GatedMLP(dim, hidden * top_k), torch.randn(tokens, dim, dtype=dtype)
@@ -97,16 +97,16 @@ def row(shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="one small shape, to see that it runs")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    shapes, tokens = (SHAPES[:1], TOKENS[:2]) if given.quick else (SHAPES, TOKENS)
+    parser.add_argument("--quick", action="store_true", help="one small shape, as a test")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    shapes, tokens = (SHAPES[:1], TOKENS[:2]) if arguments.quick else (SHAPES, TOKENS)
     rows = [row(s, n, d) for d in (torch.float32, torch.bfloat16) for s in shapes for n in tokens]
     for r in rows:
         print("{dtype:9} {experts} x {dim} x {hidden}, {top_k} of them, {tokens} tokens".format(**r))
         for phase in ("inference", "training"):
             print(f"    {phase:10}", r[phase])
-    print(json.dumps({"threads": given.threads, "rows": rows}))
+    print(json.dumps({"threads": arguments.threads, "rows": rows}))
 
 
 if __name__ == "__main__":

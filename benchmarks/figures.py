@@ -1,10 +1,10 @@
-"""All figures of the README, one after the other, into docs/figures/ and one table.
+"""Measure all figures of the README, and write docs/figures/ and docs/figures.md.
 
-    make bench                                        # more than an hour, on a machine that does nothing else
-    make bench TEXT=tinyshakespeare.txt               # with the race on Shakespeare's characters
-    python benchmarks/figures.py --only save memory   # some of them; what was measured before is kept
+    make bench                                        # more than an hour, on an idle machine
+    make bench TEXT=tinyshakespeare.txt               # with the Shakespeare benchmark
+    python benchmarks/figures.py --only save memory   # only these; earlier results are reused
 
-What each command said is kept in runs/figures/, so that an interrupted run goes on where it stopped.
+The output of each command is saved in runs/figures/, so that an interrupted run can be resumed.
 """
 
 import json
@@ -27,7 +27,7 @@ from dunes.runs.run import METRICS, read_metrics
 from dunes.units import format_count, format_seconds
 
 ROOT = Path(__file__).parent.parent
-KEPT, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"
+RESULTS, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"
 
 Row = dict[str, Any]
 Figures = list[tuple[str, str]]
@@ -36,9 +36,9 @@ PEER_TASKS = ("decode", "prefill", "train")
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and what its last line (or its model folder) says: figures for the table, and pictures.
+    """A command, and functions that make table entries and plots from its last line (or model folder).
 
-    `leaves` is what an interrupted one leaves behind, and would not write over.
+    `leaves` is the output of an interrupted command, removed before it is run again.
     """
 
     command: Sequence[str]
@@ -48,8 +48,8 @@ class Step:
     leaves: Path | None = None
 
     @property
-    def said(self) -> str:
-        """As a person would type it."""
+    def shell_command(self) -> str:
+        """The command as typed in a shell."""
         inside = (str(a).replace(f"{ROOT}/", "") for a in self.command)
         return " ".join(Path(a).name if a.startswith("/") else a for a in inside)
 
@@ -58,26 +58,26 @@ def script(name: str, *arguments: str) -> list[str]:
     return ["python", f"benchmarks/{name}", *arguments]
 
 
-def learned(row: Row) -> Figures:
+def run_figures(row: Row) -> Figures:
     card, m = row["card"], row["card"]["measured"]
     minutes = card["trained"]["minutes"]
-    words = f"{m['bits_per_byte']:.3f} bits a byte on unseen files, over after {format_seconds(row['seconds'])}, "
-    words += f"{m['peak_bytes'] / 1e9:.1f} GB; {format_count(card['trained']['size'])} parameters were chosen"
+    words = f"{m['bits_per_byte']:.3f} bits/byte on validation files after {format_seconds(row['seconds'])}, "
+    words += f"{m['peak_bytes'] / 1e9:.1f} GB; {format_count(card['trained']['size'])} parameters chosen"
     return [(f"the standard library in {plural(minutes, 'minute')}", words)]
 
 
-def trained(minutes: int) -> Step:
-    folder = KEPT / f"stdlib-{minutes}"
+def train_step(minutes: int) -> Step:
+    folder = RESULTS / f"stdlib-{minutes}"
     command = ["dunes", "train", "stdlib", "--minutes", str(minutes), "--out", str(folder)]
-    return Step(command, learned, folder=folder, leaves=folder)
+    return Step(command, run_figures, folder=folder, leaves=folder)
 
 
 def rates(row: Row) -> dict[str, float]:
-    """Tokens a second of each side of the race."""
+    """Tokens/s of each side."""
     return {side.partition(":")[0]: v for side, v in row.items() if ": tokens/s" in side}
 
 
-def raced(size: str) -> Step:
+def race_step(size: str) -> Step:
     def figures(row: Row) -> Figures:
         rate = rates(row)
         others = ", ".join(f"{row[f'ours over {n}']:.2f} times {n} ({rate[n]:,.0f})" for n in rate if n != "ours")
@@ -92,41 +92,41 @@ def raced(size: str) -> Step:
     return Step(script("train.py", "--sizes", size, "--rounds", "3"), figures, pictures)
 
 
-def swept(name: str, *arguments: str) -> Step:
-    out = KEPT / f"{name}.jsonl"
+def bench_step(name: str, *arguments: str) -> Step:
+    out = RESULTS / f"{name}.jsonl"
 
     def figures(row: Row) -> Figures:
-        found = []
+        entries = []
         for f in row["results"]:
             share = f"{f['flop_share']:.0%} of the matmul rate" if name == "train" else ""
             share = f"{f['byte_share']:.0%} of the read rate" if name == "decode" else share
             memory = f"{f['peak_bytes'] / 1e6:.0f} MB of tensors"
             what = f"`dunes bench {name}`, {f['subject']}, {f['batch']} x {f['context']}, {f['dtype']}"
-            found.append((what, ", ".join(filter(None, [f"{f['rate']:,.0f} {f['unit']}/s", share, memory]))))
-        return found
+            entries.append((what, ", ".join(filter(None, [f"{f['rate']:,.0f} {f['unit']}/s", share, memory]))))
+        return entries
 
     pictures = lambda row: plot.draw_all(rows.read_rows(out), PICTURES)
     return Step(["dunes", "bench", name, *arguments, "--json", "--out", str(out)], figures, pictures, leaves=out)
 
 
-def remembered(row: Row) -> Figures:
+def memory_figures(row: Row) -> Figures:
     return [
         (
             f"memory of a step, {f['subject']}, {f['batch']} x {f['context']}, {f['dtype']}",
-            f"foreseen {f['peak'] / 1e6:.0f} MB, tensors held {f['tensors'] / 1e6:.0f} MB, "
+            f"estimated {f['peak'] / 1e6:.0f} MB, tensors {f['tensors'] / 1e6:.0f} MB, "
             f"the process grew by {f['grown'] / 1e6:.0f} MB ({f['grown'] / f['peak'] - 1:+.1%})",
         )
         for f in row["results"]
     ]
 
 
-def divided(row: Row) -> Figures:
+def module_figures(row: Row) -> Figures:
     shares = {kind: sum(phases.values()) / row["wall"] for kind, phases in row["kinds"].items()}
     return [("a training step at 3.4M", ", ".join(f"{kind} {s:.0%}" for kind, s in shares.items() if s > 0.01))]
 
 
-def beside(row: Row) -> Figures:
-    found = []
+def peer_figures(row: Row) -> Figures:
+    entries = []
     for task in PEER_TASKS:
         sides = row[task]
         ours = f"ours {sides['ours']['rate']:,.0f} tokens/s ({sides['ours']['setting']})"
@@ -135,20 +135,20 @@ def beside(row: Row) -> Figures:
                 agreed = side["tried"][side["setting"]]["agreement"]
                 theirs = f"theirs {side['rate']:,.0f} ({side['setting']}: {agreed})"
                 what = f"{task} against {name} {side['version']}, equal in float32"
-                found.append((what, f"{side['ours_over_it']:.2f} times: {ours}, {theirs}"))
-    return found
+                entries.append((what, f"{side['ours_over_it']:.2f} times: {ours}, {theirs}"))
+    return entries
 
 
-def tuned(row: Row) -> Figures:
-    found = []
+def finetune_figures(row: Row) -> Figures:
+    entries = []
     for what, ratio in row["ratios"].items():
         words = f"{ratio['rate']:.2f} times the tokens/s, {ratio['grown']:.2f} of the memory that a step takes"
         words += f", {ratio['peak']:.2f} of the process"
-        found.append((f"a LoRA step, {what.replace('theirs', 'peft')}", words))
-    return found
+        entries.append((f"a LoRA step, {what.replace('theirs', 'peft')}", words))
+    return entries
 
 
-def beside_pictures(row: Row) -> None:
+def plot_peers(row: Row) -> None:
     for task in PEER_TASKS:
         bars = [
             {"name": n, "rate": s["rate"], "low": s["least"], "high": s["most"], "unit": "tokens"}
@@ -160,40 +160,42 @@ def beside_pictures(row: Row) -> None:
 
 
 def steps(text: Path | None, problems: Path | None = None) -> dict[str, Step]:
-    """All of them, the quick ones first."""
+    """All steps by name, the quick ones first."""
     shared = ["--threads", "2"] if (os.cpu_count() or 1) >= 2 else []
-    found = {
-        "save": Step(script("save.py"), stalled),
+    every = {
+        "save": Step(script("save.py"), save_figures),
         "memory": Step(
             ["dunes", "bench", "memory", "--size", "40m", "--batch", "4", "8", "--dtype", "float32", "bfloat16",
              "--json", "--check", "--picture", str(PICTURES / "memory.svg")],
-            remembered,
+            memory_figures,
         ),
         "modules": Step(
             ["dunes", "bench", "train", "--size", "3.4m", "--by-module", "--json", *shared,
              "--picture", str(PICTURES / "modules.svg")],
-            divided,
+            module_figures,
         ),
-        "train": swept("train", "--size", "1m", "3m", "10m", "30m", "--rounds", "8", *shared),
-        "decode": swept("decode", "--size", "1m", "3m", "10m", "30m", "--rounds", "8", *shared),
-        "three": trained(3),
-        **{f"race-{size}": raced(size) for size in ("1m", "10m", "40m")},
-        "peers": Step(script("peers.py", "--size", "10m", "--rounds", "5"), beside, beside_pictures),
+        "train": bench_step("train", "--size", "1m", "3m", "10m", "30m", "--rounds", "8", *shared),
+        "decode": bench_step("decode", "--size", "1m", "3m", "10m", "30m", "--rounds", "8", *shared),
+        "three": train_step(3),
+        **{f"race-{size}": race_step(size) for size in ("1m", "10m", "40m")},
+        "peers": Step(script("peers.py", "--size", "10m", "--rounds", "5"), peer_figures, plot_peers),
         "large": Step(
-            script("large.py", "--folder", str(KEPT / "large")),
+            script("large.py", "--folder", str(RESULTS / "large")),
             lambda r: [("2 GB of text", f"tokenized and trained on within {r['peak_gigabytes']:.2f} GB")],
         ),
-        "load": Step(script("load.py"), loaded),
-        "fifteen": trained(15),
+        "load": Step(script("load.py"), load_figures),
+        "fifteen": train_step(15),
     }  # fmt: skip
     if text is not None:
-        found["shakespeare"] = Step(script("shakespeare.py", str(text)), won)
+        every["shakespeare"] = Step(script("shakespeare.py", str(text)), shakespeare_figures)
     if problems is not None:
-        found["finetune"] = Step(script("finetune.py", "--data", str(problems), "--patience", "0"), tuned)
-    return found
+        every["finetune"] = Step(
+            script("finetune.py", "--data", str(problems), "--patience", "0"), finetune_figures
+        )
+    return every
 
 
-def loaded(row: Row) -> Figures:
+def load_figures(row: Row) -> Figures:
     ours, theirs, other, size = row["dunes"], row["transformers"], row["convert"], row["bytes"]
     there, answered = (row["ratio"][k] for k in ("there", "answered"))
     words = f"{there:.0f} times faster than from_pretrained ({ours['there']:.2f} s, {theirs['there']:.2f} s), "
@@ -207,35 +209,35 @@ def loaded(row: Row) -> Figures:
     return [(f"loading {what}", words), (f"converting {what}, verified", more), (f"looking through {what}", scan)]
 
 
-def stalled(row: Row) -> Figures:
+def save_figures(row: Row) -> Figures:
     return [("a save a minute", f"costs {row['stall_seconds'] / 60:.2%} of training")]
 
 
-def won(row: Row) -> Figures:
+def shakespeare_figures(row: Row) -> Figures:
     words = f"{row['training ratio']:.1f} times less training time than the plain GPT "
     words += f"({row['ours: training s']:.1f} s, {row['plain: training s']:.1f} s), "
     words += f"{row['wall ratio']:.1f} times less from the start of the process"
     return [(row["benchmark"], words)]
 
 
-def done(name: str, step: Step) -> Row:
-    """What the step said, from its file or by running it; with the seconds that it took."""
-    file = KEPT / f"{name}.json"
+def run_step(name: str, step: Step) -> Row:
+    """The result of a step with its duration, from its file or by running it."""
+    file = RESULTS / f"{name}.json"
     if file.exists():
         row: Row = json.loads(file.read_text())
-        if row["said"] == step.said and row["machine"] == measure.fingerprint()["machine"]:
+        if row["said"] == step.shell_command and row["machine"] == measure.fingerprint()["machine"]:
             return row
     if step.leaves is not None and step.leaves.exists():
         shutil.rmtree(step.leaves) if step.leaves.is_dir() else step.leaves.unlink()
-    KEPT.mkdir(parents=True, exist_ok=True)
-    print(f"\n== {step.said}", flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    print(f"\n== {step.shell_command}", flush=True)
     program = Path(sys.executable).parent / step.command[0]
-    start, out = time.time(), KEPT / f"{name}.txt"
-    with out.open("w") as told:
-        ended = subprocess.run([program, *step.command[1:]], cwd=ROOT, stdout=told, stderr=subprocess.STDOUT)
-    if ended.returncode:
-        raise SystemExit(f"{step.said}: failed; see {out}")
-    row = {"said": step.said, "seconds": time.time() - start, "time": time.strftime("%Y-%m-%d")}
+    start, out = time.time(), RESULTS / f"{name}.txt"
+    with out.open("w") as file_out:
+        process = subprocess.run([program, *step.command[1:]], cwd=ROOT, stdout=file_out, stderr=subprocess.STDOUT)
+    if process.returncode:
+        raise SystemExit(f"{step.shell_command}: failed; see {out}")
+    row = {"said": step.shell_command, "seconds": time.time() - start, "time": time.strftime("%Y-%m-%d")}
     if step.folder is not None:
         row["card"] = json.loads((step.folder / "dunes.json").read_text())
     else:
@@ -245,43 +247,43 @@ def done(name: str, step: Step) -> Row:
     return row
 
 
-def table(found: dict[str, tuple[Step, Row]]) -> str:
-    """What was measured, with the command that measured it."""
-    first = next(iter(found.values()))[1]
+def table(results: dict[str, tuple[Step, Row]]) -> str:
+    """A Markdown table of the figures, with the commands that measured them."""
+    first = next(iter(results.values()))[1]
     text = [
         "# Figures",
         "",
         f"Made by `make bench` on {first['cpu']}, {plural(first['cores'], 'core')}, torch {first['torch']}.",
     ]
     text += ["", "| what | figure | command | commit |", "|---|---|---|---|"]
-    for step, row in found.values():
+    for step, row in results.values():
         made = f"{row['commit']}, {row['time']}"
-        text += [f"| {what} | {figure} | `{step.said}` | {made} |" for what, figure in step.figures(row)]
+        text += [f"| {what} | {figure} | `{step.shell_command}` | {made} |" for what, figure in step.figures(row)]
     shown = [f"![{p.stem}](figures/{p.name})" for p in sorted(PICTURES.glob("*.svg"))]
     return "\n".join([*text, "", *shown]) + "\n"
 
 
 def main(only: tuple[str, ...] = (), text: Path | None = None, problems: Path | None = None) -> None:
-    """Measure, draw, write the table.
+    """Measure, plot, write the table.
 
     Args:
-        only: These alone; the table has all that were measured so far.
-        text: tinyshakespeare.txt, for the race on it.
-        problems: Instruction examples (gsm8k), for the race of finetuning.
+        only: Measure only these; the table has all figures measured so far.
+        text: tinyshakespeare.txt, for its benchmark.
+        problems: Instruction examples (gsm8k), for the finetuning benchmark.
     """
-    every = steps(*(path.resolve() if path else None for path in (text, problems)))
-    if unknown := set(only) - every.keys():
-        raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(every)}")
-    found: dict[str, tuple[Step, Row]] = {}
-    for name, step in every.items():
-        if not only or name in only or (KEPT / f"{name}.json").exists():
-            found[name] = step, done(name, step)
-            step.pictures(found[name][1])
-    runs = {s.folder.name: read_metrics(s.folder / METRICS) for s, _ in found.values() if s.folder is not None}
+    available = steps(*(path.resolve() if path else None for path in (text, problems)))
+    if unknown := set(only) - available.keys():
+        raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(available)}")
+    results: dict[str, tuple[Step, Row]] = {}
+    for name, step in available.items():
+        if not only or name in only or (RESULTS / f"{name}.json").exists():
+            results[name] = step, run_step(name, step)
+            step.pictures(results[name][1])
+    runs = {s.folder.name: read_metrics(s.folder / METRICS) for s, _ in results.values() if s.folder is not None}
     if runs:
         plot.save_plot(plot.losses(runs), PICTURES / "learning.svg")
-    TABLE.write_text(table(found))
-    print(f"\n{table(found)}\nwritten: docs/figures.md and docs/figures/")
+    TABLE.write_text(table(results))
+    print(f"\n{table(results)}\nwritten: docs/figures.md and docs/figures/")
 
 
 if __name__ == "__main__":

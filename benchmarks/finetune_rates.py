@@ -1,11 +1,11 @@
-"""Finetuning at several learning rates and lengths: which rates learn most, and which ones diverge.
+"""Finetuning at several learning rates and lengths: the validation loss of each, and which ones diverge.
 
     dunes train stdlib --out runs/base --size 1m --context-length 256 --steps 1000
     python benchmarks/finetune_rates.py runs/rates.jsonl runs/base gsm8k_train.json.gz --methods lora full \\
         --steps 100 500 2000 --rates 3e-4 1e-3 3e-3 1e-2 3e-2
 
-Each run takes the steps that `dunes finetune` takes, and is scored on held-out answers eight times. It adds a line
-to the file when it is over, and is not run again, so that a sweep goes on where it was stopped.
+Each run trains like `dunes finetune`, and is validated eight times. Finished runs are appended to the file and not
+repeated, so that a sweep can be resumed.
 """
 
 import json
@@ -32,17 +32,17 @@ CHECK_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs share.
+    """Settings of all runs.
 
     Args:
-        context_length: Tokens in a row.
-        batch: Rows in a step.
-        rank: Of adapters.
-        alpha: Of adapters.
-        beta2: Adam's; 0 is the one of `dunes finetune`.
-        template: Of the examples.
-        val_fraction: Share of the examples for validation.
-        seed: Of the order of the examples and of the adapters' first numbers.
+        context_length: Tokens per row.
+        batch: Rows per step.
+        rank: Rank of adapters.
+        alpha: Alpha of adapters.
+        beta2: Adam's beta2; 0 is the default of `dunes finetune`.
+        template: Template of the examples.
+        val_fraction: Fraction of the examples for validation.
+        seed: Random seed of data order and adapter initialisation.
     """
 
     context_length: int = 256
@@ -55,13 +55,13 @@ class Setting:
     seed: int = 0
 
 
-def planned(base: str, data: str, setting: Setting) -> FinetuneConfig:
-    given = {k: v for k, v in asdict(setting).items() if k != "beta2" and v != ""}
-    return FinetuneConfig(model=base, data=data, max_truncated=1.0, threads=1, steps=1, **given)
+def base_config(base: str, data: str, setting: Setting) -> FinetuneConfig:
+    options = {k: v for k, v in asdict(setting).items() if k != "beta2" and v != ""}
+    return FinetuneConfig(model=base, data=data, max_truncated=1.0, threads=1, steps=1, **options)
 
 
 def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta2: float) -> Row:
-    """One finetune: its rate, the loss before it, and after each eighth of its steps."""
+    """One run: its learning rate, the loss before it, and after each eighth of its steps."""
     config = replace(data.config, method=method, steps=steps, lr=rate, dtype=None)
     data = replace(data, config=config, base=checkpoint.load(data.folder)).complete(QUIET)
     config, dtype = data.config, getattr(torch, data.config.dtype or "float32")
@@ -95,7 +95,7 @@ def read(out: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The loss at the end by rate, of each method and length; in brackets the highest of all checks."""
+    """The final loss by method, length and rate; in parentheses the highest of all validations."""
     rates = sorted({r["lr"] for r in rows})
     lines = [f"| | {' | '.join(f'{rate:.2g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
     for method, steps in sorted({(r["method"], r["steps"]) for r in rows}):
@@ -117,17 +117,17 @@ def main(
     """Measure.
 
     Args:
-        out: File of the results, one run a line.
-        base: Folder of a model.
-        data: Records.
-        methods: Ways to finetune.
-        steps: Lengths of runs.
-        rates: Learning rates; none is the default one of each method.
+        out: Output file, one line per run.
+        base: Model folder.
+        data: Instruction examples.
+        methods: Finetuning methods.
+        steps: Numbers of steps.
+        rates: Learning rates; without any, the default of each method.
     """
     measure.keep_freed_memory()
     measure.flush_denormals()
     shared = asdict(setting) | {"base": Path(base).name, "data": Path(data).name}
-    data = FinetuneData.read(planned(base, data, setting), QUIET)
+    data = FinetuneData.read(base_config(base, data, setting), QUIET)
     for method, length, rate in [(m, n, r) for n in steps for m in methods for r in rates or (None,)]:
         key = shared | {"method": method, "steps": length, "asked": rate}
         if not any(all(row[k] == v for k, v in key.items()) for row in read(out)):

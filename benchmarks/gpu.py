@@ -1,11 +1,11 @@
 """GPT-2's 124M shape on a GPU: the plain GPT compiled, transformers with its Trainer, and ours.
 
     python benchmarks/gpu.py --rounds 3
-    python benchmarks/gpu.py --toy --rounds 1      # the same path at toy size, on any machine
+    python benchmarks/gpu.py --toy --rounds 1      # the same code at toy size, on any machine
 
-T=1024, bfloat16, half a million tokens a step by accumulation, optimizer included. The plain side is
-`plain.py` under torch.compile with fused AdamW; ours is compiled, too. The rate of matrix products is
-measured beside, and a share of it is said.
+T=1024, bfloat16, half a million tokens per step with gradient accumulation, optimizer included. The plain side is
+`plain.py` under torch.compile with fused AdamW; ours is compiled, too. Our MFU is relative to the measured rate of
+matrix products.
 """
 
 import json
@@ -21,7 +21,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Work:
-    """The shape, tokens in a forward pass and in a step, steps that are timed."""
+    """Model shape, batch shape, and the number of timed steps."""
 
     vocab: int = 50304
     dim: int = 768
@@ -49,7 +49,7 @@ def stream(work: Work, device):
 
 
 def timed(step, work: Work) -> dict[str, float]:
-    """Tokens a second, after two steps to compile and warm up."""
+    """Tokens/s, after two steps to compile and warm up."""
     import torch
 
     times = []
@@ -121,21 +121,21 @@ def main(rounds: int = 3, toy: bool = False, side: str = "") -> None:
     """Race.
 
     Args:
-        rounds: How often each side runs.
-        toy: At toy size, to see that all of it works.
-        side: One run, as this program calls itself.
+        rounds: Rounds of each side.
+        toy: Run at toy size, as a test.
+        side: Run only this side once (used internally).
     """
     if side:
         print(json.dumps(SIDES[side](TOY if toy else Work())))
         return
-    from sides import interleaved, middle, said
+    from sides import interleaved, middle, print_results
 
     small = ("--toy",) if toy else ()
     rows = interleaved(__file__, {name: ("--side", name, *small) for name in SIDES}, rounds)
     ours = middle(rows["ours"], "rate")
     share = ours * middle(rows["ours"], "flops") / middle(rows["ours"], "matmul")
-    said(
-        "GPT-2's shape, half a million tokens a step" if not toy else "the toy",
+    print_results(
+        "GPT-2's shape, half a million tokens per step" if not toy else "the toy",
         {f"{name}: tokens/s": middle(rows[name], "rate") for name in SIDES}
         | {f"ours over {name}": ours / middle(rows[name], "rate") for name in SIDES if name != "ours"}
         | {"ours: share of the matmul rate": share},

@@ -1,9 +1,9 @@
-"""Text larger than memory: 2 GB are made, tokenized and trained on; the most memory that took.
+"""Peak memory of tokenizing and training on 2 GB of synthetic text, more than fits into memory.
 
     python benchmarks/large.py --gigabytes 2 --folder /tmp/large
 
-The text is the standard library's lines in random order with random names, so that no two files are
-equal. Run it twice to see that the tokens are reused: the second run begins at once.
+The text is the standard library's lines in random order with random names, so that all files differ. A second run
+reuses the tokens and starts at once.
 """
 
 import json
@@ -28,24 +28,24 @@ def make(folder: Path, gigabytes: float) -> None:
     ]
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(round(gigabytes * 100)):
-        path, chance = folder / f"part_{i}.py", random.Random(i)
+        path, rng = folder / f"part_{i}.py", random.Random(i)
         if path.exists():
             continue
         text, size = [], 0
         while size < 10_000_000:
-            at = chance.randrange(len(lines))
-            text += (re.sub(r"self|name", f"v{chance.randrange(1000)}", line) for line in lines[at : at + 50])
+            first = rng.randrange(len(lines))
+            text += (re.sub(r"self|name", f"v{rng.randrange(1000)}", line) for line in lines[first : first + 50])
             size += sum(map(len, text[-50:]))
         path.write_text("".join(text))
 
 
 def main(gigabytes: float = 2.0, folder: Path = Path("large"), steps: int = 50) -> None:
-    """Train on made text.
+    """Train on synthetic text.
 
     Args:
-        gigabytes: How much text.
-        folder: Where the text is kept, and the run and the tokens beside it.
-        steps: How long to train.
+        gigabytes: Size of the text.
+        folder: Folder for the text, the tokens and the run.
+        steps: Training steps.
     """
     import os
 

@@ -1,12 +1,11 @@
-"""Loading, converting and looking through a 2.2 GB folder, each in a process of its own.
+"""Loading, converting and inspecting a 2.2 GB folder, each in a new process.
 
     python benchmarks/load.py
 
-The folder has TinyLlama's shape (1.1 billion parameters, bfloat16, made-up numbers) and no card, as a
-download has none. Loading is raced with transformers' `from_pretrained`, interleaved: a process imports its
-library first; then the clock runs until the model is there, and until it has answered eight tokens, when
-every weight was read. Converting is compared with copying the file, `inspect --values` with copying as
-many bytes in memory. Memory is what the process grew by.
+The folder has TinyLlama's shape (1.1 billion parameters, bfloat16, random weights) and no card, like a download.
+Loading alternates with transformers' `from_pretrained`; after importing the library, the time is measured until
+the model is loaded, and until a forward pass on eight tokens has read every weight. Converting is compared with
+copying the file, `inspect --values` with copying as many bytes in memory. Memory is the growth of the process.
 """
 
 import json
@@ -101,7 +100,7 @@ print(json.dumps(found))
 
 
 def make(folder: Path, layers: int) -> int:
-    """The folder; returns the bytes of its weights."""
+    """Write the folder, and return the bytes of its weights."""
     from dunes.checkpoint import safetensors_writer
     from dunes.checkpoint.lazy_tensor import LazyTensor, renamed
     from dunes.models import FAMILIES
@@ -121,47 +120,52 @@ def make(folder: Path, layers: int) -> int:
     return sum(w.nbytes for w in ours.values())
 
 
-def said(program: str, *arguments: str) -> dict[str, float]:
-    """The last line of a process of its own."""
+def run_program(program: str, *arguments: str) -> dict[str, float]:
+    """Run a program in a new process, and parse its last line."""
     command = [sys.executable, "-c", program, *arguments]
-    found: dict[str, float] = json.loads(
+    result: dict[str, float] = json.loads(
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     )
-    return found
+    return result
 
 
 def main(rounds: int = 5, layers: int = 22, folder: Path | None = None) -> None:
     """Measure.
 
     Args:
-        rounds: Loads of each side.
-        layers: Fewer make a smaller folder.
-        folder: Keep the made folder there.
+        rounds: Rounds of each side.
+        layers: Number of layers; fewer make a smaller folder.
+        folder: Keep the model folder there.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        where = folder or Path(scratch) / "model"
-        size = (where / "model.safetensors").stat().st_size if where.exists() else make(where, layers)
+        model_folder = folder or Path(scratch) / "model"
+        size = (
+            (model_folder / "model.safetensors").stat().st_size
+            if model_folder.exists()
+            else make(model_folder, layers)
+        )
         sides: dict[str, list[dict[str, float]]] = {"dunes": [], "transformers": []}
-        for i in range(rounds + 1):  # the first round brings the file into the system's cache
+        for i in range(rounds + 1):  # the first round fills the page cache
             for side in sorted(sides, reverse=bool(i % 2)):
-                row = said(SIDE, side, str(where))
+                row = run_program(SIDE, side, str(model_folder))
                 if i:
                     sides[side].append(row)
-        other = said(CONVERT, str(where), scratch)
+        other = run_program(CONVERT, str(model_folder), scratch)
     middle = {s: {k: median(r[k] for r in runs) for k in runs[0]} for s, runs in sides.items()}
     for side, m in middle.items():
         print(
-            f"{side:13} there after {m['there']:.2f} s, answered after {m['answered']:.2f} s, "
+            f"{side:13} loaded after {m['there']:.2f} s, first forward pass after {m['answered']:.2f} s, "
             f"resident {m['resident'] / size:.2f} and peak {m['peak'] / size:.2f} times the {size / 1e9:.2f} GB"
         )
     ratio = {k: middle["transformers"][k] / middle["dunes"][k] for k in ("there", "answered")}
-    print(f"transformers takes {ratio['there']:.1f} times as long to load, {ratio['answered']:.1f} to answer")
+    there, answered = ratio["there"], ratio["answered"]
+    print(f"transformers takes {there:.1f} times as long to load, {answered:.1f} until the first forward pass")
     print(
         f"converting takes {other['convert']:.1f} s and copying the file {other['copy']:.1f} s; it grows by "
         f"{other['grown'] / 1e9:.2f} GB for a largest tensor of {other['largest'] / 1e9:.2f} GB"
     )
     rates = [f"{other[k] / other['copied']:.0%}" for k in ("scanned here", "scanned")]
-    print(f"values are looked through at {rates[0]} of the rate of copying in memory, {rates[1]} in a mapped file")
+    print(f"values are checked at {rates[0]} of the rate of copying in memory, {rates[1]} in a mapped file")
     print(json.dumps({"benchmark": "load", "bytes": size, **middle, "ratio": ratio, "convert": other}))
 
 

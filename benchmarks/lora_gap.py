@@ -1,12 +1,11 @@
-"""What LoRA loses against full finetuning on real data: each side at several rates, on the same batches.
+"""The loss of LoRA against full finetuning on real data, at several learning rates, on the same batches.
 
     dunes train stdlib --out runs/base --size 3m --context-length 512 --steps 560
     python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000
 
-Each run adds a line to the file when it is over, and is not run again, so that a sweep goes on where it was
-stopped, and two processes may share it. Held-out nats are those of an answer's token after the last step. "own
-text" is what the base's training held out: how much of it is forgotten. The same for a base that knows the
-language of the problems already:
+Finished runs are appended to the file and not repeated, so that a sweep can be resumed, and several processes may
+share it. The validation loss is that of answers in nats/token after the last step; "own text" is the base's
+validation split and measures forgetting. The same for a base already trained on the language of the problems:
 
     python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000 \\
         --ranks 0 --full-rates 1e-2 --tuned runs/tuned
@@ -38,24 +37,24 @@ from dunes.train import Schedule, Trainer, adamw
 
 Row = dict[str, Any]
 OWN = 1 << 16
-"""Tokens of the base's own text that are looked at."""
+"""Tokens of the base's own text that are scored."""
 CHECKS = 4
 EMBEDDING = "embed.token.weight"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all runs share.
+    """Settings of all runs.
 
     Args:
-        base: Folder of a model, by `dunes train`.
-        data: Records with answers.
-        epochs: How often each example is seen.
-        examples: Learn from so many of them; 0 is all.
-        skip: The first ones to pass over.
-        batch: Packed rows in a step.
+        base: Model folder, by `dunes train`.
+        data: Instruction examples.
+        epochs: Number of epochs.
+        examples: Number of training examples; 0 is all.
+        skip: Number of examples to skip.
+        batch: Packed rows per step.
         alpha: LoRA's alpha.
-        seed: Of the order of the examples and of LoRA's first numbers.
+        seed: Random seed of data order and LoRA's initialisation.
     """
 
     base: str
@@ -70,7 +69,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Run:
-    """One finetuning: at a rank, 0 for all weights. `other_embedding`: frozen at rank 0, learning beside LoRA."""
+    """One run: LoRA at a rank, or full finetuning (0). `other_embedding`: frozen at rank 0, trained with LoRA."""
 
     sweep: Sweep
     rank: int
@@ -89,8 +88,8 @@ class Run:
         return {"method": self.method, "rank": self.rank, "rate": self.rate, **shared}
 
 
-def prepared(run: Run, model: Decoder) -> None:
-    """Attach what the run attaches and freeze what it does not train."""
+def prepare_model(run: Run, model: Decoder) -> None:
+    """Attach the adapter, and freeze all weights that are not trained."""
     learns = ["**"]
     if run.rank:
         learns = augment.attach(model, rank=run.rank, alpha=run.sweep.alpha, seed=run.sweep.seed)["new"]
@@ -100,81 +99,90 @@ def prepared(run: Run, model: Decoder) -> None:
 
 
 def batches(sweep: Sweep, loaded: LoadedModel) -> tuple[Batches, Batches]:
-    """To learn from, and held out."""
+    """Training and validation batches."""
     sides = examples.split_records(examples.read_records(sweep.data).rows)
     rows = (sides[0][sweep.skip :][: sweep.examples or None], sides[1])
-    learn, held = (list(examples.tokenize_records(r, get_template("plain"), loaded.tokenizer)) for r in rows)
+    train, valid = (list(examples.tokenize_records(r, get_template("plain"), loaded.tokenizer)) for r in rows)
     return (
-        Batches(learn, loaded.context_length, sweep.batch, sweep.seed),
-        Batches(held, loaded.context_length, 16, sweep.seed),
+        Batches(train, loaded.context_length, sweep.batch, sweep.seed),
+        Batches(valid, loaded.context_length, 16, sweep.seed),
     )
 
 
-def nats(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    summed: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
-    return summed
+def answer_loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    loss: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
+    return loss
 
 
 @torch.no_grad()
-def held_out(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
-    """Nats a token of all answers."""
+def validation_loss(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
+    """The loss of all validation answers in nats/token."""
     with tree.mode(model, False), torch.autocast("cpu", dtype, dtype != torch.float32):
-        sums = torch.tensor([[float(v) for v in nats(model, batch)] for batch in data.one_epoch()]).double().sum(0)
+        sums = (
+            torch.tensor([[float(v) for v in answer_loss(model, batch)] for batch in data.one_epoch()])
+            .double()
+            .sum(0)
+        )
     return float(sums[0] / sums[1])
 
 
-def own_text(loaded: LoadedModel, dtype: torch.dtype) -> float:
-    """Bits a byte of what the base's training held out, in windows spread over it."""
-    width, ids = widths(loaded.tokenizer.token_bytes()), score.held_out(loaded.tokenizer, loaded.card)[0]
+def own_text_bits(loaded: LoadedModel, dtype: torch.dtype) -> float:
+    """Bits/byte on the base's validation split, in windows spread over it."""
+    width, ids = widths(loaded.tokenizer.token_bytes()), score.evaluation_tokens(loaded.tokenizer, loaded.card)[0]
     return evaluate(loaded.model, ids, width, loaded.context_length, dtype, OWN).bits_per_byte
 
 
 @torch.no_grad()
-def cut(tuned: Decoder, base: Decoder, rank: int, embedding: bool = True) -> Decoder:
-    """The finetuned model with its change of each map in the blocks cut to the nearest one of that rank.
+def truncate_update(tuned: Decoder, base: Decoder, rank: int, embedding: bool = True) -> Decoder:
+    """The finetuned model with the update of each matrix in the blocks truncated to that rank by SVD.
 
-    Without `embedding` the base's embedding is put back, too.
+    Without `embedding` the base's embedding is restored, too.
     """
-    made = deepcopy(tuned)
-    for name, p in made.named_parameters():
+    truncated = deepcopy(tuned)
+    for name, p in truncated.named_parameters():
         before = base.get_parameter(name)
         if name == EMBEDDING:
             p.copy_(p if embedding else before)
         elif p.dim() == 2:
             u, s, v = torch.linalg.svd(p - before, full_matrices=False)
             p.copy_(before + (u[:, :rank] * s[:rank]) @ v[:rank])
-    return made
+    return truncated
 
 
-def cuts(tuned: Decoder, base: Decoder, held: Batches, dtype: torch.dtype) -> dict[str, float]:
-    """Held-out nats of full finetuning's result, with its change cut."""
+def truncated_losses(tuned: Decoder, base: Decoder, valid: Batches, dtype: torch.dtype) -> dict[str, float]:
+    """Validation losses of the fully finetuned model with truncated updates."""
     ranks = (4, 16, 64, 10**6)
-    made = {f"rank {r}, embedding {'changed' if e else 'as it was'}": (r, e) for e in (True, False) for r in ranks}
-    return {words: held_out(cut(tuned, base, *how), held, dtype) for words, how in made.items()}
+    variants = {
+        f"rank {r}, embedding {'changed' if e else 'as it was'}": (r, e) for e in (True, False) for r in ranks
+    }
+    return {
+        words: validation_loss(truncate_update(tuned, base, *variant), valid, dtype)
+        for words, variant in variants.items()
+    }
 
 
 @cache
-def untrained(base: str, data: str, dtype: torch.dtype) -> tuple[float, float]:
-    """What the base makes of the answers held out, and of its own text."""
+def base_losses(base: str, data: str, dtype: torch.dtype) -> tuple[float, float]:
+    """The base's loss on validation answers, and bits/byte on its own text."""
     loaded = checkpoint.load(base)
-    held = batches(Sweep(base, data, examples=1), loaded)[1]
-    return held_out(loaded.model, held, dtype), own_text(loaded, dtype)
+    valid = batches(Sweep(base, data, examples=1), loaded)[1]
+    return validation_loss(loaded.model, valid, dtype), own_text_bits(loaded, dtype)
 
 
-def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
+def train(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
     loaded = checkpoint.load(run.sweep.base)
-    model, (learn, held) = loaded.model, batches(run.sweep, loaded)
-    size, before = tree.count(model), untrained(run.sweep.base, run.sweep.data, dtype)
-    prepared(run, model)
+    model, (learn, valid) = loaded.model, batches(run.sweep, loaded)
+    size, before = tree.count(model), base_losses(run.sweep.base, run.sweep.data, dtype)
+    prepare_model(run, model)
     total = run.sweep.epochs * learn.rows_per_epoch // run.sweep.batch
     checks, seconds, start = list[float](), 0.0, time.perf_counter()
     rate = Schedule.steps(total, warmup=total // 20, decay=1.0).lr_scale
     optimizer = adamw(model, run.rate, decay=0.0)
-    trainer = Trainer(model, optimizer, nats, lr_scale=rate, dtype=dtype, seed=run.sweep.seed)
+    trainer = Trainer(model, optimizer, answer_loss, lr_scale=rate, dtype=dtype, seed=run.sweep.seed)
     for step in trainer.run(learn.batches()):
         seconds += step.seconds
         if step.number % max(1, total // CHECKS) == 0 or step.number == total:
-            checks.append(held_out(model, held, dtype))
+            checks.append(validation_loss(model, valid, dtype))
             print(f"{run.method} {run.rate:g}: step {step.number}/{total} {checks[-1]:.4f}", flush=True)
         if step.number == total:
             break
@@ -188,8 +196,8 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
         "loss": checks[-1],
         "least": min(checks),
         "own_before": before[1],
-        "own": own_text(loaded, dtype),
-        "cuts": {} if run.rank else cuts(model, checkpoint.load(run.sweep.base).model, held, dtype),
+        "own": own_text_bits(loaded, dtype),
+        "cuts": {} if run.rank else truncated_losses(model, checkpoint.load(run.sweep.base).model, valid, dtype),
         "steps": total,
         "seconds_a_step": seconds / total,
         "seconds": time.perf_counter() - start,
@@ -197,28 +205,28 @@ def ran(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
     }
 
 
-def read(out: Path) -> list[Row]:
+def read_results(out: Path) -> list[Row]:
     return read_records(out, "a run")
 
 
 def table(rows: list[Row]) -> str:
-    """The best rate of each method, and its distance from full finetuning's."""
+    """The best rate of each method, and the gap to full finetuning."""
     best: dict[str, Row] = {}
     for row in sorted(rows, key=lambda r: -r["loss"]):
         best[row["method"]] = row
-    least = best["full"]["loss"] if "full" in best else float("nan")
+    full_loss = best["full"]["loss"] if "full" in best else float("nan")
     lines = [
-        "| method | trainable | share | best rate | held-out nats | gap to full | own text, bits a byte |",
+        "| method | trainable | share | best rate | validation loss | gap to full | own text, bits/byte |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in sorted(best.values(), key=lambda r: (r["rank"], r["method"])):
         share = row["trainable"] / row["parameters"]
         lines.append(
             f"| {row['method']} | {row['trainable']:,} | {share:.1%} | {row['rate']:g} | {row['loss']:.4f} | "
-            f"{row['loss'] - least:+.4f} | {row['own']:.3f} |"
+            f"{row['loss'] - full_loss:+.4f} | {row['own']:.3f} |"
         )
     first = rows[0]
-    words = f"before: {first['before']:.4f} nats, {first['own_before']:.3f} bits a byte of its own text"
+    words = f"before: {first['before']:.4f} nats/token, {first['own_before']:.3f} bits/byte on its own text"
     return "\n".join([*lines, "", words])
 
 
@@ -236,30 +244,30 @@ def main(
     """Measure.
 
     Args:
-        out: File of the results, one run a line.
+        out: Output file, one line per run.
         ranks: Ranks of LoRA; 0 is full finetuning.
         full_rates: Learning rates of full finetuning.
         rates: Learning rates of LoRA.
-        other_embedding: Freeze the embedding in full finetuning, and let it learn beside LoRA.
-        threads: Threads to compute with.
-        tuned: Folder for the model of full finetuning.
-        picture: Draw loss over rate into this file.
+        other_embedding: Freeze the embedding in full finetuning, and train it with LoRA.
+        threads: Number of threads.
+        tuned: Output folder for the fully finetuned model.
+        picture: Output file for a plot of loss over rate.
     """
     torch.set_num_threads(threads)
     measure.keep_freed_memory()
     measure.flush_denormals()
     dtype = measure.choose_dtype(torch.device("cpu"))
     for run in [Run(sweep, k, rate, other_embedding) for k in ranks for rate in (rates if k else full_rates)]:
-        if not any(all(row[k] == v for k, v in run.key.items()) for row in read(out)):
-            row = ran(run, dtype, tuned)
+        if not any(all(row[k] == v for k, v in run.key.items()) for row in read_results(out)):
+            row = train(run, dtype, tuned)
             append_record(out, row)
     shared = {k: v for k, v in Run(sweep, 0, 0).key.items() if k not in ("method", "rank", "rate", "alpha")}
-    rows = [r for r in read(out) if all(r[k] == v for k, v in shared.items())]
+    rows = [r for r in read_results(out) if all(r[k] == v for k, v in shared.items())]
     print(table(rows))
     if picture is not None:
         usual = [r for r in rows if r["method"].count(",") < 2 and r["loss"] < r["before"]]
         title = "finetuning at several learning rates"
-        plot.save_plot(plot.loss_over_lr(usual, title, "held-out nats a token"), picture)
+        plot.save_plot(plot.loss_over_lr(usual, title, "validation loss, nats/token"), picture)
     print(json.dumps({"benchmark": "lora_gap", "rows": rows}))
 
 

@@ -1,4 +1,4 @@
-"""What a finetuning step holds in memory: full, LoRA and QLoRA, foreseen on tensors without data.
+"""The memory of a finetuning step: full, LoRA and QLoRA, estimated on fake tensors.
 
     python benchmarks/lora_memory.py [--folder runs/base] [--batch 4] [--context 512]
 
@@ -18,8 +18,8 @@ import tyro
 
 from dunes import measure, tree
 from dunes.augment import lora
-from dunes.augment.quantize import decide as decided
-from dunes.augment.quantize import shape as quantized
+from dunes.augment.quantize import decide as decide_quantized
+from dunes.augment.quantize import shape as shape_quantized
 from dunes.bench.subject import of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.models import llama
@@ -30,15 +30,15 @@ from dunes.train import adamw
 LLAMA_1B = llama.Config(
     vocab=128256, dim=2048, depth=16, heads=32, kv_heads=8, head_dim=64, hidden=8192, tied=True
 )
-"""Of Llama 3.2 1B."""
+"""Llama 3.2 1B."""
 METHODS = ("full", "LoRA", "QLoRA")
 
 
-def prepared(build: Callable[[], Decoder], method: str, rank: int) -> Decoder:
-    """A model as the method trains it. Numbers are neither read nor drawn."""
+def build_trained(build: Callable[[], Decoder], method: str, rank: int) -> Decoder:
+    """The model as the method trains it, without reading or initialising values."""
     model = build_with_dtype(torch.float32 if method == "full" else torch.bfloat16, build)
     if method == "QLoRA":
-        quantized(model, **decided(model, kind="nf4", double=True))
+        shape_quantized(model, **decide_quantized(model, kind="nf4", double=True))
     if method != "full":
         note = lora.decide(model, rank=rank)
         lora.shape(model, **note)
@@ -47,24 +47,26 @@ def prepared(build: Callable[[], Decoder], method: str, rank: int) -> Decoder:
     return model
 
 
-def nats(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    summed: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
-    return summed
+def answer_loss(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loss: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
+    return loss
 
 
-def held(build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> Allocations:
-    """The allocations of the second step: the optimizer has its averages then."""
+def step_allocations(build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> Allocations:
+    """The allocations of the second step, when the optimizer state exists."""
 
     def batch(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.zeros(shape.batch, shape.context, dtype=torch.long)
         return ids, torch.zeros_like(ids)
 
-    learning = TrainSetup(partial(adamw, decay=0.0), nats, batch)
-    return train_allocations(lambda: prepared(build, method, rank), Shape(*shape, torch.bfloat16), True, learning)
+    learning = TrainSetup(partial(adamw, decay=0.0), answer_loss, batch)
+    return train_allocations(
+        lambda: build_trained(build, method, rank), Shape(*shape, torch.bfloat16), True, learning
+    )
 
 
 def row(name: str, build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> dict[str, Any]:
-    log = held(build, method, shape, rank)
+    log = step_allocations(build, method, shape, rank)
     kinds = {str(kind): size for (kind,), size in log.by("kind").items()}
     return {
         "model": name,
@@ -80,9 +82,9 @@ def main(folder: Path | None = None, batch: int = 4, context: int = 512, rank: i
     """Measure.
 
     Args:
-        folder: A model folder to look at, too.
-        batch: Rows of a step.
-        context: Tokens of a row.
+        folder: A further model folder.
+        batch: Rows per step.
+        context: Tokens per row.
         rank: LoRA's rank.
     """
     small = of_shape("llama", 40_000_000, context)

@@ -1,4 +1,4 @@
-"""The plain GPT that everyone writes: learned positions, LayerNorm, GELU, SDPA, float32, eager, AdamW.
+"""A plain GPT: learned positions, LayerNorm, GELU, SDPA, float32, eager, AdamW.
 
 The other side of `shakespeare.py` and `train.py`, in the form of nanoGPT's defaults for a CPU
 (https://github.com/karpathy/nanoGPT): no biases, tied head, weight decay on matrices only.
@@ -63,7 +63,7 @@ def adamw(model: nn.Module, lr: float, betas: tuple[float, float]) -> torch.opti
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    """One step with clipping; the loss before it."""
+    """One step with gradient clipping; returns its loss."""
     loss = loss_of(model, batch)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

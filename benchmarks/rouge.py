@@ -1,9 +1,9 @@
-"""How long it takes to know whether an instruction is too near to an earlier one, beside the package rouge_score.
+"""The time to check an instruction for similarity to earlier ones, against the package rouge_score.
 
     python benchmarks/rouge.py seed_tasks.jsonl [--earlier 2000 52000]
 
-New instructions are halves of two seeds. Both sides must find the same greatest F; rouge_score gets its texts
-as tokens, as Alpaca's loop does, and compares with one process what that loop spreads over all.
+New instructions are halves of two seeds. Both sides must find the same maximum F score; rouge_score gets tokens,
+as in Alpaca's loop, and runs in one process.
 """
 
 import json
@@ -15,29 +15,29 @@ from statistics import median
 import tyro
 
 
-def timed(work: Callable[..., float], *given: object) -> tuple[float, float]:
+def timed(work: Callable[..., float], *arguments: object) -> tuple[float, float]:
     start = time.perf_counter()
-    found = work(*given)
-    return found, time.perf_counter() - start
+    result = work(*arguments)
+    return result, time.perf_counter() - start
 
 
 def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_000), new: int = 3) -> None:
     """Measure.
 
     Args:
-        seeds: A file of seed tasks.
-        earlier: How many instructions there are already.
-        new: How many are compared with them.
+        seeds: File of seed tasks.
+        earlier: Numbers of earlier instructions.
+        new: Number of new instructions.
     """
     from rouge_score import rouge_scorer, tokenize
 
     from dunes.data.self_instruct import MAX_SIMILARITY, InstructionIndex, read_seed_tasks
 
     texts = [task.instruction.split() for task in read_seed_tasks(seeds)]
-    chance = random.Random(0)
+    rng = random.Random(0)
 
-    def made() -> str:
-        a, b = chance.sample(texts, 2)
+    def make_text() -> str:
+        a, b = rng.sample(texts, 2)
         return " ".join(a[: len(a) // 2] + b[len(b) // 2 :])
 
     def nearest(text: list[str], past: list[list[str]]) -> float:
@@ -45,11 +45,11 @@ def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_0
 
     result = {}
     for count in earlier:
-        past, asked = [made() for _ in range(count)], [made() for _ in range(new)]
+        past, queries = [make_text() for _ in range(count)], [make_text() for _ in range(new)]
         tokens, index = [tokenize.tokenize(text, None) for text in past], InstructionIndex(past)
-        index.nearest("")  # the first look imports
+        index.nearest("")  # imports
         rows = []
-        for text in asked:
+        for text in queries:
             ours, fast = timed(lambda i, t: (i.nearest(t, MAX_SIMILARITY) or (0.0, ""))[0], index, text)
             theirs, slow = timed(nearest, tokenize.tokenize(text, None), tokens)
             assert ours == (theirs if theirs > MAX_SIMILARITY else 0.0), text

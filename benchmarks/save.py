@@ -1,9 +1,9 @@
-"""What a save costs training: the same steps with and without saves in the background, interleaved.
+"""The cost of saving: the same steps with and without background saves, in alternation.
 
     python benchmarks/save.py --size 4m
 
-The stall is the time by which a stretch of steps with one save in it is longer than one without; at
-one save a minute its share of a minute is what a run loses.
+The stall is the additional time of a series of steps with one save; with one save per minute, a run loses that
+fraction of a minute.
 """
 
 import json
@@ -21,9 +21,9 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
     """Measure.
 
     Args:
-        size: Parameters of the model.
-        rounds: Stretches of each kind.
-        steps: Steps in a stretch; a save must be over within it.
+        size: Number of parameters.
+        rounds: Series of each kind.
+        steps: Steps per series; a save must finish within it.
     """
     from dunes import measure
     from dunes.runs.autosize import autosize_run
@@ -55,13 +55,13 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
                     list(islice(stream, steps))
                     timings[saving].append(time.perf_counter() - start)
                     saver.wait()
-        held = sum(f.stat().st_size for f in (folder / "state").rglob("*") if f.is_file()) / 1e6
+        size_mb = sum(f.stat().st_size for f in (folder / "state").rglob("*") if f.is_file()) / 1e6
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     stall = median(timings[True]) - median(timings[False])
     print(
-        f"{size}: {held:.0f} MB in two; blocked {median(blocked) * 1e3:.0f} ms; stall {stall * 1e3:.0f} ms of "
-        f"{median(timings[False]) / steps * 1e3:.0f} ms a step; {stall / 60:.2%} of a minute"
+        f"{size}: {size_mb:.0f} MB in two; blocked {median(blocked) * 1e3:.0f} ms; stall {stall * 1e3:.0f} ms of "
+        f"{median(timings[False]) / steps * 1e3:.0f} ms/step; {stall / 60:.2%} of a minute"
     )
     print(json.dumps({"benchmark": "save", "stall_seconds": stall, "blocked_seconds": median(blocked)}))
 

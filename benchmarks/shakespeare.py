@@ -1,11 +1,11 @@
-"""Time to a validation loss of 1.88 on Shakespeare's characters: the plain GPT and ours, interleaved.
+"""Time to a validation loss of 1.88 on Shakespeare's characters: the plain GPT and ours, in alternation.
 
     python benchmarks/shakespeare.py tinyshakespeare.txt [--rounds 3]
 
-Same text, same split (the last tenth held out), same windows of 64 to score the whole of it. The
-plain side is nanoGPT's recipe for a CPU: 4 layers, 4 heads, 128 wide, T=64, batch 12, 2,000 steps,
-lr 1e-3 to 1e-4, betas 0.9 and 0.99. Training time is the time of the steps; wall time runs from the
-start of the process to the end of the last step. Scoring is outside of both.
+Both use the same text, validation split (the last tenth), and windows of 64 for validation. The plain side is
+nanoGPT's recipe for a CPU: 4 layers, 4 heads, 128 wide, T=64, batch 12, 2,000 steps, lr 1e-3 to 1e-4, betas 0.9
+and 0.99. Training time is the time of the steps; wall time runs from the start of the process to the end of the
+last step. Neither includes validation.
 """
 
 import json
@@ -20,7 +20,7 @@ TARGET = 1.88
 CONTEXT = 64
 
 
-def prepared(file: str):
+def load_data(file: str):
     import torch
 
     from dunes.text import Tokenizer
@@ -35,7 +35,7 @@ def prepared(file: str):
 def plain_side(file: str, steps: int = 2000) -> dict[str, float]:
     import plain
 
-    torch, tokenizer, train, valid = prepared(file)
+    torch, tokenizer, train, valid = load_data(file)
     torch.manual_seed(0)
     data, model = torch.from_numpy(train), plain.GPT(tokenizer.vocab, 128, 4, 4, CONTEXT)
     optimizer = plain.adamw(model, 1e-3, (0.9, 0.99))
@@ -63,7 +63,7 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     from dunes.runs.evaluate import evaluate, widths
     from dunes.train import Schedule, Trainer, muon
 
-    torch, tokenizer, train, valid = prepared(file)
+    torch, tokenizer, train, valid = load_data(file)
     measure.keep_freed_memory()
     torch.set_num_threads(measure.choose_threads())
     dtype = measure.choose_dtype(measure.device())
@@ -86,17 +86,17 @@ def main(file: str, rounds: int = 3, side: str | None = None) -> None:
 
     Args:
         file: The text, `tinyshakespeare.txt`.
-        rounds: How often each side runs.
-        side: One run, as this program calls itself.
+        rounds: Rounds of each side.
+        side: Run only this side once (used internally).
     """
     if side is not None:
         print(json.dumps(plain_side(file) if side == "plain" else our_side(file)))
         return
-    from sides import interleaved, middle, said
+    from sides import interleaved, middle, print_results
 
     rows = interleaved(__file__, {s: (file, "--side", s) for s in ("plain", "ours")}, rounds)
     plain, ours = rows["plain"], rows["ours"]
-    said(
+    print_results(
         f"Shakespeare's characters to a validation loss of {TARGET}",
         {
             "plain: training s": middle(plain, "seconds"),

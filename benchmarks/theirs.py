@@ -1,4 +1,4 @@
-"""transformers' GPT-2 under its Trainer, as its users run it."""
+"""transformers' GPT-2 with its Trainer, as commonly used."""
 
 import tempfile
 import time
@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 
 class Rows(Dataset):
-    """Made-up rows of ids, without end."""
+    """Endless rows of random ids."""
 
     def __init__(self, vocab: int, context: int) -> None:
         self.ids = torch.randint(0, vocab, (64, context), generator=torch.Generator().manual_seed(0))
@@ -22,7 +22,7 @@ class Rows(Dataset):
 
 
 class Watch(TrainerCallback):
-    """Notes when each step ends, and stops after so many steps and so many seconds."""
+    """Record the time of each step's end, and stop after these steps and seconds."""
 
     def __init__(self, steps: int, seconds: float) -> None:
         self.steps, self.seconds, self.times = steps, seconds, []
@@ -34,7 +34,7 @@ class Watch(TrainerCallback):
 
 
 def step_ends(shape: dict[str, int], batch: int, accumulate: int, bf16: bool, watch: Watch) -> list[float]:
-    """When each step of a training run ended; the shape is GPT2Config's."""
+    """The times at which the steps of a training run ended; `shape` are options of GPT2Config."""
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(

@@ -1,11 +1,10 @@
-"""Tokens a second of training, optimizer included: the plain GPT, transformers with its Trainer, and ours.
+"""Training tokens/s, optimizer included: the plain GPT, transformers with its Trainer, and ours.
 
     python benchmarks/train.py --sizes 1m 10m 40m --rounds 3
 
-One shape for all sides (vocabulary 4,096, T=256, width and depth below), the same made-up tokens;
-each side runs at the batch at which it was fastest, found first. The rate of matrix products is
-measured in between, as the ceiling: a share of it is 6 FLOPs for each weight that multiplies and
-attention's products, per token.
+All sides have the same shape (vocabulary 4,096, T=256, width and depth below) and random tokens; each runs at its
+fastest batch size, found first. MFU is relative to the measured rate of matrix products, and counts 6 FLOPs per
+matrix weight and token, and attention's products.
 """
 
 import json
@@ -32,7 +31,7 @@ def batches(batch: int):
 
 
 def timed(steps) -> dict[str, float]:
-    """Seconds a step: the median of those within SECONDS, after three to warm up."""
+    """The median seconds per step within SECONDS, after three warm-up steps."""
     times: list[float] = []
     start = before = time.perf_counter()
     for _ in steps:
@@ -86,12 +85,12 @@ def our_side(size: str, batch: int) -> dict[str, float]:
     optimizer, timings = muon(model), []
     plain_step = optimizer.step
 
-    def watched(closure=None) -> None:
+    def timed_step(closure=None) -> None:
         start = time.perf_counter()
         plain_step(closure)
         timings.append(time.perf_counter() - start)
 
-    optimizer.step = watched
+    optimizer.step = timed_step
     loss = lambda m, b: m.loss(b[:, :-1], b[:, 1:])
     row = timed(Trainer(model, optimizer, loss, dtype=dtype).run(batches(batch)))
     rate = measure.matmul_rate(dtype, measure.device())
@@ -110,31 +109,31 @@ def main(sizes: tuple[str, ...] = ("1m", "10m", "40m"), rounds: int = 3, side: s
     """Race.
 
     Args:
-        sizes: Of 1m, 10m and 40m.
-        rounds: How often each side runs at its best batch.
-        side: One run, as this program calls itself.
-        batch: Its batch.
+        sizes: 1m, 10m and 40m, or some of them.
+        rounds: Rounds of each side at its best batch size.
+        side: Run only this side once (used internally).
+        batch: Its batch size.
     """
     if side:
         print(json.dumps(SIDES[side](sizes[0], batch)))
         return
-    from sides import child, interleaved, said
+    from sides import child, interleaved, print_results
 
     for size in sizes:
         best = {}
         for name in SIDES:
-            tried = {}
+            rates = {}
             for b in BATCHES[size]:
-                tried[b] = b * CONTEXT / child(__file__, arguments(size, name, b))["seconds"]
-                if tried[b] < 0.9 * max(tried.values()):
+                rates[b] = b * CONTEXT / child(__file__, arguments(size, name, b))["seconds"]
+                if rates[b] < 0.9 * max(rates.values()):
                     break
-            best[name] = max(tried, key=tried.__getitem__)
-            print(size, name, "batch", best[name], {b: round(r) for b, r in tried.items()}, flush=True)
+            best[name] = max(rates, key=rates.__getitem__)
+            print(size, name, "batch", best[name], {b: round(r) for b, r in rates.items()}, flush=True)
         rows = interleaved(__file__, {name: arguments(size, name, best[name]) for name in SIDES}, rounds)
         rate = {name: best[name] * CONTEXT / median(r["seconds"] for r in rows[name]) for name in SIDES}
         ours = rows["ours"][0]
         matmul = median(r["matmul"] for r in rows["ours"])
-        said(
+        print_results(
             f"training at {size}",
             {f"{name}: tokens/s at batch {best[name]}": rate[name] for name in SIDES}
             | {f"ours over {name}": rate["ours"] / rate[name] for name in SIDES if name != "ours"}

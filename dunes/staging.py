@@ -1,7 +1,7 @@
-"""Places to write in before a name is given: each writer has its own, and those of the dead are removed.
+"""Staging folders: each writer has its own, and those of dead writers are removed.
 
-A lock on a folder (flock) tells the living from the dead. Every file system grants it among the threads and
-processes of one machine; on a disk that several machines share, only those of one machine see each other.
+A writer locks its folder (flock), and the lock ends with the process. On a disk that several machines share, it is
+visible only to processes of the same machine.
 """
 
 import fcntl
@@ -20,23 +20,23 @@ _mine = threading.local()
 
 @contextmanager
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder or a file, which a process that dies lets go by itself.
+    """Lock a folder or a file; the system releases the lock when the process ends.
 
-    A thread that holds it may ask for it again. Raises BlockingIOError where it is held and `wait` is False.
+    The lock is reentrant. Raises BlockingIOError if another thread or process has it and `wait` is False.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        seen, held = os.fstat(handle), _mine.__dict__.setdefault("held", set())
-        key = os.getpid(), seen.st_dev, seen.st_ino
-        if key in held and wait:
+        status, locked = os.fstat(handle), _mine.__dict__.setdefault("locked", set())
+        key = os.getpid(), status.st_dev, status.st_ino
+        if key in locked and wait:
             yield
             return
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        held.add(key)
+        locked.add(key)
         try:
             yield
         finally:
-            held.discard(key)
+            locked.discard(key)
             fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile has the handle, too
     finally:
         os.close(handle)
@@ -44,9 +44,9 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path`, on the same disk; at the end it is removed with what was not moved away.
+    """A new folder beside `path`, on the same disk; it is removed at the end.
 
-    What writers that died have left beside `path` is removed first.
+    Leftovers of dead writers beside `path` are removed first.
     """
     with folder_lock(path.parent):
         _clear(path.parent)
@@ -63,9 +63,9 @@ def staging_folder(path: Path) -> Iterator[Path]:
 
 
 def _clear(parent: Path) -> None:
-    """Remove what writers that died have left in a folder."""
+    """Remove the staging folders of dead writers."""
     for folder in parent.glob(STAGED.format("*")):
-        with suppress(OSError):  # held, or somebody else's
+        with suppress(OSError):  # locked, or another user's
             handle = os.open(folder, _OPEN)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Bytes, counts and seconds in sentences and tables: three significant digits and a unit."""
+"""Format bytes, counts and seconds with three significant digits and a unit."""
 
 SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -19,12 +19,12 @@ def format_seconds(seconds: float) -> str:
     """2:03:09 or 1:05 from a minute on; below 1.23 s, 45.6 ms, 789 us."""
     if seconds < 59.95:
         return _scaled(seconds, TIMES)
-    minutes, whole = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _scaled(number: float, units: tuple[tuple[float, str], ...], space: str = "") -> str:
-    """The number in the largest unit of which it is one at least, once it is rounded."""
+    """The number in the largest unit in which it is at least 1 after rounding."""
     scale, unit = next((u for u in units if abs(number) >= 0.9995 * u[0] or (not number and u[0] == 1)), units[-1])
     return f"{number / scale:.3g}{space}{unit}"

@@ -1,10 +1,10 @@
-"""Alpaca with LoRA: a base model learns to do as it is told.
+"""Alpaca with LoRA: finetune a base model on instructions, chat with it, and merge the adapter.
 
     python recipes/alpaca_lora.py BASE alpaca_data.json [EPOCHS]
 
 BASE is a model folder (one of `dunes train`, or GPT-2, LLaMA, Mistral, ... as downloaded) or a name on the Hub.
-The 52,002 instructions lie in https://github.com/tatsu-lab/stanford_alpaca (for research only: CC BY-NC 4.0); any
-file of the same form will do, such as what `recipes/self_instruct.py` writes.
+The 52,002 instructions are at https://github.com/tatsu-lab/stanford_alpaca (for research only: CC BY-NC 4.0); any
+file in the same format works, such as the output of `recipes/self_instruct.py`.
 """
 
 from pathlib import Path
@@ -26,11 +26,11 @@ def main(base: str, data: str, epochs: float = 3.0, out: str = "runs/alpaca-lora
     config = FinetuneConfig.of({**vars(config), **changes})
     if status := finetune(config, Path(out), Display(), examples=2):
         return status
-    helper = load_chat_engine(out)
+    engine = load_chat_engine(out)
     for question in QUESTIONS:
-        print(f"\n{question}\n  {''.join(helper.answer((Turn('user', question),), sampler(0.0), 60))}")
+        print(f"\n{question}\n  {''.join(engine.answer((Turn('user', question),), sampler(0.0), 60))}")
     print(merge(Path(out), Path(f"{out}-merged")))
-    print(f"a plain model, for every tool: {out}-merged")
+    print(f"merged model: {out}-merged")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A transformer from one's own parts: any module fits any hole. Nothing to give it; it makes its data.
+"""A transformer with a custom MLP, trained on sums; it needs no data.
 
 python recipes/own_parts.py
 """
@@ -16,9 +16,9 @@ from dunes.train import Trainer, adamw, next_token
 
 
 class SquaredReLU(nn.Module):
-    """An mlp of one's own. https://arxiv.org/abs/2109.08668"""
+    """A custom MLP. https://arxiv.org/abs/2109.08668"""
 
-    supports_packing = True  # treats each token by itself, so documents may share a row and keys be cached
+    supports_packing = True  # acts on each token separately, so packing and caching are safe
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ def main(steps: int = 300, out: Path = Path("runs/own-parts")) -> float:
         if step.number % 50 == 0:
             print(f"step {step.number}: loss {step.loss:.3f}")
     checkpoint.save(model, out, tokenizer, table.shape[1], build=build, arguments={"vocab": tokenizer.vocab})
-    kept = checkpoint.load(out, build=build).model
+    loaded = checkpoint.load(out, build=build).model
     with torch.no_grad():
-        right = kept(table[:, :-1])[:, 2:4].argmax(-1) == table[:, 3:5]
-    return right.all(1).float().mean().item()
+        correct = loaded(table[:, :-1])[:, 2:4].argmax(-1) == table[:, 3:5]
+    return correct.all(1).float().mean().item()
 
 
 if __name__ == "__main__":
-    run_recipe(__doc__, lambda: print(f"sums it knows: {main():.0%}"))
+    run_recipe(__doc__, lambda: print(f"correct sums: {main():.0%}"))

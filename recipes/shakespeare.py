@@ -1,4 +1,4 @@
-"""Characters of Shakespeare, the classic split (last tenth held out), every part in sight.
+"""A character model of Shakespeare with an explicit training loop; the last tenth is the validation split.
 
 python recipes/shakespeare.py tinyshakespeare.txt [STEPS]
 """
@@ -30,7 +30,7 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
     for step in trainer.run(Windows(ids[:cut], length=64, batch_size=32).batches()):
         if step.number % 100 == 0:
             score = evaluate(model, ids[cut:], widths(tokenizer.token_bytes()), 64, limit=20_000)
-            print(f"step {step.number}: loss {step.loss:.3f}, held out {score.loss:.3f}")
+            print(f"step {step.number}: loss {step.loss:.3f}, validation loss {score.loss:.3f}")
             print(sample_text(model, tokenizer, 64), "\n")
         if schedule.is_over(step.number):
             break
@@ -39,5 +39,5 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
 
 
 if __name__ == "__main__":
-    told = lambda file, *steps: print(f"held out: {main(file, *map(int, steps)):.3f} nats a character")
-    run_recipe(__doc__, told)
+    report = lambda file, *steps: print(f"validation loss: {main(file, *map(int, steps)):.3f} nats/character")
+    run_recipe(__doc__, report)

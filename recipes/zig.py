@@ -1,8 +1,8 @@
-"""A folder of Zig: where the project began, with 118,000 lines of the Zig compiler.
+"""Train on Zig's standard library, then generate and complete Zig code.
 
     python recipes/zig.py path/to/zig/lib/std [MINUTES]
 
-No Zig at hand? `pip download --no-deps ziglang==0.17.0` brings it inside a wheel, which is a zip file.
+Without Zig: `pip download --no-deps ziglang==0.17.0` fetches a wheel (a zip file) that contains it.
 """
 
 from pathlib import Path

@@ -64,12 +64,12 @@ def test_a_vocabulary_too_large_for_the_size_is_named():
 
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
-    monkeypatch.setattr(autosize, "measured", lambda config: pytest.fail("measured"))
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured"))
     assert autosize_run(whole, STDLIB) == (whole, [])
 
 
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
-    monkeypatch.setattr(autosize, "measured", lambda config: MACHINE)
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: MACHINE)
     config, lines = autosize_run(TrainConfig(sources=(), context_length=64), STDLIB)
     assert all((config.size, config.batch, config.context_length == 64))
     assert (config.dtype, config.threads, config.matmul) == ("bfloat16", 2, 1.2e12)

@@ -121,7 +121,7 @@ def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
         left_out = 0 if model.head is None else model.embed.token.weight.nbytes
         assert benchmarks.weight_bytes(model) == everything - left_out
     heads = tied.blocks[0].attn.k.out_features
-    assert benchmarks.cache_numbers_per_token(tied) == 2 * heads * len(tied.blocks)
+    assert benchmarks.cache_elements_per_token(tied) == 2 * heads * len(tied.blocks)
 
 
 def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
@@ -207,7 +207,7 @@ def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypa
         ("train", {"threads": [0]}, "--threads must be at least 1, not 0"),
         ("train", {"sizes": ["0"]}, "--size is '0'"),
         ("train", {"dtypes": ["int3"]}, "--dtype is 'int3'; it must be one of"),
-        ("decode", {"contexts": [2]}, "leaves nothing to write"),
+        ("decode", {"contexts": [2]}, "leaves nothing to decode"),
         ("complete", {"batches": []}, "a shape has no tokenizer"),
         ("complete", {}, "--batch has no effect on complete; leave it out"),
         ("tokenize", {"batches": [], "contexts": [], "dtypes": []}, "a shape has no tokenizer"),
@@ -227,13 +227,13 @@ def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
 
 def test_files_that_are_none_are_refused(tmp_path):
     bad = tmp_path / "bad.jsonl"
-    for text, words in (("", "holds no measurement"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
+    for text, words in (("", "has no measurements"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
         bad.write_text(text)
         with pytest.raises(ValueError, match=words):
             rows.read_rows(bad)
     with pytest.raises(ValueError, match="already exists"):
         run.bench("train", TINY, 1, bad)
-    with pytest.raises(ValueError, match=r"x\.parquet: a file of measurements is named \.jsonl"):
+    with pytest.raises(ValueError, match=r"x\.parquet: expected a file name that ends in \.jsonl"):
         run.bench("train", TINY, 1, tmp_path / "x.parquet")
 
 
@@ -244,7 +244,7 @@ def test_a_benchmark_of_ones_own_is_registered_once():
 
     try:
         assert bench.BENCHMARKS["mine"].about == "Mine."
-        with pytest.raises(ValueError, match="a benchmark named mine already"):
+        with pytest.raises(ValueError, match="a benchmark named mine exists already"):
             bench.benchmark()(mine)
     finally:
         del bench.BENCHMARKS["mine"]
@@ -297,7 +297,7 @@ def test_only_what_both_have_is_compared_and_what_differs_is_named():
     assert found.unmatched == ["train batch 1", "train batch 4"]
     assert found.differing["subject"] == ("m", "other")
     assert found.differing["matmul rate"] == (1e12, 1e12)
-    with pytest.raises(ValueError, match="nothing was measured in both: A has train batch 1, B has train batch 4"):
+    with pytest.raises(ValueError, match="no case was measured in both: A has train batch 1, B has train batch 4"):
         compare(a[:20], [*b[20:], b[0] | {"batch": 8}])
 
 
@@ -375,7 +375,7 @@ def test_a_benchmark_by_module_says_all_of_its_time(capsys):
     table.print_times(report, overhead)
     words = capsys.readouterr().out
     assert "blocks[*]" in words
-    assert "the profiler made it" in words
+    assert "the profiler's overhead" in words
     shares = [float(s) for s in re.findall(r"(\d+\.\d)%", words.split("module, with")[0])]
     assert sum(shares) == pytest.approx(100, abs=0.6)
 
@@ -408,7 +408,7 @@ def test_pictures_of_all_that_varies(tmp_path):
         "prefill-rates.svg",
     ]
     assert all(b"<svg" in p.read_bytes() for p in drawn)
-    with pytest.raises(ValueError, match=r"named \.svg or \.png"):
+    with pytest.raises(ValueError, match=r"ends in \.svg or \.png"):
         plot.save_plot(None, tmp_path / "x.pdf")
 
 
@@ -437,7 +437,7 @@ def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text), "it opens without a network"
     assert "tokenizing" in text, "wall-clock time"
     assert "After 11 steps" in text
-    with pytest.raises(ValueError, match="there is no training run"):
+    with pytest.raises(ValueError, match="not a training run"):
         page(model_folder.parent)
 
 
@@ -477,7 +477,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     assert json.loads(command(*compared, "--json"))["differences"][0]["ratio"] == 1.0
     printed = command("train", *shape[:1], "300k", *shape[3:], "--by-module", "--json")
     assert json.loads(printed)["modules"]["blocks[*]"]["backward"] > 0
-    with pytest.raises(ValueError, match="has no --rounds"):
+    with pytest.raises(ValueError, match="omit --rounds"):
         command("train", *shape, "--by-module", "--rounds", 3)
     pictures = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures").splitlines()
     assert len(pictures) == 3
@@ -508,7 +508,7 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     process.send_signal(signal.SIGINT)
     printed, messages = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert "interrupted; what was measured until then:" in messages
+    assert "interrupted; results so far:" in messages
     assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
 
 

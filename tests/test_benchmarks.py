@@ -173,7 +173,7 @@ def test_a_peer_that_cannot_be_installed_is_said_and_costs_nothing_else(tmp_path
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     row = last_line("peers.py", "--toy", "--peers", "transformers==0.0.0.1", "nobody", "--tasks", "prefill")
     assert "transformers==0.0.0.1" in row["left_out"]["transformers==0.0.0.1"]
-    assert "no such peer" in row["left_out"]["nobody"]
+    assert "unknown peer" in row["left_out"]["nobody"]
     assert row["prefill"]["ours"]["rate"] > 0
     assert not [f for f in (tmp_path / "peers").iterdir() if f.is_dir()], "a half-made environment is left behind"
 
@@ -199,10 +199,10 @@ def test_a_half_made_environment_is_made_anew_and_a_whole_one_is_kept(tmp_path, 
 def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     figures = importlib.import_module("figures")
-    for name, path in (("KEPT", "kept"), ("PICTURES", "pictures"), ("TABLE", "figures.md")):
+    for name, path in (("RESULTS", "kept"), ("PICTURES", "pictures"), ("TABLE", "figures.md")):
         monkeypatch.setattr(figures, name, tmp_path / path)
     shape = ("--size", "300k", "600k", "--context-length", "32", "--batch", "2", "--threads", "1", "--rounds", "2")
-    monkeypatch.setattr(figures, "steps", lambda *paths: {"train": figures.swept("train", *shape)})
+    monkeypatch.setattr(figures, "steps", lambda *paths: {"train": figures.bench_step("train", *shape)})
     figures.main()
     table = (tmp_path / "figures.md").read_text()
     rates = [json.loads(line)["amount"] for line in (tmp_path / "kept" / "train.jsonl").read_text().splitlines()]

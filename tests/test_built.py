@@ -107,7 +107,7 @@ def test_arguments_are_in_the_card_and_given_to_the_function(tmp_path):
         checkpoint.load(tmp_path, build=learned)
     with pytest.raises(ValueError, match=r"arguments of test_built:build: .*they must be JSON"):
         save(model, tmp_path, arguments={"dim": torch.ones(1)})
-    with pytest.raises(ValueError, match="gave a str; expected a module"):
+    with pytest.raises(ValueError, match="returned a str; expected a module"):
         save(model, tmp_path, build=lambda: "x")
 
 

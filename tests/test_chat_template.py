@@ -317,13 +317,13 @@ def test_as_much_as_may_be_written_is_written():
 
 
 def test_what_is_no_data_is_refused():
-    with pytest.raises(ValueError, match="cannot be given these messages"):
+    with pytest.raises(ValueError, match="these messages cannot be passed"):
         chat_template.render("", [{"role": "user", "content": object()}])
     with pytest.raises(ValueError, match="a message is a mapping with 'role' and 'content', found str"):
         chat_template.render("", ["hello"])
     circle = []
     circle.append(circle)
-    with pytest.raises(ValueError, match="cannot be given these messages"):
+    with pytest.raises(ValueError, match="these messages cannot be passed"):
         chat_template.render("", [{"content": circle}])
 
 
@@ -350,7 +350,7 @@ def test_a_folder_has_a_template_in_one_of_three_ways(tmp_path):
 @pytest.mark.parametrize("found", [7, {}, [], [{"name": "x", "template": "y"}], [1], [{"name": "default"}]])
 def test_a_template_that_is_none_is_named(found, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: chat_template is neither a text"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: chat_template is neither a string"):
         chat_template.read_template(tmp_path)
 
 

@@ -209,8 +209,8 @@ def test_adapters_take_turns_on_one_base(three):
             else:
                 got[name] += piece
     assert {names[name]: text for name, text in got.items()} == want
-    assert both.chat_model("two").once
-    assert not both.chat_model("one").once
+    assert both.chat_model("two").single_turn
+    assert not both.chat_model("one").single_turn
     own = load_chat_engine(str(three / "one"), [three / "two"])
     assert list(own.models) == ["two", "one", "none"]
     for name, folder in names.items():

@@ -219,9 +219,9 @@ CARDS = {
     "above": ({"../x": {"size": 1, "sha256": ""}}, "'../x' is not the name of a file in this folder"),
     "a link out": ({"out": {"size": 1, "sha256": ""}}, "leads out of the folder"),
     "a pipe": ({"pipe": {"size": 0, "sha256": ""}}, "pipe: not a regular file"),
-    "no facts": ({"config.json": 3}, "dunes.json: 'files' must hold size and sha256"),
-    "no names": (["config.json"], "dunes.json: 'files' must hold size and sha256"),
-    "nothing": (None, "dunes.json: 'files' must hold size and sha256"),
+    "no facts": ({"config.json": 3}, "dunes.json: 'files' must have size and sha256"),
+    "no names": (["config.json"], "dunes.json: 'files' must have size and sha256"),
+    "nothing": (None, "dunes.json: 'files' must have size and sha256"),
     "very many": ({f"f{i}": {"size": 1, "sha256": ""} for i in range(30_000)}, "names 30,000 files"),
 }
 
@@ -364,7 +364,7 @@ def test_a_state_comes_back_as_it_was(tmp_path):
     path = checkpoint.save_state(tmp_path, 12, NESTED)
     assert path.name == "step-000012"
     assert same(checkpoint.load_state(path), NESTED)
-    with pytest.raises(TypeError, match=r"a\.b: cannot keep a set"):
+    with pytest.raises(TypeError, match=r"a\.b: a training state cannot contain a set"):
         checkpoint.save_state(tmp_path, 13, {"a": {"b": {1}}})
     assert checkpoint.latest_state(tmp_path) == path, "a state that cannot be written leaves the old one"
 
@@ -400,7 +400,7 @@ def test_a_state_that_is_not_finite_is_not_stored_in_any_dtype(tmp_path, dtype, 
     weights = torch.linspace(-1e4, 1e4, 100).to(dtype)
     assert checkpoint.save_state(tmp_path, 1, {"weights": weights}).exists()
     weights[50] = wrong
-    with pytest.raises(ValueError, match="weights holds numbers that are not finite"):
+    with pytest.raises(ValueError, match="weights has values that are not finite"):
         checkpoint.save_state(tmp_path, 2, {"weights": weights})
 
 

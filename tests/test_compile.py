@@ -198,8 +198,8 @@ def test_what_stands_for_them_in_a_graph_is_an_operator():
     x, weight, targets = torch.randn(9, 8), torch.randn(11, 8), torch.arange(9)
     x.requires_grad_()
     check = torch.library.opcheck
-    check(cross_entropy.whole, (x, weight.requires_grad_(), targets, torch.float32, True, True))
-    check(cross_entropy.whole, (x, weight.detach(), targets, torch.float32, True, False))
+    check(cross_entropy.linear_cross_entropy, (x, weight.requires_grad_(), targets, torch.float32, True, True))
+    check(cross_entropy.linear_cross_entropy, (x, weight.detach(), targets, torch.float32, True, False))
     rows, ends = torch.randn(9, 8, requires_grad=True), torch.tensor([4, 4, 9], dtype=torch.int32)
     apart = [torch.randn(12, 8, requires_grad=True) for _ in range(3)]
     together = [w.detach().requires_grad_() for w in torch.randn(3, 12, 8)]

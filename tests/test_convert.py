@@ -144,7 +144,7 @@ def test_shards_of_several_machines_are_one_model(words_in, tmp_path):
     convert(open_source(meta), tmp_path / "back")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     (meta / "consolidated.00.pth").rename(meta / "consolidated.02.pth")
-    with pytest.raises(ValueError, match=r"two of one number: consolidated\.01\.pth"):
+    with pytest.raises(ValueError, match=r"a number occurs twice: consolidated\.01\.pth"):
         open_source(meta)
 
 

@@ -195,33 +195,33 @@ BAD = {
     "only blanks": (b"\xef\xbb\xbf \n\n", "no records"),
     "an empty list": (b"[]", "no records"),
     "not JSON": (lines(FORMS["text"]) + "\n{oops", "data.json, line 2: not JSON"),
-    "an object over lines": (json.dumps(FORMS["text"], indent=1), "line 1: not JSON.*expected a JSON object a line, or one list"),
+    "an object over lines": (json.dumps(FORMS["text"], indent=1), "line 1: not JSON.*expected one JSON object per line, or one list"),
     "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}', "line 2: not UTF-8 at byte 10"),
     "too deep": (b"[" * 200_000, "not JSON"),
     "a broken gzip": (gzip.compress(b'{"text": "a"}' * 99)[:-9], "cannot be read"),
     "no object": (lines(FORMS["text"], 7), "line 2: expected a JSON object, found a number"),
-    "no object first": ('["a"]', "row 1: expected a JSON object, found a text"),
+    "no object first": ('["a"]', "row 1: expected a JSON object, found a string"),
     "unknown keys": (lines({"question": "a", "answer": "b"}), "line 1: expected the keys .*found question, answer"),
     "another kind": (lines(FORMS["text"], FORMS["alpaca"]), "line 2: expected plain text, as in the first row; found no text"),
     "a list's row": (json.dumps([FORMS["alpaca"], {"instruction": "a"}]), "row 2: .*found no output, but instruction"),
-    "wrong type": (lines({"instruction": "a", "output": 3}), "line 1: output: expected a text, found a number"),
-    "no completion": (lines({"prompt": "a", "completion": None}), "completion: expected a text, found nothing"),
-    "empty text": (lines({"text": ""}), "line 1: text: expected a text, found an empty one"),
-    "half a character": ('{"text": "a\\ud800"}', "line 1: text: half of a surrogate pair at character 1"),
-    "no list": (lines({"messages": "Hi"}), "messages: expected a list of messages, found a text"),
+    "wrong type": (lines({"instruction": "a", "output": 3}), "line 1: output: expected a string, found a number"),
+    "no completion": (lines({"prompt": "a", "completion": None}), "completion: expected a string, found nothing"),
+    "empty text": (lines({"text": ""}), "line 1: text: expected a string, found an empty one"),
+    "half a character": ('{"text": "a\\ud800"}', "line 1: text: lone surrogate at character 1"),
+    "no list": (lines({"messages": "Hi"}), "messages: expected a list of messages, found a string"),
     "no message": (lines({"messages": []}), "messages: expected a list of messages, found an empty one"),
-    "no message object": (lines(said("Hi")), "message 1: expected an object with role and content, found a text"),
+    "no message object": (lines(said("Hi")), "message 1: expected an object with role and content, found a string"),
     "an unknown role": (lines(said({"role": "poet", "content": "x"})), "message 1: role: expected one of .*found 'poet'"),
     "a role of no kind": (lines(said({"role": ["a"], "content": "x"})), "message 1: role: expected one of"),
-    "a tool": (lines(said({"role": "tool", "content": "x"})), "message 1: role: 'tool': calls of tools are not supported"),
-    "a call": (lines(said({"role": "assistant", "tool_calls": [{}]})), "message 1: tool_calls: calls of tools are not"),
-    "tools": (lines(FORMS["messages"] | {"tools": [{}]}), "line 1: tools: calls of tools are not supported"),
+    "a tool": (lines(said({"role": "tool", "content": "x"})), "message 1: role: 'tool': tool calls are not supported"),
+    "a call": (lines(said({"role": "assistant", "tool_calls": [{}]})), "message 1: tool_calls: tool calls are not"),
+    "tools": (lines(FORMS["messages"] | {"tools": [{}]}), "line 1: tools: tool calls are not supported"),
     "thoughts": (lines(said({"role": "assistant", "content": "a", "thinking": "b"})), "thinking: reasoning beside"),
     "a picture": (lines(said({"role": "user", "content": [{"type": "image_url"}]})), "parts of type 'text', found 'image_url'"),
     "a weight": (lines(said({"role": "user", "content": "a", "weight": 0.5})), "weight: expected 0 or 1, found 0.5"),
     "no answer": (lines(said({"role": "user", "content": "a"})), "line 1: expected an answer, found user"),
-    "ultrachat's": (lines({"data": ["a", None]}), "data: text 2: expected a text, found nothing"),
-    "sharegpt's": (lines({"conversations": [{"from": "human", "text": "a"}]}), "message 1: value: expected a text"),
+    "ultrachat's": (lines({"data": ["a", None]}), "data: text 2: expected a string, found nothing"),
+    "sharegpt's": (lines({"conversations": [{"from": "human", "text": "a"}]}), "message 1: value: expected a string"),
 }  # fmt: skip
 
 
@@ -472,7 +472,7 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_
         next(tokenize_records(rows(WANTED), get_template("chatml"), spaced))
     held = Tokenizer(tokenizers.Tokenizer.from_str(spaced.json()))
     held.inner.add_special_tokens(["[INST]"])
-    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as words, .*as special tokens"):
+    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as text, .*special tokens"):
         next(tokenize_records(rows(WANTED), get_template("mistral"), held))
     with pytest.raises(ValueError, match="no template is called 'vicuna'; there are plain, alpaca"):
         get_template("vicuna")
@@ -510,7 +510,7 @@ def test_what_stands_for_special_tokens_is_in_no_text(bpe):
         example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
         assert trained_spans(example, bpe)[1] == (f"{text}<|im_end|>", True)
         assert example.ids[example.loss_mask].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
-        with pytest.raises(ValueError, match="half of a surrogate pair at character 2"):
+        with pytest.raises(ValueError, match="lone surrogate at character 2"):
             made((Turn("user", "a \udc00"), Turn("assistant", "b")), template, bpe)
 
 
@@ -643,7 +643,7 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
 
 def test_few_trained_tokens_are_warned_of(bpe):
     found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
-    assert any("are targets; look" in line for line in found.warnings())
+    assert any("are targets; check" in line for line in found.warnings())
     assert found.trained_share < preflight.FEW
 
 
@@ -735,10 +735,11 @@ def test_fields_that_are_named_are_read_as_plain_text(tmp_path):
     assert [r.turns for r in found.rows] == [(Turn("text", t),) for t in ("Hi\n\nHo", "alone")]
     assert [r.place.rpartition(", ")[2] for r in found.rows] == ["line 1", "line 3"]
     assert found.description.endswith("2 records of plain text, in JSON lines; 2 without text skipped")
-    with pytest.raises(ValueError, match=r"line 1: n: expected a text, found a number"):
+    with pytest.raises(ValueError, match=r"line 1: n: expected a string, found a number"):
         read_records(put(tmp_path, lines(*asked)), ["n"])
     with pytest.raises(
-        ValueError, match=r"expected text in the field body, found q, a, n; name what to read with --text-field"
+        ValueError,
+        match=r"expected text in the field body, found q, a, n; name the field to read with --text-field",
     ):
         read_records(put(tmp_path, lines(*asked)), ["body"])
 
@@ -748,9 +749,9 @@ def test_what_is_text_in_records_of_each_kind(kind, tmp_path):
     path = put(tmp_path, lines(FORMS[kind], FORMS[kind]))
     expected = "Hi" if kind == "text" else "Hi\n\nHo"
     assert [text for _, text in examples.record_texts(path)] == [expected] * 2
-    with pytest.raises(ValueError, match="found question; name what to read with --text-field"):
+    with pytest.raises(ValueError, match="found question; name the field to read with --text-field"):
         list(examples.record_texts(put(tmp_path, lines({"question": "a"}))))
-    with pytest.raises(ValueError, match="expected records with text, found text; name what to read"):
+    with pytest.raises(ValueError, match="expected records with text, found text; name the field to read"):
         list(examples.record_texts(put(tmp_path, lines({"text": " "}, {"text": None}))))
 
 
@@ -777,7 +778,7 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
             read_records(put(tmp_path, content, "x.parquet"))
         assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(ValueError, match=re.escape("is missing; pip install -e '.[parquet]'")):
+    with pytest.raises(ValueError, match=re.escape("parquet needs polars; pip install -e '.[parquet]'")):
         read_records(wide)
 
 
@@ -807,7 +808,7 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     assert plain.keys() == {"book.txt", "package.json", "names.json", ".gitignore"}
     assert said[-2:] == [
         f"{folder}: 4 files of plain text",
-        "skipped: 1 duplicates, 1 ignored, 1 binary, 1 links that lead outside; --follow-links reads what is outside",
+        "skipped: 1 duplicates, 1 ignored, 1 binary, 1 links that lead outside; --follow-links reads these",
     ]
     assert len(read_dataset(folder, follow_links=True)[0][-1].rows) == 5
     put(folder, "{broken", "z.jsonl")

@@ -146,7 +146,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
         stopping_at(9, patch)
         assert finetune(config, halves, display()[0]) == 130
     # The base is asked before it is changed, and once: what it said stands in the run.
-    monkeypatch.setattr(FinetuneTask, "able", once(FinetuneTask.measure_baseline))
+    monkeypatch.setattr(FinetuneTask, "measure_baseline", once(FinetuneTask.measure_baseline))
     assert finetune(FinetuneConfig(), halves, display()[0], resume=True) == 0
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
@@ -256,7 +256,7 @@ def test_a_model_that_is_no_run_s_is_not_written_over(method, base, tokenizer, e
 
 def test_an_adapter_that_cannot_be_written_is_not_trained(tokenizer, examples, tmp_path):
     base = base_in(tmp_path / "base", tokenizer, "mixtral")
-    with pytest.raises(ValueError, match="PEFT has not support DoRA on experts"):
+    with pytest.raises(ValueError, match="PEFT does not support DoRA on experts"):
         finetune(asked(base, examples, method="dora", steps=1), tmp_path / "run", display()[0])
     assert not read_metrics(tmp_path / "run" / "metrics.jsonl")
 
@@ -295,7 +295,9 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
         return score
 
     config, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
-    monkeypatch.setattr(FinetuneTask, "able", lambda self, *a: Baseline(Score(30.0, 10, 10), None, [], ""))
+    monkeypatch.setattr(
+        FinetuneTask, "measure_baseline", lambda self, *a: Baseline(Score(30.0, 10, 10), None, [], "")
+    )
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
     out = finetuned(config, folder)
@@ -325,7 +327,7 @@ REFUSED = {
     "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
         {"method": "full", "target_modules": ("blocks.9.**",)},
-        "--target-modules blocks.9.** selects nothing to train here",
+        "--target-modules blocks.9.** matches no parameter",
     ),
     "large rank": ({"rank": 64}, "rank 64; expected 1 to 32"),
     "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),
@@ -591,7 +593,7 @@ def test_another_template_than_the_base_was_taught_with_is_told(base, examples, 
     assert "template: alpaca\n" in again
     assert "warning: it replaces the place" not in again
     other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry_run=True)
-    assert "warning: it replaces the template that the base model was trained with: alpaca" in other
+    assert "warning: it replaces the base model's own template: alpaca" in other
 
 
 def test_rows_that_are_written_as_they_are_read_leave_the_base_its_template(base, examples, tmp_path):

@@ -296,7 +296,7 @@ def test_the_limit_of_a_large_penalty_is_what_was_not_seen(penalty, temperature)
 @pytest.mark.parametrize("name", ["temperature", "penalty", "top_p", "min_p"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_settings_that_are_no_numbers_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"sampling: {name} is {value}; it must be "):
+    with pytest.raises(ValueError, match=f"sampling: {name} is .*; expected"):
         sampler(**{name: value})
 
 

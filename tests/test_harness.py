@@ -237,9 +237,9 @@ def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
     spanned = [{"text": "    return val", "choices": ["ue", "x"], "right": 0}]
     assert "'ue' after '    return val' has no token of its own" in changed("choices", spanned)
     long = [{"text": "x", "choices": [LONG, "y"], "right": 0}]
-    assert "does not fit into the model's context of 48" in changed("choices", long)
+    assert "does not fit into the model's context length of 48" in changed("choices", long)
     writing = TASKS["lines"]["generation_kwargs"]
-    assert "48 tokens to write leave no room in the context of 48" in changed(
+    assert "48 new tokens leave no room in the context of 48" in changed(
         "lines", generation_kwargs=writing | {"max_gen_toks": 48}
     )
     assert "generation_kwargs has num_beams" in changed("lines", generation_kwargs=writing | {"num_beams": 2})

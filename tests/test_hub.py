@@ -289,7 +289,7 @@ def test_a_page_that_is_no_hub_is_one_line(site):
     site.raw = b"<html>"
     assert "cannot be reached" in refused("org/tiny")
     site.raw, site.sha = None, "../../elsewhere"
-    assert "names no commit" in refused("org/tiny")
+    assert "not a commit" in refused("org/tiny")
 
 
 def test_no_weights_is_said_before_anything_is_fetched(site):

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: what a full disk, a kill or a stray hand leaves in them costs itself alone."""
+"""Files of one JSON object per line: damage by a full disk, a kill or an edit affects only the damaged line."""
 
 import errno
 import importlib.util
@@ -19,7 +19,7 @@ from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines
 from dunes.runs.run import read_metrics, truncate_metrics
-from dunes.runs.tensorboard import written
+from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -190,7 +190,7 @@ def test_a_page_and_pictures_are_made_of_what_is_whole(code, tmp_path, capsys):
     assert "After 5 steps" in page(folder)
     assert "metrics.jsonl, line 13: " in capsys.readouterr().err
     (folder / "metrics.jsonl").write_text(json.dumps(METRIC | {"loss": float("nan")}) + "\n")
-    with pytest.raises(ValueError, match="run: the run has not taken a step yet that has a finite loss"):
+    with pytest.raises(ValueError, match="run: no step with a finite loss yet"):
         page(folder)
 
 
@@ -200,8 +200,8 @@ def test_samples_after_one_that_was_cut_short_are_found(tmp_path):
     with path.open("ab") as file:
         file.write(b"## After 50 steps\n\n```\nfif\xc3")
     append_text(path, "## After 200 steps\n\n```\ntwo hundred\n```\n\n")
-    assert written(path)[5] == "five"
-    assert written(path)[200] == "two hundred"
+    assert read_samples(path)[5] == "five"
+    assert read_samples(path)[200] == "two hundred"
 
 
 ROW = {"benchmark": "train", "seconds": 0.5, "amount": 10, "unit": "tokens"}
@@ -237,7 +237,7 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
         file.write(b'{"number": 1, "items": [{"te\n[1]\n{"number": 1, "items": [1]}\n')
         file.write(json.dumps(made[1].row() | {"number": "1"}).encode() + b"\n")
     append_record(path, made[2].row())
-    assert [r.number for r in recipe("self_instruct").before(path)] == [0, 2]
+    assert [r.number for r in recipe("self_instruct").read_rounds(path)] == [0, 2]
     assert [line.record["number"] for line in read_lines(path)] == [0, 1, "1", 2], "objects stay"
     assert "line 2: " in capsys.readouterr().err
 

@@ -109,7 +109,7 @@ def test_what_was_trained_on_a_quantized_base_goes_there_or_into_the_original(ki
 
 def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path, monkeypatch):
     qlora(tmp_path)
-    monkeypatch.setattr("dunes.runs.merge.TWICE", 0.01)
+    monkeypatch.setattr("dunes.runs.merge.MAX_RATIO", 0.01)
     with pytest.raises(ValueError, match="use --into dequantized; nothing was written"):
         merge(tmp_path / "a", tmp_path / "out", "original")
     assert not (tmp_path / "out").exists()

@@ -316,7 +316,7 @@ def test_the_error_names_what_the_pickle_requested(tmp_path):
     with pytest.raises(ValueError, match="refused") as caught:
         pickle_file.tensors(tmp_path / "x.bin")
     assert str(caught.value) == (
-        f"{tmp_path}/x.bin: refused: it asks for posix.system; only tensors are read, nothing is executed; "
+        f"{tmp_path}/x.bin: refused: its pickle imports posix.system; only tensors are read, nothing is executed; "
         "ask for safetensors"
     )
 
@@ -450,7 +450,7 @@ def test_an_odd_pickle_is_refused(tmp_path, name):
         ("_MAX_STEPS", -500, "too many steps"),
         ("_MAX_STEPS_LEGACY", 60, "too many steps"),
         ("MAX_BYTES", 100, "bytes"),
-        ("_MAX_TEXT", 6, "in one text"),
+        ("_MAX_TEXT", 6, "in one string"),
         ("_MAX_STACK", 5, "values at once"),
         ("_MAX_MARKS", 1, "levels"),
         ("_MAX_ITEMS", 2, "2 values"),

@@ -10,7 +10,7 @@ from conftest import display, toy
 from dunes.runs.evaluate import Score
 from dunes.runs.picture import centered_mean, loss_picture
 from dunes.runs.run import Run, read_metrics
-from dunes.runs.tensorboard import written
+from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 
 
@@ -32,7 +32,7 @@ def lines(figure):
 
 
 def test_both_curves_are_in_one_unit_and_bits_stand_on_the_right(drawn, tmp_path):
-    score = Score(nats=6.0, tokens=3, size=4)  # 2 nats a token, of 4/3 bytes each
+    score = Score(loss_sum=6.0, tokens=3, size=4)  # 2 nats/token, of 4/3 bytes each
     metrics = [step(i, 10.0 / i) for i in range(1, 31)]
     metrics[9] |= {"validation_loss": 2.5, "bits_per_byte": 2.7}
     metrics[19] |= {"bits_per_byte": score.bits_per_byte * 1.5}  # noted before validation losses were
@@ -42,7 +42,7 @@ def test_both_curves_are_in_one_unit_and_bits_stand_on_the_right(drawn, tmp_path
     assert found["training loss"][0] == [1, 10.0]
     assert found["training loss"][-1] == [30, pytest.approx(10.0 / 30)], "it does not lag behind"
     assert found["validation loss"] == [[10, 2.5], [20, pytest.approx(3.0)]]
-    assert found["kept: step 20, 2.000 nats/token, 2.164 bits/byte"] == [[20, 2.0]]
+    assert found["saved: step 20, 2.000 nats/token, 2.164 bits/byte"] == [[20, 2.0]]
     axes = drawn[0].axes[0]
     (right,) = axes.child_axes
     assert "nats/token" in axes.get_ylabel()
@@ -105,7 +105,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     monkeypatch.setattr("dunes.runs.train.sample_text", sample)
     show, out = display()
     assert train(toy(code, steps=60), tmp_path / "run", show) == 0
-    found = written(tmp_path / "run" / "samples.md")
+    found = read_samples(tmp_path / "run" / "samples.md")
     assert list(found) == [5, 50, 60]
     assert (tmp_path / "run" / "samples.md").read_text().count("## After") == 3
     assert found[60] == "the best weights: True"
@@ -113,7 +113,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     said = out.getvalue()
     assert "--- sample after 60 steps, with the best weights (step 10) ---" in said
     loss, bits = re.search(r"validation loss (\S+) nats/token, perplexity \S+, (\S+) bits/byte", said).groups()
-    assert f"kept: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
+    assert f"saved: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
     checks = [
         [r["step"], r["validation_loss"]]
         for r in read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -125,7 +125,7 @@ def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, caps
         Thread(target=http.serve_forever, daemon=True).start()
         ask = made.server(f"http://127.0.0.1:{http.server_port}/v1/", "m")
         with pytest.raises(
-            ValueError, match=r"/v1/completions: no completion: <HTTPError 503.*what is written stays"
+            ValueError, match=r"/v1/completions: no completion: <HTTPError 503.*earlier rounds are saved"
         ):
             made.main(seeds(tmp_path), str(out), ask, 20)
         assert len(json.loads(out.read_text())) == 10
@@ -160,13 +160,13 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     for context, folder in ((2048, "model"), (64, "short")):
         model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, context)))
         checkpoint.save(model, tmp_path / folder, tokenizer, context)
-    out, ask = tmp_path / "out.json", made.folder(str(tmp_path / "model"), 6)
+    out, ask = tmp_path / "out.json", made.local_model(str(tmp_path / "model"), 6)
     with pytest.raises(
         ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'truncated': 5\}"
     ):
         made.main(seeds(tmp_path), str(out), ask, 2)
     assert json.loads(out.read_text()) == []
-    rounds = made.before(tmp_path / "out.json.rounds.jsonl")
+    rounds = made.read_rounds(tmp_path / "out.json.rounds.jsonl")
     assert [r.number for r in rounds] == list(range(10))
     texts = [item.text for r in rounds for item in r.items]
     assert ask(build_prompts(read_seed_tasks(seeds(tmp_path)), 0, 0))[0] == (
@@ -176,7 +176,7 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     with pytest.raises(
         ValueError, match=r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"
     ):
-        made.folder(str(tmp_path / "short"))(["a" * 200])
+        made.local_model(str(tmp_path / "short"))(["a" * 200])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -233,7 +233,7 @@ def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypat
 
 
 def test_an_answer_ends_before_a_stop_string_or_at_its_limit():
-    stopped = recipe("self_instruct").stopped
-    assert stopped(["one\n", "2", "0. two", "three"], 4) == ("one", False)
-    assert stopped(["in 20", "20."], 3) == ("in 2020.", False)
-    assert stopped(["a", "b"], 2) == ("ab", True)
+    cut = recipe("self_instruct").cut_at_stop
+    assert cut(["one\n", "2", "0. two", "three"], 4) == ("one", False)
+    assert cut(["in 20", "20."], 3) == ("in 2020.", False)
+    assert cut(["a", "b"], 2) == ("ab", True)

@@ -271,11 +271,11 @@ def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkey
     train(config, tmp_path / "run", display()[0])
     kept = run_module.read_config(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context_length, kept.matmul))
-    monkeypatch.setattr(autosize, "measured", lambda config: pytest.fail("measured again"))
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured again"))
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
     assert run_module.read_config(tmp_path / "run", TrainConfig) == kept
     another = autosize.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
-    monkeypatch.setattr(autosize, "measured", lambda config: another)
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: another)
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, override=["dtype"]) == 0
     assert run_module.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
 
@@ -320,15 +320,15 @@ def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
 
 
 CORPORA = {
-    "nothing": ({}, "no text to learn from"),
-    "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to learn from .*2 empty"),
+    "nothing": ({}, "no text to train on"),
+    "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to train on .*2 empty"),
     "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to train on, at least 33 needed"),
     "shorter than a window": (
         {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
         "tokens to train on, at least 33 needed; add text",
     ),
-    "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to learn from .*1 binary"),
-    "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to learn from .*1 not UTF-8"),
+    "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to train on .*1 binary"),
+    "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to train on .*1 not UTF-8"),
     "one file": ({"a.txt": b"one file only\n" * 500}, "no file is left for validation: .*--split tails"),
 }
 
@@ -367,7 +367,7 @@ def test_records_are_learned_by_their_texts(split, tmp_path):
     config = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), split=split, steps=3)
     show, out = display()
     assert train(config, tmp_path / "run", show) == 0
-    assert "learned from records: the field body (60 records)" in out.getvalue()
+    assert "text from records: the field body (60 records)" in out.getvalue()
     loaded = checkpoint.load(tmp_path / "run")
     assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes()}
     assert loaded.card["trained"]["split"] == (split or "files")
@@ -402,7 +402,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
         nats -= float(likely.gather(1, window[1:, None]).sum())
     assert score.size == len(text.encode())
     assert score.tokens == len(ids) - 1
-    assert score.nats == pytest.approx(nats, rel=1e-5)
+    assert score.loss_sum == pytest.approx(nats, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
     part = evaluate(model, np.array(ids), widths(tokenizer.token_bytes()), 16, limit=40)
     assert 16 < part.tokens <= 32

@@ -603,15 +603,18 @@ BAD = {
     "no object": (whole("[]"), "expected an object, found list"),
     "no JSON": (whole('{"weight_map": '), "not JSON: "),
     "a tensor in two files": (in_both, "fetch both again"),
-    "a tensor that is not in its file": (listed, "'more' is not in that file, says model.safetensors.index.json"),
-    "a tensor that is not listed": (unlisted, "belongs to no file, says"),
-    "no name": (lambda f: index(f, lambda where: where | {"": FIRST}), "'' is not in that file"),
+    "a tensor that is not in its file": (
+        listed,
+        "'more' is missing, although model.safetensors.index.json lists it",
+    ),
+    "a tensor that is not listed": (unlisted, "belongs to no file according to"),
+    "no name": (lambda f: index(f, lambda where: where | {"": FIRST}), "'' is missing"),
     "a name of two lines": (
         lambda f: index(f, lambda where: where | {"a\nb": FIRST}),
-        "'a\\nb' is not in that file",
+        "'a\\nb' is missing",
     ),
-    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' is there twice"),
-    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "is there twice"),
+    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' occurs twice"),
+    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "occurs twice"),
     "very large": (sparse(1 << 40), "1099512 MB; a JSON file has at most 67 MB"),
     "very deep": (whole("[" * 100_000), "nested too deeply"),
     "very many objects": (
@@ -668,7 +671,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
 
 def test_a_duplicate_key_among_very_many_is_found_quickly():
     pairs = [(str(i), i) for i in range(200_000)]
-    with pytest.raises(ValueError, match="the key '199999' is there twice"):
+    with pytest.raises(ValueError, match="the key '199999' occurs twice"):
         json_file.unique_keys([*pairs, pairs[-1]])
 
 
@@ -824,7 +827,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
     message = refusal(folder)
     found = re.search(
-        r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files hold (\S+);", message
+        r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files have (\S+);", message
     )
     numbers, size, there = map(float, found.groups())
     assert size == pytest.approx(2 * numbers, rel=0.01)

@@ -340,9 +340,7 @@ def test_readers_of_what_is_no_run_say_so(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     for name in ("link", "empty"):
-        assert refused(bench_verbs.report, tmp_path / name).startswith(
-            f"{tmp_path / name}: there is no training run"
-        )
+        assert refused(bench_verbs.report, tmp_path / name).startswith(f"{tmp_path / name}: not a training run")
         assert str(tmp_path / name) in refused(bench_verbs.plot, (tmp_path / name,), tmp_path / "pictures")
 
 
@@ -391,7 +389,7 @@ def dry(config, folder, **how):
 
 def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, run_folder, monkeypatch):
     machine = autosize.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
-    monkeypatch.setattr(autosize, "measured", lambda config: machine)
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: machine)
     code = run_folder.parent / "code"
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)

@@ -11,7 +11,7 @@ from conftest import display, toy
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs.run import read_metrics
-from dunes.runs.tensorboard import written
+from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -52,7 +52,7 @@ def noted(folder):
         for tag, value in TAGS.items()
         if any(value(r) is not None for r in lines)
     }
-    samples = [(n, text) for n, text in written(folder / "samples.md").items() if n <= lines[-1]["step"]]
+    samples = [(n, text) for n, text in read_samples(folder / "samples.md").items() if n <= lines[-1]["step"]]
     return points, [(n, "\n".join("    " + line for line in text.split("\n"))) for n, text in samples]
 
 
@@ -91,9 +91,11 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     """Killed at step 53 with no state after step 20, and perhaps again, with or without a mirror."""
     folder, back = tmp_path / "run", []
     monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
-    real, cut = loop_module.Saver.start, run_module.cut
+    real, cut = loop_module.Saver.start, run_module.truncate_metrics
     monkeypatch.setattr(loop_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
-    monkeypatch.setattr(run_module, "cut", lambda path, step, told: back.append(step) or cut(path, step, told))
+    monkeypatch.setattr(
+        run_module, "truncate_metrics", lambda path, step, told: back.append(step) or cut(path, step, told)
+    )
 
     def killed(step, config, **how):
         with monkeypatch.context() as patch:

@@ -312,7 +312,7 @@ def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"eos_token": "a", "eos_token": "b"}', "not JSON: the key 'eos_token' is there twice"),
+        ('{"eos_token": "a", "eos_token": "b"}', "not JSON: the key 'eos_token' occurs twice"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a": "' + "x" * (9 << 20) + '"}', "9 MB; a JSON file has at most 8 MB"),
         ('{"a": [' + "[]," * 3_000_000 + "1]}", "a JSON file has at most"),

@@ -325,7 +325,7 @@ UNK, A = piece(b"<unk>", 2), piece(b"a")
         (piece(b""), "a piece of 0 bytes"),
         (piece(b"a" * 513), "a piece of 513 bytes"),
         (piece(b"\xff"), "not UTF-8"),
-        (A + A + UNK, "1 piece is there twice"),
+        (A + A + UNK, "1 piece occurs twice"),
         (A, "0 unknown pieces"),
         (A + UNK + piece(b"b", 2), "2 unknown pieces"),
         (A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"), "not finite"),
@@ -338,7 +338,7 @@ UNK, A = piece(b"<unk>", 2), piece(b"a")
         (A + UNK, "model_type=unigram"),
         (A + UNK + field(2, field(3, 2)) + field(3, field(2, b"\xff" * 9)), "a normalization of characters"),
         (A + UNK + piece(b"ab") + piece(b"abb", 1) + field(2, field(3, 2)), "made of unknown pieces"),
-        (b"".join(piece(b"%06d" % i + b"a" * 500) for i in range(500)) + UNK, "too long in all"),
+        (b"".join(piece(b"%06d" % i + b"a" * 500) for i in range(500)) + UNK, "too long in total"),
     ],
 )  # fmt: skip
 def test_sentencepiece_models_that_cannot_be_read_are_refused(data, said, tmp_path):
@@ -444,7 +444,7 @@ def test_only_what_needs_an_end_asks_for_one(tmp_path):
     assert tokenizer.special_tokens_map == {}
     assert tokenizer.prompt("ab") == [0, 5]
     for need in (lambda: tokenizer.eos, lambda: tokenizer.stops, lambda: tokenizer.prompt("")):
-        with pytest.raises(ValueError, match=r"tokenizer_config\.json: no token ends a text.*eos_token") as caught:
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: no EOS token.*eos_token") as caught:
             need()
         assert str(tmp_path) in str(caught.value)
     for end in (3, 9, 1 << 40):  # ids without a token
@@ -581,7 +581,7 @@ def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
         (b"IQ== 0\n!! 1\n", "line 2 is"),
         (b"IQ== 0\n\nIQ== 1\n", "line 2 is b''"),
         (b"IQ== 0\nIQ== 1 2\n", "line 2 is"),
-        (ranked([bytes([b]) for b in [*range(256), 7]]), "one is there twice"),
+        (ranked([bytes([b]) for b in [*range(256), 7]]), "one occurs twice"),
         (ranked([*(bytes([b]) for b in range(256)), b"<|eot_id|>"]), "spelled like a special one"),
         (ranked([*(bytes([b]) for b in range(256)), b"a" * 1025]), "line 257 is"),
     ],

@@ -92,7 +92,7 @@ REFUSED = {
     ),
     "added tokens": (
         {"added_tokens": [{"id": i, "content": "ab" * 250_000, "normalized": False, **ADDED} for i in range(9)]},
-        "added_tokens hold 4,500,000 characters",
+        "added_tokens have 4,500,000 characters",
     ),
     "an end of words": (
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "end_of_word_suffix": "x" * 1_000_000}},

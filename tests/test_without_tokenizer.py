@@ -106,8 +106,8 @@ def test_verbs_that_need_text_say_so_in_one_line(verb, bare, monkeypatch, capsys
     (bare / "data.jsonl").write_text("\n".join(rows))
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"a")))
     assert dunes(monkeypatch, *(word.format(bare) for word in VERBS[verb])) == 2
-    remedy = "put there the one that the model was trained with"
-    assert capsys.readouterr().err == f"dunes: {bare}: {NONE}, and text needs a tokenizer; {remedy}\n"
+    remedy = "put the tokenizer that the model was trained with there"
+    assert capsys.readouterr().err == f"dunes: {bare}: {NONE}; {remedy}\n"
 
 
 def test_the_command_writes_a_warning_as_one_line(bare, monkeypatch, capsys):

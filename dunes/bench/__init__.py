@@ -1,4 +1,4 @@
-"""Measuring: benchmarks, where time and memory go, tables, pictures, comparisons."""
+"""Benchmarks, profiles of time and memory, tables, plots, comparisons."""
 
 from dunes.bench.benchmarks import BENCHMARKS, benchmark
 from dunes.bench.profile_modules import Report, profile_modules

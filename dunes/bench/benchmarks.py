@@ -1,4 +1,4 @@
-"""The named benchmarks. One more is a function `(subject, setting) -> Work` with `@benchmark` above it.
+"""The named benchmarks. To add one, decorate a function `(subject, setting) -> Work` with `@benchmark`:
 
     from dunes.bench import Work, benchmark
 
@@ -7,8 +7,8 @@
         "Token embeddings alone."
         ...
 
-Bytes to read (`Work.bytes`) count each weight once per batch, and the keys and values of earlier tokens; the
-method is that of gpt-fast and nanochat's inference benchmarks.
+`Work.bytes` counts each weight once per batch, and the keys and values of earlier tokens, as in the inference
+benchmarks of gpt-fast and nanochat.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its default batch, how its memory is estimated (if it can be), and the settings it uses."""
+    """A benchmark: its default batch size, its memory estimate (if any), and the settings that it uses."""
 
     make: Make
     batch: int
@@ -61,7 +61,7 @@ def benchmark(
 
     def register(make: Make) -> Make:
         if make.__name__ in BENCHMARKS:
-            raise ValueError(f"there is a benchmark named {make.__name__} already; choose another name")
+            raise ValueError(f"a benchmark named {make.__name__} exists already; choose another name")
         BENCHMARKS[make.__name__] = Benchmark(make, batch, memory, reads)
         return make
 
@@ -70,7 +70,7 @@ def benchmark(
 
 @benchmark(batch=16, memory=train_allocations)
 def train(subject: Subject, setting: Setting) -> Work:
-    """Training steps as `dunes train` takes them, optimizer included."""
+    """Training steps of `dunes train`, including the optimizer."""
     model = subject.model()
     trainer = Trainer(model, muon(model), next_token_loss, dtype=getattr(torch, setting.dtype))
     ids = _random_ids(model, setting.batch, setting.context + 1).to(measure.device())
@@ -81,7 +81,7 @@ def train(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(memory=inference_allocations)
 def prefill(subject: Subject, setting: Setting) -> Work:
-    """Reading a prompt of `context` tokens into an empty cache, up to the logits of the next one."""
+    """Prefill of a prompt of `context` tokens into an empty cache, up to the logits of the next one."""
     model, tokens = subject.model(setting.dtype), setting.batch * setting.context
     ids = _random_ids(model, setting.batch, setting.context).to(measure.device())
 
@@ -97,10 +97,10 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(memory=inference_allocations)
 def decode(subject: Subject, setting: Setting) -> Work:
-    """Writing one token after another: the second half of a context whose first half is the prompt."""
+    """Decoding token by token: the second half of a context whose first half is the prompt."""
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
-        raise ValueError(f"a context of {setting.context} leaves nothing to write; 4 tokens are needed at least")
+        raise ValueError(f"a context of {setting.context} leaves nothing to decode; at least 4 tokens are needed")
     prompts = _random_ids(model, setting.batch, half).tolist()
     count = setting.context - half
 
@@ -115,14 +115,14 @@ def decode(subject: Subject, setting: Setting) -> Work:
 
     steps, middle = count - 1, half + count / 2
     work = setting.batch * steps * flops(model, int(middle)) / 3
-    cached = setting.batch * middle * cache_numbers_per_token(model) * model.embed.token.weight.element_size()
+    cached = setting.batch * middle * cache_elements_per_token(model) * model.embed.token.weight.element_size()
     size = steps * (weight_bytes(model) + cached)
     return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model)
 
 
 @benchmark(batch=16)
 def score(subject: Subject, setting: Setting) -> Work:
-    """Nats a token of made-up text, as `dunes eval` finds them."""
+    """Loss on random ids in nats/token, as computed by `dunes eval`."""
     model = subject.model()
     ids = _random_ids(model, 1, setting.batch * setting.context + 1)[0].numpy()
     width = widths([b"a"] * model.embed.token.num_embeddings)
@@ -133,7 +133,7 @@ def score(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(reads=("context-length", "dtype"))
 def complete(subject: Subject, setting: Setting) -> Work:
-    """The rest of a line of the standard library, from where it is cut: seconds to wait for it."""
+    """Completion of a truncated line of the standard library."""
     tokenizer, model = subject.tokenizer, subject.model(setting.dtype)
     text = _text(4 * setting.context)
     run = lambda _: complete_line(model, tokenizer, setting.context, text)
@@ -142,14 +142,14 @@ def complete(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(reads=())
 def tokenize(subject: Subject, setting: Setting) -> Work:
-    """Turning the standard library's text into ids."""
+    """Tokenization of the standard library."""
     tokenizer, text = subject.tokenizer, _text(300_000)
     return Work(lambda _: tokenizer.encode(text), len(text.encode()), "bytes")
 
 
 @benchmark(reads=())
 def load(subject: Subject, setting: Setting) -> Work:
-    """From a folder (in the system's cache of files) to a model."""
+    """Loading a model folder that is in the page cache."""
     folder = subject.written
     size = (folder / "model.safetensors").stat().st_size
     return Work(lambda _: checkpoint.load(folder, measure.device()), size, "bytes")
@@ -157,9 +157,9 @@ def load(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(reads=())
 def save(subject: Subject, setting: Setting) -> Work:
-    """From a model to a folder, with digests, forced to the disk."""
-    loaded, place = checkpoint.load(subject.written, measure.device()), scratch()
-    run = lambda _: checkpoint.save(loaded.model, place, loaded.tokenizer, loaded.context_length)
+    """Saving a model folder, with digests and fsync."""
+    loaded, folder = checkpoint.load(subject.written, measure.device()), scratch()
+    run = lambda _: checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context_length)
     return Work(run, (subject.written / "model.safetensors").stat().st_size, "bytes")
 
 
@@ -170,18 +170,18 @@ def weight_bytes(model: Decoder) -> int:
     return sum(p.nbytes for p in model.parameters()) - embeddings + tied
 
 
-def cache_numbers_per_token(model: Decoder) -> int:
-    """Numbers that a cache holds for one token."""
+def cache_elements_per_token(model: Decoder) -> int:
+    """Elements that the key/value cache has for one token."""
     return sum(m.k.out_features + m.v.out_features for m in model.modules() if isinstance(m, Attention))
 
 
 def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
-    chance = torch.Generator().manual_seed(0)
-    return torch.randint(0, model.embed.token.num_embeddings, (batch, length), generator=chance)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.embed.token.num_embeddings, (batch, length), generator=generator)
 
 
 def _text(size: int) -> str:
-    """The first so many characters of the standard library, from its files in order."""
+    """The first `size` characters of the standard library, from its files in order."""
     text = ""
     for document in collect_corpus(["stdlib"]).train:
         text += "".join(document.text())

@@ -1,8 +1,7 @@
-"""Which differences between two sets of measurements are significant.
+"""Significant differences between two sets of measurements.
 
-Laps of the same thing are paired round by round. The estimate is the Hodges-Lehmann median of the
-logarithms of their ratios, the interval the one that Wilcoxon's signed-rank test does not reject: it
-needs no normal distribution, and a few wild laps move it little
+Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the log ratios, the
+interval that of Wilcoxon's signed-rank test, which assumes no normal distribution and is robust to outliers
 (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator, https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 """
 
@@ -19,7 +18,7 @@ CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class Difference:
-    """Seconds of B over seconds of A: the estimate and its interval; None where too few rounds tell nothing."""
+    """Seconds of B over seconds of A: the estimate and its interval, None for too few rounds."""
 
     what: str
     ratio: float
@@ -28,7 +27,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether B and A differ, with the confidence asked for."""
+        """Whether B and A differ with the given confidence."""
         return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
 
     @property
@@ -44,7 +43,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of what both sides have, what only one has, and in what the sides differ as a whole."""
+    """Differences of the cases on both sides, the cases on only one, and the columns that differ as a whole."""
 
     differences: list[Difference]
     unmatched: list[str]
@@ -57,10 +56,10 @@ class Comparison:
 
 
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
-    """Pair what was measured on both sides. Raises ValueError if nothing was, and for an invalid confidence.
+    """Pair the cases on both sides. Raises ValueError if there are none, and for an invalid confidence.
 
-    A column with one value in A and one in B does not tell things apart: it may differ (another model,
-    another number of threads), and is named in `differing`.
+    A column with one value in A and one in B does not distinguish cases: it may differ (another model, another
+    number of threads), and is then listed in `differing`.
     """
     if not 0.5 <= confidence < 1:
         raise ValueError(f"--confidence is {confidence}; expected a number from 0.5 to below 1")
@@ -70,7 +69,7 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
     both = [key for key in sides[0] if key in sides[1]]
     if not both:
         raise ValueError(
-            f"nothing was measured in both: A has {_label(columns, next(iter(sides[0])))}, "
+            f"no case was measured in both: A has {_label(columns, next(iter(sides[0])))}, "
             f"B has {_label(columns, next(iter(sides[1])))}"
         )
     results = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence) for key in both]
@@ -93,7 +92,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """The machine's own rates beside A and B: differences here are not the program's."""
+    """The machine's rates during A and B: differences here are not the program's."""
     results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
@@ -116,20 +115,19 @@ def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float
 def hodges_lehmann(
     values: Sequence[float], confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float] | None]:
-    """The Hodges-Lehmann median of some values and its confidence interval; None if they are too few for one."""
+    """The Hodges-Lehmann median and its confidence interval, None for too few values."""
     means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
     cut = _critical(len(values), (1 - confidence) / 2)
     return median(means), None if cut is None else (means[cut], means[-1 - cut])
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """How many of the sorted means to leave out at either end, by the signed ranks of n values.
+    """The number of sorted means to cut at either end, by the signed ranks of n values; None for too few.
 
-    None if these are too few. It is the largest sum of positive ranks whose probability to be reached
-    or undercut is at most `tail`.
+    It is the largest s such that the probability of a sum of positive ranks of at most s is at most `tail`.
     """
     counts = [1]
-    for rank in range(1, n + 1):  # how many of the 2^n signings have which sum of positive ranks
+    for rank in range(1, n + 1):  # how many of the 2^n sign patterns have each sum of positive ranks
         counts = [x + y for x, y in zip([0] * rank + counts, counts + [0] * rank, strict=True)]
     below, results = 0, None
     for total, count in enumerate(counts):

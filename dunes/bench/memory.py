@@ -23,7 +23,7 @@ PROCESS_BYTES = 0.5e9
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """A real step: the peak of its tensors and the growth of the process, in bytes."""
+    """Measured memory of a step: the peak of its tensors and the growth of the process, in bytes."""
 
     tensors: int
     grown: int
@@ -39,10 +39,7 @@ class MemoryEstimate:
     log: Allocations
 
     def measure(self) -> MeasuredMemory:
-        """The same step with data, in a new process, since a process does not shrink again.
-
-        Raises ValueError if it would not fit into the memory that is free.
-        """
+        """Measure the step in a new process. Raises ValueError if it would not fit into free memory."""
         if (free := measure.free_memory(measure.device())) and free < self.log.peak + PROCESS_BYTES:
             raise ValueError(
                 f"{self.subject.name}: the step needs {format_bytes(self.log.peak)} and {format_bytes(free)} are "
@@ -69,7 +66,7 @@ def _work(inference: bool) -> Any:
 
 
 TRIMMING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc then returns freed memory at once, so that the process has what its tensors hold and no holes."""
+"""Settings with which glibc returns freed memory at once, so that resident memory is that of the tensors."""
 
 
 def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
@@ -82,13 +79,13 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
     command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | TRIMMING_MALLOC)
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no error message"])[-1][:300]
-        raise ValueError(f"{f.subject.name}: the step failed: {why}")
+        reason = (done.stderr.strip().splitlines() or ["no error message"])[-1][:300]
+        raise ValueError(f"{f.subject.name}: the step failed: {reason}")
     return MeasuredMemory(**json.loads(done.stdout))
 
 
 def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
-    """Run the estimated step; a small one before it loads the kernels."""
+    """Run the estimated step, after a small one that loads the kernels."""
     subject = of_folder(Path(request["folder"])) if request["folder"] else of_shape(*request["shape"])
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])

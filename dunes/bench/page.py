@@ -1,4 +1,4 @@
-"""A training run as one HTML page that opens without a network."""
+"""A training run as one self-contained HTML page."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from dunes.runs.config import RunConfig
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.picture import is_drawable
 from dunes.runs.run import METRICS, read_config, read_metrics
-from dunes.runs.tensorboard import SAMPLES, written
+from dunes.runs.tensorboard import SAMPLES, read_samples
 from dunes.runs.train_config import TrainConfig
 from dunes.text import json_file
 from dunes.units import format_count, format_seconds
@@ -47,17 +47,17 @@ $sections
 
 
 def page(run: Path) -> str:
-    """The page of the run in this folder. Raises ValueError if there is none, or nothing was trained yet."""
-    config, lines = _plan(run), read_metrics(run / METRICS)
+    """The page of the run in this folder. Raises ValueError if there is no run, or no finite loss yet."""
+    config, lines = _config(run), read_metrics(run / METRICS)
     if config is None:
-        raise ValueError(f"{run}: there is no training run; `dunes train SOURCE --out {run}` makes one")
+        raise ValueError(f"{run}: not a training run; create one with: dunes train SOURCE --out {run}")
     points = plot.run_points(lines)
     if not any(is_drawable(point["loss"]) for point in points):
-        raise ValueError(f"{run}: the run has not taken a step yet that has a finite loss")
+        raise ValueError(f"{run}: no step with a finite loss yet")
     card = read_card(run)
     sections = [
         ("Training", _images(run, lines, points)),
-        ("Timings", _spent(_numbers(card, "timings"))),
+        ("Timings", _timings(_numbers(card, "timings"))),
     ]
     sections += [
         ("Samples", _samples(run)),
@@ -74,8 +74,8 @@ def page(run: Path) -> str:
     )
 
 
-def _plan(run: Path) -> RunConfig | None:
-    """The plan of a run of either kind, if there is one. Raises ValueError if what is there is none."""
+def _config(run: Path) -> RunConfig | None:
+    """The config of a training or finetuning run, if any. Raises ValueError for a damaged one."""
     path = run / "state" / "plan.json"
     kind = FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig
     return read_config(run, kind, f"`dunes bench plot {run}` plots its losses without it")
@@ -98,27 +98,31 @@ def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list
 
 
 def _numbers(card: Mapping[str, Any], name: str) -> dict[str, float]:
-    """What of a part of the card is numbers."""
+    """The numeric entries of a part of the card."""
     part = card.get(name)
     return {k: v for k, v in part.items() if type(v) in (int, float)} if isinstance(part, dict) else {}
 
 
 def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> str:
-    words = "training loss (validation: dashed), nats/token"
-    pictures = [("training loss", plot.loss_over_tokens(points, words))]
+    title = "training loss (validation: dashed), nats/token"
+    pictures = [("training loss", plot.loss_over_tokens(points, title))]
     if any(p["bits_per_byte"] is not None for p in points):
         pictures.insert(0, ("validation loss", plot.losses({run.resolve().name: lines})))
     pictures.append(("speed", plot.over_tokens(points, "speed", "tokens/s")))
-    pictures.append(("rate", plot.over_tokens(points, "lr_scale", "learning rate, share of its peak", keep=0.0)))
-    shown = "\n".join(f'<img alt="{name}" src="data:image/svg+xml;base64,{_encoded(p)}">' for name, p in pictures)
+    pictures.append(
+        ("learning rate", plot.over_tokens(points, "lr_scale", "learning rate, share of its peak", keep=0.0))
+    )
+    shown = "\n".join(
+        f'<img alt="{name}" src="data:image/svg+xml;base64,{_to_base64(p)}">' for name, p in pictures
+    )
     return f'<div class="pictures">{shown}</div>'
 
 
-def _encoded(picture: Any) -> str:
+def _to_base64(picture: Any) -> str:
     return base64.b64encode(plot.to_svg(picture)).decode()
 
 
-def _spent(seconds: Mapping[str, float]) -> str:
+def _timings(seconds: Mapping[str, float]) -> str:
     total = sum(seconds.values()) or 1.0
     lines = [
         f'<tr><td>{escape(what)}</td><td class="figure">{taken:.1f} s</td>'
@@ -130,8 +134,8 @@ def _spent(seconds: Mapping[str, float]) -> str:
 
 
 def _samples(run: Path) -> str:
-    """Each sample behind its heading, the last one open."""
-    results = written(run / SAMPLES).items()
+    """The samples in collapsible sections, the last one open."""
+    results = read_samples(run / SAMPLES).items()
     shown = [f"<summary>After {plural(step, 'step')}</summary><pre>{escape(text)}</pre>" for step, text in results]
     return "".join(f"<details{' open' if i == len(shown) - 1 else ''}>{s}</details>" for i, s in enumerate(shown))
 

@@ -1,6 +1,6 @@
-"""Pictures of measurements, with plotnine. Each function returns a plot; `save_plot` writes it.
+"""Plots of measurements, with plotnine. Each function returns a plot; `save_plot` writes it.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
+The colours are Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/).
 """
 
 import math
@@ -46,40 +46,40 @@ def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str
 
 
 def save_plot(plot: Any, path: Path) -> None:
-    """Write the picture. Raises ValueError for a name that says no format."""
+    """Write the plot. Raises ValueError for an unsupported file name."""
     if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"{path}: a picture is named .svg or .png")
+        raise ValueError(f"{path}: expected a file name that ends in .svg or .png")
     path.parent.mkdir(parents=True, exist_ok=True)
     plot.save(path, dpi=150, verbose=False)
 
 
 def to_svg(plot: Any) -> bytes:
-    """The picture as SVG text."""
-    held = BytesIO()
-    plot.save(held, format="svg", verbose=False)
-    return held.getvalue()
+    """The plot as SVG."""
+    buffer = BytesIO()
+    plot.save(buffer, format="svg", verbose=False)
+    return buffer.getvalue()
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """k and a of y = a x^k, the straight line through the logarithms."""
+    """k and a of y = a x^k, by linear regression of the logarithms."""
     slope, intercept = linear_regression([math.log(v) for v in x], [math.log(v) for v in y])
     return slope, math.exp(intercept)
 
 
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Summaries that differ in nothing but the axis, by what tells these lines apart; no single points."""
-    follows = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # a size has its own name
-    others = [n for n in SETTING if n not in follows]
-    held: dict[tuple[Any, ...], list[Row]] = {}
+    """Summaries that differ only in the axis, by the settings that distinguish the lines; no single points."""
+    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
+    others = [n for n in SETTING if n not in along]
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for f in results:
-        held.setdefault(tuple(f.get(n) for n in others), []).append(f)
-    telling = [i for i, _ in enumerate(others) if len({k[i] for k in held}) > 1]
-    kept = {k: m for k, m in held.items() if len({f[axis] for f in m}) > 1}
-    return {", ".join(f"{others[i]} {k[i]}" for i in telling): m for k, m in kept.items()}
+        groups.setdefault(tuple(f.get(n) for n in others), []).append(f)
+    varying = [i for i, _ in enumerate(others) if len({k[i] for k in groups}) > 1]
+    lines = {k: m for k, m in groups.items() if len({f[axis] for f in m}) > 1}
+    return {", ".join(f"{others[i]} {k[i]}" for i in varying): m for k, m in lines.items()}
 
 
 def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
-    """How a column grows with an axis, both logarithmic; each line of points with its fitted exponent.
+    """A column over an axis, both logarithmic; each line with its fitted exponent.
 
     `results` are summaries. Raises ValueError if no two of them differ in the axis alone.
     """
@@ -87,11 +87,11 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
     for name, members in scaling_lines(results, axis).items():
         xs, ys = [float(m[axis]) for m in members], [float(m[of]) for m in members]
         k, a = exponent(xs, ys)
-        label = f"{name}: grows as the power {k:.2f}".removeprefix(": ")
+        label = f"{name}: exponent {k:.2f}".removeprefix(": ")
         records += [{"x": x, "y": y, "fit": a * x**k, "line": label} for x, y in zip(xs, ys, strict=True)]
     if not records:
         raise ValueError(f"no two measurements differ in {axis} alone; measure several: --{axis} 1 2 4")
-    words = format_seconds if of == "seconds" else format_bytes if of == "peak_bytes" else format_count
+    format_value = format_seconds if of == "seconds" else format_bytes if of == "peak_bytes" else format_count
     high = 3.6 + 0.25 * len({r["line"] for r in records})
     return (
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
@@ -99,7 +99,8 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
         + p.geom_point(size=3)
         + p.scale_x_log10(labels=_round, breaks=_log_ticks(r["x"] for r in records))
         + p.scale_y_log10(
-            labels=lambda v: [words(t) for t in v], breaks=_log_ticks(r[c] for r in records for c in ("y", "fit"))
+            labels=lambda v: [format_value(t) for t in v],
+            breaks=_log_ticks(r[c] for r in records for c in ("y", "fit")),
         )
         + p.scale_color_manual(COLOURS * 4)
         + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
@@ -112,7 +113,7 @@ def _round(values: Sequence[float]) -> list[str]:
 
 
 def _log_ticks(values: Any) -> list[float]:
-    """1, 2 and 5 times powers of ten around the values; powers of ten alone where these would be many."""
+    """1, 2 and 5 times powers of ten around the values; powers of ten alone for a wide range."""
     values = list(values)
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     steps = (1, 2, 5) if max(values) < 300 * min(values) else (1,)
@@ -121,19 +122,19 @@ def _log_ticks(values: Any) -> list[float]:
 
 
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
-    """Rates side by side, with the number beside each, and an interval unless its name is empty.
+    """A bar chart of rates with their values, and intervals unless `interval` is empty.
 
-    Takes records with `name`, `rate`, `low`, `high` (rates, too; the ends of the interval) and `unit`.
+    Takes records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
     """
     p = _plotnine()
     records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in results]
     for record in records:
-        assert isinstance(record["rate"], float), "made above"
+        assert isinstance(record["rate"], float), "converted above"
         record["label"] = "  " + format_count(record["rate"])
     order = [str(f["name"]) for f in reversed(results)]
     frame = _frame(records)
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
-    words = f"/s (line: {interval})" if interval else "/s"
+    unit = results[0]["unit"] + (f"/s (line: {interval})" if interval else "/s")
     return (
         _base(frame, high=1.2 + 0.42 * len(records), x="name", y="rate")
         + p.geom_col(fill=COLOURS[0], width=0.65)
@@ -142,7 +143,7 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
         + p.scale_x_discrete(limits=order)
         + p.scale_y_continuous(labels=_round, expand=(0, 0, 0.18, 0))
         + p.coord_flip()
-        + p.labs(title=title, x="", y=results[0]["unit"] + words)
+        + p.labs(title=title, x="", y=unit)
         + p.theme(panel_grid_major_y=p.element_blank())
     )
 
@@ -171,7 +172,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
 
 
 def loss_over_lr(results: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
-    """A loss over the learning rate, a line for each `method`; records hold `method`, `rate` and `loss`."""
+    """A loss over the learning rate, a line for each `method`; records have `method`, `rate` and `loss`."""
     p = _plotnine()
     frame = _frame([{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results])
     return (
@@ -198,9 +199,9 @@ def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
 def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, keep: float = 0.9) -> Any:
     """A column of a run's points over tokens, with its running mean."""
     p = _plotnine()
-    kept = [q for q in points if is_drawable(q[column])]
-    smoothed = smooth([q[column] for q in kept], keep)
-    records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(kept, smoothed, strict=True)]
+    drawable = [q for q in points if is_drawable(q[column])]
+    smoothed = smooth([q[column] for q in drawable], keep)
+    records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(drawable, smoothed, strict=True)]
     return (
         _base(_frame(records), high=2.8, x="x", y="y")
         + p.geom_point(size=0.5, color="#bbbbbb")
@@ -225,13 +226,13 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def flame(report: Report) -> Any:
-    """The tree of modules, each as wide as its time, what it calls above it; blocks of one kind together."""
+    """A flame graph of modules: widths are times, callees are above callers, equal blocks are merged."""
     p = _plotnine()
     boxes: list[dict[str, Any]] = []
-    whole = report.inside()
-    _boxes(whole, "", 0.0, boxes)
+    seconds = report.inside()
+    _boxes(seconds, "", 0.0, boxes)
     boxes.append(
-        {"x": sum(whole[""].values()), "wide": report.between, "level": 0, "name": "Python", "phase": "waiting"}
+        {"x": sum(seconds[""].values()), "wide": report.between, "level": 0, "name": "Python", "phase": "waiting"}
     )
     total = report.wall
     records = [
@@ -267,7 +268,7 @@ def flame(report: Report) -> Any:
 
 
 def _boxes(inside: Mapping[str, Mapping[str, float]], name: str, x: float, boxes: list[dict[str, Any]]) -> float:
-    """A module's boxes, one a phase, and those of what lies in it, from x on; returns where they end."""
+    """Add the boxes of a module, one per phase, and of its submodules, from x on; returns their right end."""
     level = 0 if not name else name.count(".") + 1
     prefix = f"{name}." if name else ""
     parts = [n for n in inside if n.startswith(prefix) and n != name and "." not in n[len(prefix) :]]
@@ -277,22 +278,22 @@ def _boxes(inside: Mapping[str, Mapping[str, float]], name: str, x: float, boxes
         if not wide:
             continue
         boxes.append({"x": x, "wide": wide, "level": level, "name": short, "phase": phase})
-        at = x
+        left = x
         for part in parts:
-            at = _boxes({n: {phase: v.get(phase, 0.0)} for n, v in inside.items()}, part, at, boxes)
+            left = _boxes({n: {phase: v.get(phase, 0.0)} for n, v in inside.items()}, part, left, boxes)
         x += wide
     return x
 
 
 def memory(log: Allocations, resolution: int = 400) -> Any:
-    """Bytes that tensors hold over the work, by kind, with the peak marked."""
+    """Tensor memory over time, by kind, with the peak marked."""
     p = _plotnine()
     events = len(log.live)
     moments = sorted({*range(0, events, max(1, events // resolution)), log.moment})
     records = []
     for moment in moments:
-        held = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
-        records += [{"moment": moment, "kind": kind, "bytes": float(held.get(kind, 0))} for kind in KINDS]
+        sizes = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
+        records += [{"moment": moment, "kind": kind, "bytes": float(sizes.get(kind, 0))} for kind in KINDS]
     frame = _frame(records)
     frame["kind"] = frame["kind"].astype(extra("pandas", "plot").CategoricalDtype(KINDS))
     seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
@@ -308,7 +309,7 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """All pictures that these measurements allow: scaling over each axis that varies, and rates side by side."""
+    """Write all plots for these measurements: scaling over each axis that varies, and a bar chart of rates."""
     results = [summarize(group) for group in group_rows(rows).values()]
     paths = []
     for axis in AXES:
@@ -324,10 +325,10 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _bar(f: Row, among: Sequence[Row]) -> Row:
-    telling = [
+    varying = [
         n for n in SETTING[1:] if len({str(o.get(n)) for o in among}) > 1 and n not in ("parameters", "family")
     ]
-    name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in telling) or str(f["subject"])
+    name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in varying) or str(f["subject"])
     amount = f["rate"] * f["seconds"]
     return {
         "name": name,

@@ -34,7 +34,7 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""By the name of the operation, the first match; everything else is elementwise."""
+"""Patterns of operation names by kind; the first match counts, everything else is elementwise."""
 
 
 @dataclass(frozen=True)
@@ -51,37 +51,37 @@ class Entry:
 
 @dataclass
 class Report:
-    """A profile; `wall` is the time from start to end, of which operations account for a part."""
+    """A profile; `wall` is the wall-clock time."""
 
     entries: list[Entry] = field(default_factory=list)
     wall: float = 0.0
 
     @property
     def between(self) -> float:
-        """Seconds in which no operation ran: Python, and waiting."""
+        """Seconds in which no operation ran: Python and waiting."""
         return max(0.0, self.wall - sum(e.seconds for e in self.entries))
 
     def by(self, *names: str) -> dict[tuple[Any, ...], float]:
-        """Seconds added up by some of Entry's fields, most first."""
+        """Seconds summed by some of Entry's fields, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
         for entry in self.entries:
             sums[tuple(getattr(entry, name) for name in names)] += entry.seconds  # type: ignore[assignment]
         return dict(sums.most_common())
 
     def inside(self) -> dict[str, dict[str, float]]:
-        """Seconds of each module with all that lies in it, by phase; blocks of one kind are taken together.
+        """Seconds of each module with its submodules, by phase; equal blocks are summed.
 
-        "" is all of them; what no module did (the loss, the optimizer) stands as OUTSIDE.
+        "" is the total; operations outside of modules (the loss, the optimizer) are under OUTSIDE.
         """
         sums: dict[str, Counter[str]] = {"": Counter()}
         for entry in self.entries:
-            pieces = re.sub(r"\.\d+\b", "[*]", entry.module or OUTSIDE).split(".")
-            for end in range(len(pieces) + 1):
-                sums.setdefault(".".join(pieces[:end]), Counter())[entry.phase] += entry.seconds  # type: ignore[assignment]
+            parts = re.sub(r"\.\d+\b", "[*]", entry.module or OUTSIDE).split(".")
+            for end in range(len(parts) + 1):
+                sums.setdefault(".".join(parts[:end]), Counter())[entry.phase] += entry.seconds  # type: ignore[assignment]
         return {name: dict(sums[name]) for name in sorted(sums)}
 
     def kinds(self) -> dict[str, dict[str, float]]:
-        """Seconds of each kind of operation, by phase, most first."""
+        """Seconds of each kind of operation, by phase, largest first."""
         sums = self.by("kind", "phase")
         return {kind: {p: sums[kind, p] for p in PHASES if (kind, p) in sums} for (kind,) in self.by("kind")}
 
@@ -94,8 +94,8 @@ class Report:
 def profile_modules(model: nn.Module) -> Iterator[Report]:
     """`with profile_modules(model) as report:` times the operations inside; read the report afterwards.
 
-    A module's time is that of the operations its own forward calls, and of the way back through them. The
-    profiler costs a few microseconds an operation while it is on, nothing when it is off.
+    A module's time is that of the operations in its own forward, and of their backward. The profiler costs a few
+    microseconds per operation.
     """
     report, cuda = Report(), measure.device().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -119,14 +119,14 @@ def profile_modules(model: nn.Module) -> Iterator[Report]:
 def _silence_stderr() -> Iterator[None]:
     """Suppress the lines that the profiler's tracer writes directly to standard error."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)
 
 
 @contextmanager
@@ -135,11 +135,11 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
     open_ranges: list[Any] = []
 
     def begin(name: str) -> Any:
-        def opened(module: nn.Module, inputs: Any) -> None:
+        def open_range(module: nn.Module, inputs: Any) -> None:
             open_ranges.append(record_function(MODULE + name))
             open_ranges[-1].__enter__()
 
-        return opened
+        return open_range
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
         open_ranges.pop().__exit__(None, None, None)
@@ -156,7 +156,7 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
-    """Operations with the module that called them, or whose backward they are."""
+    """Operations with the module whose forward or backward called them."""
     makers: dict[int, str] = {}
     for event in events:
         if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:
@@ -164,7 +164,7 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
     sums: Counter[tuple[str, str, str]] = Counter()
     calls: Counter[tuple[str, str, str]] = Counter()
     for event in events:
-        # A kernel is an event of its own, too; its time is that of the operation which launched it.
+        # Kernels are separate events; their time is included in that of the operation that launched them.
         if event.name.startswith((MODULE, "ProfilerStep")) or event.device_type != DeviceType.CPU:
             continue
         seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
@@ -178,7 +178,7 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
 
 
 def profile_work(work: Work) -> tuple[Report, float]:
-    """The report of one run, and how much longer the run took with the profiler on: 0.1 for a tenth."""
+    """The report of one run, and the relative overhead of the profiler: 0.1 for 10 %."""
     assert work.model is not None, "the caller asked for a benchmark that runs a model"
     plain = []
     for _ in range(4):  # the first ones load kernels
@@ -203,10 +203,10 @@ def _is_autograd_engine(event: FunctionEvent) -> bool:
 
 
 def _ancestors(event: FunctionEvent) -> Iterator[FunctionEvent]:
-    at: FunctionEvent | None = event
-    while at is not None:
-        yield at
-        at = at.cpu_parent
+    ancestor: FunctionEvent | None = event
+    while ancestor is not None:
+        yield ancestor
+        ancestor = ancestor.cpu_parent
 
 
 def _module(event: FunctionEvent) -> str | None:
@@ -216,9 +216,9 @@ def _module(event: FunctionEvent) -> str | None:
 
 def _place(event: FunctionEvent, makers: Mapping[int, str]) -> tuple[str, str]:
     """The phase and the module of an event."""
-    for at in _ancestors(event):
-        if _is_autograd_engine(at):
-            return "backward", makers.get(at.sequence_nr, "")
-        if at.name.startswith("Optimizer.step"):
+    for ancestor in _ancestors(event):
+        if _is_autograd_engine(ancestor):
+            return "backward", makers.get(ancestor.sequence_nr, "")
+        if ancestor.name.startswith("Optimizer.step"):
             return "optimizer", ""
     return "forward", _module(event) or ""

@@ -1,4 +1,4 @@
-"""Timing several pieces of work in alternation, so that a drift of the machine's speed favours none."""
+"""Time several workloads in alternation, so that a drift of the machine's speed favours none."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ LEAST = 0.2
 
 @dataclass(frozen=True)
 class Work:
-    """Something to time: `run(setup())`, where only `run` counts.
+    """A workload to time: `run(setup())`, of which only `run` is timed.
 
-    One run does `amount` of `unit` (tokens, bytes, ...), with so many floating-point operations and so
-    many bytes that cannot but be read, where these are known; `model` is what runs, if one does.
+    One run processes `amount` of `unit` (tokens, bytes, ...) with `flops` floating-point operations and at least
+    `bytes` bytes read, 0 if unknown; `model` is the model that runs, if any.
     """
 
     run: Callable[[Any], object]
@@ -48,11 +48,11 @@ def race(
     least: float = LEAST,
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[Lap]:
-    """Laps of all works in turn, `rounds` of each, A B then B A then A B.
+    """Laps of all works in turn, `rounds` of each: A B, then B A, then A B.
 
-    Going back and forth takes a steady drift out of the comparison of any two, not only most of it.
-    Each work runs twice before it is timed, which loads kernels and tells how many runs fill a lap.
-    `before(name)` is called ahead of each work's turn, outside of the time.
+    Alternating the order cancels a steady drift in the comparison of any two. Each work runs twice before it is
+    timed, which loads kernels and determines the number of runs per lap. `before(name)` is called before each lap,
+    untimed.
     """
     runs = {}
     for name, work in works.items():

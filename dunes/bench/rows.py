@@ -1,7 +1,7 @@
-"""Measurements as tidy records, one a lap: kept in a JSONL file as they come, read back, summed up.
+"""Measurements as tidy records, one per lap, in a JSONL file.
 
-A row says what was measured (`benchmark` and the columns in SETTING), where (`machine` and what is
-known of it), in which round, and what came out (`seconds` of one run, `amount` of `unit`, ...).
+A row has the case (`benchmark` and the columns in SETTING), the machine (`machine` and its properties), the round,
+and the result (`seconds` of one run, `amount` of `unit`, ...).
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from dunes.runs.json_lines import Warn, append_record, print_warning, read_lines
 Row = dict[str, Any]
 
 SETTING = ("benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device")
-"""What tells one measured thing from another."""
+"""The columns that identify a case."""
 
 TEXTS = ("benchmark", "unit", "subject", "family", "dtype", "device")
 NUMBERS = (
@@ -26,18 +26,18 @@ NUMBERS = (
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a row to the file; an interrupted run keeps what it has."""
+    """Append a row to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     append_record(path, row)
 
 
 def read_rows(path: Path, warn: Warn = print_warning) -> list[Row]:
-    """All rows of a .jsonl file; `warn` gets a line about those that are no measurements.
+    """All rows of a .jsonl file; `warn` is called with a message about invalid lines.
 
-    Raises ValueError that names the file, if it holds none.
+    Raises ValueError that names the file if it has no measurements.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; `dunes bench train --size 3m --out {path}` would make it")
+        raise ValueError(f"{path}: no such file; create it with: dunes bench train --size 3m --out {path}")
     lines = read_lines(path)
     damaged = [line for line in lines if not _is_row(line.record)]
     rows = [line.record for line in lines if _is_row(line.record)]
@@ -45,28 +45,28 @@ def read_rows(path: Path, warn: Warn = print_warning) -> list[Row]:
         number, text = damaged[0].number, damaged[0].text[:60]
         raise ValueError(f"{path}:{number}: expected a measurement as `dunes bench` writes it, found {text!r}")
     if not rows:
-        raise ValueError(f"{path}: holds no measurement")
+        raise ValueError(f"{path}: has no measurements")
     warn_of_damage(path, damaged, "a measurement", warn)
     return rows
 
 
 def _is_row(record: Row | None) -> TypeGuard[Row]:
-    """Whether a record is a lap, with texts and numbers where readers expect them."""
+    """Whether a record is a lap, with strings and numbers in the right columns."""
     if record is None or not {"benchmark", "seconds", "amount", "unit"} <= record.keys():
         return False
     texts = [record[name] for name in TEXTS if record.get(name) is not None]
     numbers = [record[name] for name in NUMBERS if record.get(name) is not None]
-    sound = all(type(n) in (int, float) and 0 <= n < 1e300 for n in numbers)
-    return sound and all(isinstance(text, str) for text in texts) and record["seconds"] > 0
+    valid = all(type(n) in (int, float) and 0 <= n < 1e300 for n in numbers)
+    return valid and all(isinstance(text, str) for text in texts) and record["seconds"] > 0
 
 
 def setting_of(row: Row) -> tuple[Any, ...]:
-    """What was measured, as one value."""
+    """The case of a row, as a tuple."""
     return tuple(row.get(name) for name in SETTING)
 
 
 def group_rows(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows of each measured thing, in the order of their first ones."""
+    """The rows of each case, in the order of first occurrence."""
     results: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         results[setting_of(row)].append(row)
@@ -74,7 +74,7 @@ def group_rows(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """One thing's rounds in one record: the medians, and the middle half of the seconds as their spread."""
+    """The rounds of one case as one record: medians, and the quartiles of the seconds."""
     first = rows[0]
     seconds = [float(row["seconds"]) for row in rows]
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
@@ -89,7 +89,7 @@ def summarize(rows: Sequence[Row]) -> Row:
 
 
 def source_commit() -> str | None:
-    """The revision of the source tree that runs, with + if it was changed; None outside of one."""
+    """The commit of the running source tree, with + if it has changes; None outside of a checkout."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:

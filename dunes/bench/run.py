@@ -1,4 +1,4 @@
-"""Running a named benchmark over settings: memory is estimated first, then each lap becomes a row of the file."""
+"""Run a benchmark over settings: memory is estimated first, then each lap becomes a row of the file."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes
 
 FRAGMENTS = 1.5
-"""Largest growth of a process over the size of its tensors: the allocator leaves holes (LOG.md)."""
+"""Upper bound of the growth of a process over the size of its tensors, due to fragmentation (LOG.md)."""
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,7 +32,7 @@ def _several(flag: str, metavar: str, default: str = "none") -> Any:
 
 
 @dataclass(frozen=True)
-class Shapes:  # several values of a field are several contestants; an empty one means the usual
+class Shapes:  # several values of a field are several cases; an empty one means the default
     models: Annotated[tuple[Path, ...], tyro.conf.Positional, _several("models", "MODEL")] = ()
     """Model folders."""
     sizes: Annotated[tuple[str, ...], _several("size", "SIZE")] = ()
@@ -55,10 +55,10 @@ class Request(Shapes):  # what to measure
 
 @dataclass(frozen=True)
 class Case:
-    """One case that is timed.
+    """A case to time.
 
-    `bytes` are its weights', `held` what it holds between runs and `peak` the most that its tensors hold
-    in one, estimated; None if unknown.
+    `bytes` is the size of its weights, `held` its memory between runs and `peak` its estimated peak memory, None
+    if unknown.
     """
 
     subject: Subject
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases(name: str, request: Request) -> list[Case]:
-    """The cases of a request. Raises ValueError for what this model or machine cannot do."""
+    """The cases of a request. Raises ValueError for settings that the model or machine does not support."""
     named = BENCHMARKS[name]
     results = [_case(named, *pair) for pair in subjects_with_settings(name, request)]
     _check_memory(results)
@@ -86,21 +86,21 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
     ):
         if min(values, default=1) < 1:
             raise ValueError(f"--{option} must be at least 1, not {min(values)}")
-    asked = {"batch": request.batches, "context-length": request.contexts, "dtype": request.dtypes}
-    if idle := [option for option, values in asked.items() if values and option not in BENCHMARKS[name].reads]:
-        raise ValueError(f"--{idle[0]} has no effect on {name}; leave it out")
+    options = {"batch": request.batches, "context-length": request.contexts, "dtype": request.dtypes}
+    if unused := [option for option, values in options.items() if values and option not in BENCHMARKS[name].reads]:
+        raise ValueError(f"--{unused[0]} has no effect on {name}; leave it out")
     if not request.models and not request.sizes:
         raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
     if wrong := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {wrong[0]!r}; it must be one of {', '.join(DTYPES)}")
-    results, computing = [], _dtypes_and_threads(name, request)
+    results, dtypes_and_threads = [], _dtypes_and_threads(name, request)
     for subject in _subjects(request):
         contexts = request.contexts or (subject.context,)
         if (most := max(contexts)) > subject.context:
             raise ValueError(
                 f"{subject.name}: was made for {subject.context} tokens; --context-length {most} is more"
             )
-        settings = itertools.product(request.batches or (BENCHMARKS[name].batch,), contexts, *computing)
+        settings = itertools.product(request.batches or (BENCHMARKS[name].batch,), contexts, *dtypes_and_threads)
         results += [(subject, Setting(*setting)) for setting in settings]
     return results
 
@@ -110,7 +110,7 @@ def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Seq
     threads = request.threads or (measure.choose_threads(),)
     if request.dtypes:
         return request.dtypes, threads
-    if name in ("train", "score"):  # these compute in what `dunes train` and `dunes eval` would
+    if name in ("train", "score"):  # the dtype of `dunes train` and `dunes eval`
         return (str(measure.choose_dtype(measure.device())).removeprefix("torch."),), threads
     return ("float32",), threads
 
@@ -151,45 +151,45 @@ def bench(
     report: Callable[[str, float], object] = lambda words, done: None,
     least: float = LEAST,
 ) -> list[rows.Row]:
-    """Time the cases in turn; rows go into `out` lap by lap, and an interrupted run keeps them.
+    """Time the cases in turn, and append a row to `out` after each lap.
 
-    Raises ValueError, before anything is timed, for what cannot be measured.
+    Raises ValueError for invalid requests before anything is timed.
     """
     if rounds < 1:
-        raise ValueError(f"--rounds is {rounds}; it must be at least 1")
+        raise ValueError(f"--rounds is {rounds}; expected at least 1")
     if out.suffix != ".jsonl":
-        raise ValueError(f"{out}: a file of measurements is named .jsonl")
+        raise ValueError(f"{out}: expected a file name that ends in .jsonl")
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; choose another --out")
     field = {f"{number}": c for number, c in enumerate(cases(name, request))}
     works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}
     known = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
-    ceilings, kept = Ceilings(), list[rows.Row]()
+    ceilings, results = Ceilings(), list[rows.Row]()
     before = lambda n: torch.set_num_threads(field[n].setting.threads)
     for lap in race(works, rounds, before=before, least=least):
         row = _row(name, field[lap.name], works[lap.name], lap, ceilings) | known
         rows.append_row(out, row)
-        kept.append(row)
-        report(f"{name} round {lap.round + 1} of {rounds}", len(kept) / (rounds * len(works)))
-    return kept
+        results.append(row)
+        report(f"{name} round {lap.round + 1} of {rounds}", len(results) / (rounds * len(works)))
+    return results
 
 
 class Ceilings:
-    """The machine's own rates, measured alongside: matrix products in each round, the highest read rate."""
+    """The machine's peak rates, measured alongside: matrix products in each round, the highest read rate."""
 
     def __init__(self) -> None:
         self._matmul: dict[tuple[Any, ...], float] = {}
         self._read: dict[tuple[int, int], dict[int, float]] = {}
 
     def matmul(self, dtype: str, threads: int, round: int) -> float:
-        """FLOP/s, once a round."""
+        """FLOP/s, measured once per round."""
         key = (dtype, threads, round)
         if key not in self._matmul:
             self._matmul[key] = measure.matmul_rate(getattr(torch, dtype), measure.device())
         return self._matmul[key]
 
     def read(self, size: int, threads: int, round: int) -> float:
-        """Bytes a second, over as many bytes; the highest so far, of a try a round."""
+        """The highest read rate so far in bytes/s over `size` bytes, measured once per round."""
         tries = self._read.setdefault((size, threads), {})
         if round not in tries:
             tries[round] = measure.read_rate(measure.device(), size, 0.1)

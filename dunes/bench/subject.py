@@ -1,4 +1,4 @@
-"""What is measured: a model folder, or a shape with random weights."""
+"""Models to measure: a model folder, or a shape with random weights."""
 
 import atexit
 import shutil
@@ -20,12 +20,12 @@ from dunes.text import Tokenizer
 from dunes.units import format_count
 
 VOCAB, CONTEXT = 4096, 256
-"""Of a shape, where nothing else is said: what `dunes train` makes."""
+"""Defaults for a shape, as in `dunes train`."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How it is measured: batch size, sequence length, dtype of matrix products, threads."""
+    """Settings of a measurement: batch size, sequence length, dtype of matrix products, threads."""
 
     batch: int
     context: int
@@ -73,20 +73,20 @@ class Subject:
 
 
 def scratch() -> Path:
-    """A folder that is there until the process ends."""
+    """A temporary folder that is removed when the process ends."""
     path = Path(mkdtemp(prefix="dunes-bench-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
 
 
 def of_folder(folder: Path) -> Subject:
-    """Raises ValueError if it is no model folder."""
+    """The model in a folder. Raises ValueError if it is not a model folder."""
     family, config, _ = checkpoint.describe(folder)
     return Subject(str(folder), family, config.context_length, lambda: FAMILIES[family].build(config), folder)
 
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
-    """A family's model of about so many parameters, with made-up weights."""
+    """A family's model of about `size` parameters, with random weights."""
     config = config_for(TrainConfig.of({"family": family, "size": str(size), "context_length": context}), VOCAB)
     return Subject(
         f"{family} {format_count(size)}", family, context, lambda: FAMILIES[family].build(config), size=size

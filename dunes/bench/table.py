@@ -35,7 +35,7 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
 def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
     """Print one line per case: the settings that distinguish it, and its results."""
     differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in results}) > 1]
-    telling = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
+    columns = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "time/run": lambda f: format_seconds(f["seconds"]),
         "p25 to p75": lambda f: f"{format_seconds(f['low'])} to {format_seconds(f['high'])}",
@@ -45,23 +45,23 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
         "tensors": lambda f: format_bytes(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in results)}
-    lines = [[_value(f[n]) for n in telling] + [text(f) for text in used.values()] for f in results]
+    lines = [[_value(f[n]) for n in columns] + [text(f) for text in used.values()] for f in results]
     hidden = {"benchmark", "family", "parameters", "subject", *differ}
     fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in SETTING if n not in hidden)
     print_table(
-        f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}", [*telling, *used], lines
+        f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}", [*columns, *used], lines
     )
 
 
 def print_comparison(results: Comparison, confidence: float) -> None:
-    """Print the differences with their intervals, and in what else the two sides differ."""
+    """Print the differences with their intervals, and the columns in which the two sides differ."""
     for name, (a, b) in results.differing.items():
-        words = (
+        values = (
             f"A {a}, B {b}"
             if isinstance(a, str) or not a
             else f"A {format_count(a)}, B {format_count(b)} ({b / a - 1:+.1%})"
         )
-        print(f"differs: {name}: {words}" if not name.endswith("rate") else f"the machine's {name}: {words}")
+        print(f"differs: {name}: {values}" if not name.endswith("rate") else f"the machine's {name}: {values}")
     lines = []
     for d in results.differences:
         low, high = d.interval or (0.0, 0.0)
@@ -91,16 +91,16 @@ def print_times(report: Report, overhead: float) -> None:
             lines.append([label or "all", *cells, f"{total / report.wall:.1%}", bar(total / report.wall)])
         print_table(title, ["", *phases, "share", ""], lines)
         print()
-    print(f"{format_seconds(report.wall)} in all; the profiler made it {overhead:+.0%} longer")
+    print(f"{format_seconds(report.wall)} in total; the profiler's overhead was {overhead:+.0%}")
 
 
 def print_memory(log: Allocations) -> None:
-    """Print what holds memory at the peak."""
+    """Print the allocations at the peak."""
     peak = log.peak or 1
     kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
     print_table(f"peak tensor memory: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
     places: dict[tuple[str, str, str], list[int]] = {}
-    for a in log.held():
+    for a in log.live_at():
         place = places.setdefault((re.sub(r"\b\d+\b", "*", a.owner), a.kind, a.phase), [0, 0])
         place[0] += a.size
         place[1] += 1
@@ -117,7 +117,7 @@ def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[Measured
     """Print one line per step: its estimated memory, and the measured one."""
     lines = []
     for f, truth in zip(results, truths, strict=True):
-        kinds = {kind: held for (kind,), held in f.log.by("kind").items()}
+        kinds = {kind: size for (kind,), size in f.log.by("kind").items()}
         dtype = str(f.shape.dtype).removeprefix("torch.")
         line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", format_bytes(f.log.peak)]
         line += [format_bytes(kinds[k]) if kinds.get(k) else "" for k in KINDS]

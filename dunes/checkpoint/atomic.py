@@ -52,7 +52,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
-    """SHA-256 of a file, in hex; `advance` gets the number of bytes of each part that is done."""
+    """SHA-256 of a file, in hex; `advance` is called with the size of each hashed part."""
     hashed = sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
@@ -76,7 +76,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = DIGEST_BLOCK) -> list[str]:
-    """SHA-256 of a tensor's bytes in each of the dtypes, in hex; `block` numbers at a time stay in the cache."""
+    """SHA-256 of a tensor's bytes in each of the dtypes, in hex, computed in blocks that fit into the cache."""
     hashes = [sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
         for digest_of, dtype in zip(hashes, dtypes, strict=True):
@@ -117,9 +117,9 @@ def write_with_manifest(
     tensors: Mapping[str, Mapping[str, Tensor]],
     publish: Callable[[Path, Path], None] = os.rename,
 ) -> None:
-    """`write_folder` with a manifest: each file's size and SHA-256, and that of each of the `tensors` in it.
+    """`write_folder` with a manifest: size and SHA-256 of each file, and SHA-256 of each of its tensors.
 
-    They are given by file name, so that damage can be told by name.
+    `tensors` maps file names to tensors, so that damaged tensors can be named.
     """
 
     def write_all(staged: Path) -> None:
@@ -134,10 +134,10 @@ def write_with_manifest(
 def write_folder(
     folder: Path, write_files: Callable[[Path], None], size: int, publish: Callable[[Path, Path], None] = os.rename
 ) -> None:
-    """Make a folder that appears whole or not at all.
+    """Create a folder atomically.
 
     `write_files` writes about `size` bytes into a staging folder; `publish` renames it when all is on the disk.
-    Raises OSError, and leaves what was there untouched, if anything cannot be written.
+    Raises OSError, and leaves an existing folder untouched, if anything cannot be written.
     """
     with add_path_to_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def write_folder(
 
 
 def _write_manifest(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Force the files to the disk, and then write a manifest of them."""
+    """fsync the files, and then write their manifest."""
     files = sorted(folder.iterdir())
     for file in files:
         fsync_path(file)
@@ -163,12 +163,12 @@ def _write_manifest(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -
 
 
 def _manifest_digest(card: dict[str, Any]) -> str:
-    """A digest of the manifest itself, stored in it: a bit may flip there, too."""
+    """A digest of the manifest itself, stored in it, since it may be damaged, too."""
     return sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
 
 
 def verify_folder(folder: Path) -> None:
-    """Raise ValueError that names the first file whose bytes are not those of the manifest, with its tensors."""
+    """Raise ValueError that names the first file which differs from the manifest, and its changed tensors."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{path}: missing")
@@ -191,7 +191,7 @@ def verify_folder(folder: Path) -> None:
 
 
 def _changed_tensors(file: Path, digests: Mapping[str, str]) -> str:
-    """The changed tensors of a damaged file, for a message; empty if they cannot be determined."""
+    """The changed tensors of a damaged file, for an error message; empty if they cannot be determined."""
     try:
         with safe_open(file, "pt") as opened:
             changed = [k for k, v in digests.items() if tensor_digest(opened.get_tensor(k)) != v]

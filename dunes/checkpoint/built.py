@@ -1,7 +1,7 @@
 """Models that no family describes, saved with the name of the function that builds them (`family` in the card).
 
-The name is informative: nothing is imported by it. Loading takes the function as an argument, and compares the
-model it builds with the saved one before any weight is read.
+The name is informative: nothing is imported. Loading takes the function as an argument, and compares the model
+that it builds with the saved one before any weight is read.
 """
 
 import inspect
@@ -28,8 +28,8 @@ def describe_built(
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's entries in the card, and its tensors; a tied tensor is listed under its first name.
 
-    `build(**arguments)` must give this very model, but for the values of tensors that are kept: parameters and
-    persistent buffers. Raises ValueError that lists every difference, and for arguments that JSON cannot hold.
+    `build(**arguments)` must return the same model except for the values of parameters and persistent buffers.
+    Raises ValueError that lists every difference, and for arguments that are not JSON.
     """
     try:
         stored_arguments = json.loads(json.dumps(dict(arguments), allow_nan=False))
@@ -58,7 +58,7 @@ def function_name(build: Build) -> str:
 def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
     """Call the function; the global random state is restored.
 
-    Raises ValueError if it does not take these arguments, or gives no module.
+    Raises ValueError if it does not take these arguments, or returns no module.
     """
     try:
         inspect.signature(build).bind(**arguments)
@@ -69,14 +69,14 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         model = build(**arguments)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{function_name(build)} gave a {type(model).__name__}; expected a module")
+        raise ValueError(f"{function_name(build)} returned a {type(model).__name__}; expected a module")
     return model
 
 
 def build_function_of(card: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of the function that builds a card's model; None for a model of a family.
 
-    Raises ValueError for a card that is damaged.
+    Raises ValueError for a damaged card.
     """
     family = card.get("family")
     if not isinstance(family, dict):
@@ -100,7 +100,7 @@ def load_built(
 ) -> nn.Module:
     """The model that the function builds, with the weights of the files.
 
-    Raises ValueError, before a number is read, that lists every difference from what was saved.
+    Raises ValueError that lists every difference from the saved model before any weight is read.
     """
     modules, tied = (_name_table(card.get("structure"), key, path) for key in ("modules", "tied"))
     model = call_build(build, arguments)
@@ -128,16 +128,16 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, LazyTensor]:
-    """The tensors to save. Raises ValueError that names those which safetensors cannot hold."""
+    """The tensors to save. Raises ValueError that names those which safetensors does not support."""
     state, tied = model.state_dict(), _tied_names(model)
     odd = [k for k, t in state.items() if not isinstance(t, Tensor) or t.dtype not in CODES or t.is_meta]
     if odd:
-        raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors can hold")
+        raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
     return in_memory({k: t for k, t in state.items() if k not in tied})
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tied tensors, each with the first name."""
+    """The other names of tied tensors, each with the first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
@@ -147,19 +147,19 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 def _differences(model: nn.Module, files: Weights, tied: Mapping[str, str]) -> Iterator[Difference]:
     """The differences between a model's tensors and those of the files: shape, dtype, tying."""
-    expected, ours = _saved_tensors(model), _tied_names(model)
-    odd = {key for key in {**ours, **tied} if ours.get(key) != tied.get(key)}
-    for key in sorted(odd):
-        yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (ours, tied)))
-    for key in sorted((expected.keys() | files.keys()) - odd):
-        mine, other = expected.get(key), files.get(key)
-        if other is None or mine is None:
-            what = "missing" if other is None else "unexpected"
-            yield Difference(what, key, *("nothing" if w is None else str(w.shape) for w in (mine, other)))
-        elif mine.shape != other.shape:
-            yield Difference("shape", key, str(mine.shape), str(other.shape))
-        elif mine.dtype != other.dtype:
-            yield Difference("dtype", key, str(mine.dtype), str(other.dtype))
+    expected, expected_ties = _saved_tensors(model), _tied_names(model)
+    differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
+    for key in sorted(differing):
+        yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (expected_ties, tied)))
+    for key in sorted((expected.keys() | files.keys()) - differing):
+        wanted, actual = expected.get(key), files.get(key)
+        if actual is None or wanted is None:
+            kind = "missing" if actual is None else "unexpected"
+            yield Difference(kind, key, *("nothing" if w is None else str(w.shape) for w in (wanted, actual)))
+        elif wanted.shape != actual.shape:
+            yield Difference("shape", key, str(wanted.shape), str(actual.shape))
+        elif wanted.dtype != actual.dtype:
+            yield Difference("dtype", key, str(wanted.dtype), str(actual.dtype))
 
 
 def _describe_tie(name: str | None) -> str:
@@ -177,20 +177,20 @@ def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[str]:
     """The modules that changed or exist in only one of the two models."""
-    ours = _digests(_settings(model))
-    for place in sorted(ours.keys() | digests.keys()):
-        if ours.get(place) != digests.get(place):
-            has = "has another class or other settings" if {place} <= ours.keys() & digests.keys() else None
-            yield f"{place or 'the model'} {has or ('is missing' if place in digests else 'is new')}"
+    actual = _digests(_settings(model))
+    for name in sorted(actual.keys() | digests.keys()):
+        if actual.get(name) != digests.get(name):
+            changed = "has another class or other settings" if {name} <= actual.keys() & digests.keys() else None
+            yield f"{name or 'the model'} {changed or ('is missing' if name in digests else 'is new')}"
 
 
 def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
     """Differences that no file would save: attributes and non-persistent buffers."""
-    ours, theirs = _settings(model), _settings(rebuilt)
-    for place in ours.keys() & theirs.keys():
-        for key in sorted(ours[place].keys() | theirs[place].keys()):
-            if (mine := ours[place].get(key)) != (other := theirs[place].get(key)):
-                yield f"{place or 'the model'}: {key} is {mine}, not {other}"
+    expected, actual = _settings(model), _settings(rebuilt)
+    for name in expected.keys() & actual.keys():
+        for key in sorted(expected[name].keys() | actual[name].keys()):
+            if (a := expected[name].get(key)) != (b := actual[name].get(key)):
+                yield f"{name or 'the model'}: {key} is {a}, not {b}"
     state, buffers = model.state_dict(), dict(rebuilt.named_buffers())
     for key, buffer in model.named_buffers():
         if key not in state and key in buffers and not _equal_tensors(buffer, buffers[key]):

@@ -1,4 +1,4 @@
-"""The card of a model folder, `dunes.json`, and whether the folder's other files are those that it names."""
+"""The card of a model folder, `dunes.json`, with the digests of the other files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,13 +29,10 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of each file that a card names; none for an empty card.
-
-    Raises ValueError if it says something else.
-    """
+    """Size and SHA-256 of each file that a card lists. Raises ValueError for a damaged card."""
     files = card.get("files", None if card else {})
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
-        raise ValueError(f"{folder / CARD}: 'files' must hold size and sha256 of each file; {_remedy(folder)}")
+        raise ValueError(f"{folder / CARD}: 'files' must have size and sha256 of each file; {_remedy(folder)}")
     if len(files) > MAX_FILES:
         raise ValueError(f"{folder / CARD}: names {len(files):,} files; the limit is {MAX_FILES:,}")
     return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
@@ -44,8 +41,8 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
 def check_files(folder: Path, card: Mapping[str, Any], max_bytes: float = atomic.LARGE) -> None:
     """Raise ValueError for the first file that differs from its entry in the card.
 
-    Each must be a plain file in the folder and of that size; and of that SHA-256, unless all of them together have
-    more than `max_bytes` bytes.
+    Each must be a plain file in the folder with that size and, unless all of them have more than `max_bytes` bytes
+    in total, that SHA-256.
     """
     files = listed_files(folder, card)
     paths = {name: file_in_folder(folder, name, folder / CARD) for name in files}

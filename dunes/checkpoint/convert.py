@@ -20,11 +20,11 @@ from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
-"""Keys of a config.json that are not copied: they refer to code, or to what is written anew."""
+"""Keys of a config.json that are not copied: they refer to code, or are written again."""
 
 
 Show = Callable[[str, float], None]
-"""Called with what is going on and the share of the work that is done."""
+"""Called with a description of the current step and the share of the work that is done."""
 
 
 def convert(
@@ -37,9 +37,9 @@ def convert(
 ) -> Verification:
     """Write the source's model as a new Hugging Face folder.
 
-    This goes tensor by tensor, with no more than one in memory, into a temporary folder until all is written, read
-    again and found equal. `facts` about the source go into the card. Raises ValueError before anything is written
-    for an incomplete source or an existing `out`, and afterwards if the result is another model.
+    Tensors are written one at a time into a temporary folder, which is read again and verified before it is moved
+    into place. `facts` about the source go into the card. Raises ValueError before anything is written for an
+    incomplete source or an existing `out`, and afterwards if the result is another model.
     """
     require_new_folder(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
@@ -47,14 +47,14 @@ def convert(
     json_files = _json_files(source, dtype, tokenizer)
     conversions, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
     assert not unknown, "a family has a name for each of its weights"
-    theirs = renamed(conversions, weights)
-    size, before = (sum(w.nbytes for w in part.values()) for part in (theirs, source.files))
+    hf_weights = renamed(conversions, weights)
+    size, before = (sum(w.nbytes for w in part.values()) for part in (hf_weights, source.files))
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
     tick = _progress(2 * size + before + (size if rounded else 0), show)
     verified: list[Verification] = []
 
     def fill(staged: Path) -> None:
-        safetensors_writer.write_tensors(staged, track_reads(theirs, partial(tick, "writing")))
+        safetensors_writer.write_tensors(staged, track_reads(hf_weights, partial(tick, "writing")))
         for name, content in json_files.items():
             (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copy_tokenizers(source.folder, staged)
@@ -70,11 +70,11 @@ def convert(
 
 @contextmanager
 def exclusive_folder(out: Path) -> Iterator[None]:
-    """Create the folder and lock it against other processes; after an error, what was created is removed.
+    """Create the folder and lock it against other processes; after an error, new folders are removed.
 
     Raises ValueError if another process holds the lock.
     """
-    made = [p for p in (out, *out.parents) if not p.exists()]
+    created = [p for p in (out, *out.parents) if not p.exists()]
     out.mkdir(parents=True, exist_ok=True)
     try:
         with folder_lock(out, wait=False):
@@ -82,7 +82,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
     except BlockingIOError:
         raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None
     except BaseException:
-        for path in made:
+        for path in created:
             with suppress(OSError):
                 path.rmdir()
         raise
@@ -108,24 +108,24 @@ def require_new_folder(source: Path, out: Path) -> None:
     if not existing.is_dir():
         raise ValueError(f"{existing}: exists and is not a folder; choose another name")
     if (ready := out / folder.READY).is_dir():
-        # Complete, but not moved yet: drop it if nothing was moved, else move the rest now.
+        # Complete, but not moved yet: remove it if nothing was moved, else move the rest now.
         shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
     if out.exists() and not _empty(out):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
 
 
 def _empty(path: Path) -> bool:
-    """Whether nothing is in the folder but what an interrupted conversion left, whose names begin with a dot."""
+    """Whether the folder is empty except for leftovers of an interrupted conversion, which begin with a dot."""
     return all(p.name.startswith(".") for p in path.iterdir())
 
 
 def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config.json to write: the keys of our config, and what else the source's has."""
+    """The config.json to write: the family's keys, and the others of the source."""
     dtypes = [w.dtype for w in source.files.values()]
     name = str(dtype or max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
     others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
-    ours: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
-    return others | ours | {"dtype": name, "torch_dtype": name}
+    known: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
+    return others | known | {"dtype": name, "torch_dtype": name}
 
 
 def _json_files(
@@ -146,7 +146,7 @@ def _tokenizer(source: Source) -> Tokenizer | None:
 
 
 def _copy_tokenizers(source: Path, staged: Path) -> None:
-    """Copy the tokenizer in its original form, too, beside the one that is written."""
+    """Copy the tokenizer's original files, too."""
     for path in (*source.glob("tokenizer.model*"), source / "tekken.json"):
         if path.is_file():
             shutil.copyfile(path, staged / path.name)
@@ -162,7 +162,7 @@ def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> d
 
 
 def read_name_table(path: Path) -> dict[str, str]:
-    """A table of foreign names: a JSON object from their names to Hugging Face's, both with `{i}` for a number."""
+    """A table of foreign names: a JSON object from those to Hugging Face's, both with `{i}` for an index."""
     content = json_file.read(path)
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")

@@ -1,4 +1,4 @@
-"""A model on disk: a Hugging Face model folder, with our card `dunes.json` beside it."""
+"""A model on disk: a Hugging Face model folder with a card, `dunes.json`."""
 
 import errno
 import json
@@ -35,16 +35,16 @@ from dunes.text import Tokenizer
 
 READY = ".ready"
 MAX_RETRIES = 10
-"""How often a folder that is saved to meanwhile is read again before a lock keeps those who save waiting."""
+"""How often a folder is read again after concurrent saves before it is locked."""
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model from a folder, in evaluation mode; `card` is what dunes.json says, empty without one.
+    """A model from a folder, in evaluation mode; `card` is the content of dunes.json, empty without one.
 
-    `tokenizer` is None where the folder has none.
+    `tokenizer` is None if the folder has none.
     """
 
     model: Decoder
@@ -66,14 +66,14 @@ def save(
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    A model that no family describes is saved with the function that builds it: `build(**arguments)` gives the
-    same model with other values in its weights, and `load` needs that function again.
+    A model that no family describes is saved with the function that builds it: `build(**arguments)` returns the
+    same model with other weights, and `load` needs that function again.
 
-    `check` is called with the staged folder before it is moved into place; it may raise, and what it returns is
-    added to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready`
-    when all are on the disk, and then moved into place; the next save or load finishes an interrupted move. Raises
-    ValueError for a model that no family describes without its `build`, and for what `load` would refuse: more ids
-    in the tokenizer than rows in the embedding, a context length below 1.
+    `check` is called with the staged folder before it is moved into place; it may raise, and its result is added
+    to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready` when
+    all are on the disk, and then moved into place; the next save or load finishes an interrupted move. Raises
+    ValueError for a model that no family describes without its `build`, for a tokenizer with more ids than rows in
+    the embedding, and for a context length below 1.
     """
     described, folder = hf_config_of(model, context_length), Path(folder)
     if isinstance(described, HfConfig):
@@ -122,19 +122,19 @@ def _hf_parts(
 
 
 def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
-    """Write the files that `fill` makes, about `size` bytes, into a folder: all of them or none.
+    """Write files of about `size` bytes into a folder atomically: `fill` writes them into a temporary folder.
 
-    They are made in a temporary folder, so that several processes may save at once; the last one to finish wins.
+    Several processes may save at once; the last one to finish wins.
     """
     finish_save(folder)
     atomic.write_folder(folder / READY, fill, size, _publish)
 
 
-def _publish(made: Path, ready: Path) -> None:
+def _publish(staged: Path, ready: Path) -> None:
     """Rename the temporary folder to `.ready`, and move its files into place."""
     with folder_lock(ready.parent):
-        _move(ready.parent)  # of another save, which was interrupted meanwhile
-        os.rename(made, ready)
+        _move(ready.parent)  # another save may have been interrupted meanwhile
+        os.rename(staged, ready)
         atomic.fsync_path(ready.parent)
         _move(ready.parent)
 
@@ -162,7 +162,7 @@ def _move(folder: Path) -> None:
     for file in sorted(f for f in ready.iterdir() if f.name != CARD):
         os.replace(file, folder / file.name)
     atomic.fsync_path(folder)
-    # The card comes last: as long as a file is left in `.ready`, the card is there, too, and names them all.
+    # The card is moved last: while `.ready` has files, its card lists them all.
     with suppress(FileNotFoundError):
         os.replace(ready / CARD, folder / CARD)
     atomic.fsync_path(folder)
@@ -171,7 +171,7 @@ def _move(folder: Path) -> None:
 
 
 def _remove_old(folder: Path, ready: Path) -> None:
-    """Remove files of an older save that the new one does not have: they would be read, or stay unused."""
+    """Remove files of an older save that the new one does not have."""
     new = {f.name for f in ready.iterdir()} | set(cards.listed_files(ready, cards.read_card(ready)))
     old = _card_files(folder) if CARD in new else set()
     if SINGLE in new or (INDEX in new and CARD in new):
@@ -180,7 +180,7 @@ def _remove_old(folder: Path, ready: Path) -> None:
             SINGLE,
             *(f.name for f in folder.glob("model-*-of-*.safetensors")),
         }
-    elif INDEX in new:  # without a card, which of its shards were moved already is not known
+    elif INDEX in new:  # without a card, it is unknown which of its shards were moved already
         old |= {SINGLE}
     for name in old - new:
         (folder / name).unlink(missing_ok=True)
@@ -201,7 +201,7 @@ def _card_files(folder: Path) -> set[str]:
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer | None, context_length: int | None
 ) -> dict[str, int | None]:
-    """Write a tokenizer, if there is one, and its config files; returns the special token ids for config.json."""
+    """Write a tokenizer, if any, and its config files; returns the special token ids for config.json."""
     if tokenizer is None:
         return {}
     tokenizer.save(folder)
@@ -211,10 +211,10 @@ def write_tokenizer(
 
 
 def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
-    """The JSON files that Hugging Face's tools expect beside a tokenizer, except those that came with it."""
+    """The JSON files that Hugging Face's tools expect beside a tokenizer, except its extra files."""
     names = tokenizer.special_tokens_map
     ids = special_ids(tokenizer)
-    made = {
+    configs = {
         "generation_config.json": {k: v for k, v in ids.items() if v is not None},
         "tokenizer_config.json": names
         | {
@@ -224,7 +224,7 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
         },
         "special_tokens_map.json": names,
     }
-    return {name: content for name, content in made.items() if name not in tokenizer.extra_files}
+    return {name: content for name, content in configs.items() if name not in tokenizer.extra_files}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
@@ -237,7 +237,7 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
-    """The result of `read(folder)`, which is repeated if another thread or process saved there meanwhile."""
+    """The result of `read(folder)`, repeated if another thread or process saved into the folder meanwhile."""
     for _ in range(MAX_RETRIES):
         readable_folder(folder)
         before = _save_stamp(folder)
@@ -261,7 +261,7 @@ def _save_stamp(folder: Path) -> list[tuple[int, int] | None]:
 
 
 def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
-    """The model, its tokenizer and its card, from any format of model folder; `build` as it was given to `save`.
+    """The model, its tokenizer and its card, from any format of model folder; `build` as passed to `save`.
 
     Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
@@ -280,14 +280,14 @@ def _load_built(folder: Path, device: torch.device | str, build: Build | None) -
     """A model that was saved with the function that builds it. Raises ValueError without `build`."""
     card = verified_card(folder)
     function = built.build_function_of(card, folder / CARD)
-    assert function is not None, "asked before"
+    assert function is not None, "checked by the caller"
     name, arguments = function
     if build is None:
         raise ValueError(built.loading_hint(folder, name))
     index = folder / INDEX
     files = indexed_tensors(index) if index.is_file() else tensors(folder / SINGLE)
     tokenizer = load_tokenizer(folder)
-    # It need not be a Decoder: whoever needs one will miss its attributes.
+    # It need not be a Decoder: code that needs one will raise AttributeError.
     model = built.load_built(build, arguments, card, files, folder / CARD)
     return LoadedModel(
         cast_type(Decoder, model).to(device).eval(), tokenizer, context_length_of(card, folder), card
@@ -313,7 +313,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def load_decoder(source: Source) -> Decoder:
-    """The model with its weights, which are memory-mapped, not copied; the files never change.
+    """The model with its weights, memory-mapped and copy on write.
 
     Raises ValueError that lists every difference before any weight is read.
     """
@@ -349,9 +349,9 @@ def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, An
 
 
 def readable_folder(folder: Path) -> Path:
-    """The folder to read, after an interrupted save of ours has been finished.
+    """The folder to read, after an interrupted save has been finished.
 
-    On a read-only disk, where nothing can be moved, that is the `.ready` folder: its card proves it complete.
+    On a read-only disk, that is the `.ready` folder: its card proves that it is complete.
     """
     ready = folder / READY
     if (ready / CARD).is_file():
@@ -365,7 +365,7 @@ def readable_folder(folder: Path) -> Path:
 
 
 def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype: of several in the files the config's, or else one that holds them all."""
+    """The weights in one dtype: if there are several, the config's, else the promoted one."""
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
         return weights
@@ -375,10 +375,10 @@ def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, L
 
 
 def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
-    """Raise ValueError unless every id of the tokenizer has a row in the embedding; more rows do no harm.
+    """Raise ValueError unless every id of the tokenizer has a row in the embedding; more rows are allowed.
 
-    Begin and end of text ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary, never
-    occur in a text: they only give a warning.
+    BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary, only give a
+    warning.
     """
     rows, special = source.config.vocab, _special_ids(source)
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
@@ -399,7 +399,7 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
 
 
 def _special_ids(source: Source) -> dict[str, list[int]]:
-    """The ids in a config by their keys. Raises ValueError for what is no id; -1 means none in old files."""
+    """The special ids in a config by key. Raises ValueError for invalid ones; -1 means none in old files."""
     special = {}
     for key in (f"{name}_token_id" for name in SPECIAL_TOKENS):
         value = source.hf_config.get(key)

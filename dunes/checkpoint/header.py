@@ -1,8 +1,8 @@
 """The tensors of a safetensors file, known from its header.
 
-The safetensors library checks the header; where each tensor lies is read here, so that a file larger than memory
-can be mapped. Beyond the library's checks, names must be unique and printable, and what a header takes in memory
-is bounded before it is parsed. The format: <https://huggingface.co/docs/safetensors>
+The safetensors library checks the header; the offsets of the tensors are read here, so that a file larger than
+memory can be mapped. In addition, names must be unique and printable, and the memory that a header takes is
+bounded before it is parsed. The format: <https://huggingface.co/docs/safetensors>
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes that are read and written, by their names in a header."""
+"""The supported dtypes, by their names in a header."""
 
 
 def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
@@ -60,7 +60,7 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
 
 
 def refusal(path: Path, error: Exception, remedy: str) -> ValueError:
-    """The error on one line that a user sees."""
+    """The error on one line for a user."""
     return ValueError(f"{path}: refused: {str(error).removeprefix(f'{path}: ')}; {remedy}")
 
 
@@ -98,7 +98,7 @@ def _header(mapped: MappedFile) -> tuple[int, dict[str, Any]]:
         text = file.read(length)
     if text.count(b"{") > MAX_TENSORS + 2:
         raise ValueError(f"the header has {text.count(b'{')} '{{'; at most {MAX_TENSORS} tensors are read")
-    # Parsed here first, which bounds the memory that the library's parser takes.
+    # Parsed here first to bound the memory that the library's parser takes.
     header = json_file.parse(text, mapped.path)
     with safe_open(mapped.path, "np"):  # raises; torch's mapping would reserve memory for all of the file
         pass

@@ -1,4 +1,4 @@
-"""The Hugging Face config of a built model, derived from its modules and never from its history."""
+"""The Hugging Face config of a built model, derived from its modules alone."""
 
 import re
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from dunes.plural import plural
 
 
 class HfConfig(NamedTuple):
-    """The model is exactly what `FAMILIES[family].build(config)` builds."""
+    """A family and its config: `FAMILIES[family].build(config)` builds exactly the model."""
 
     family: str
     config: Any
 
 
 class ModuleRow(NamedTuple):
-    """Everything about one module that determines what it computes, apart from the values of its weights."""
+    """Everything that determines what a module computes, except the values of its weights."""
 
     place: str
     class_name: str
@@ -40,25 +40,25 @@ def hf_config_of(model: nn.Module, context_length: int) -> HfConfig | str:
             continue
         if (difference := _first_difference(model, rebuilt)) is None:
             return HfConfig(family, config)
-        equal_rows, what = difference
-        reasons.append((equal_rows, f"not {family}: {what}"))
+        equal_rows, reason = difference
+        reasons.append((equal_rows, f"not {family}: {reason}"))
     return max(reasons, key=lambda reason: reason[0])[1]
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
-    """How many modules are equal before the first that differs, and the difference."""
-    ours, theirs = list(module_rows(model)), list(module_rows(rebuilt))
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+    """The number of equal modules before the first that differs, and the difference."""
+    actual, expected = list(module_rows(model)), list(module_rows(rebuilt))
+    for i, (a, b) in enumerate(zip(actual, expected, strict=False)):
         if a != b:
             return i, f"{a.place or 'the model'} is {_describe_difference(a, b)}"
-    equal_rows = min(len(ours), len(theirs))
-    return None if len(ours) == len(theirs) else (equal_rows, f"{plural(len(ours), 'module')}, not {len(theirs)}")
+    n, m = len(actual), len(expected)
+    return None if n == m else (min(n, m), f"{plural(n, 'module')}, not {m}")
 
 
 def _describe_difference(a: ModuleRow, b: ModuleRow) -> str:
-    for mine, other in zip(a, b, strict=True):
-        if mine != other:
-            return f"{mine}, not {other}"
+    for actual, expected in zip(a, b, strict=True):
+        if actual != expected:
+            return f"{actual}, not {expected}"
     raise AssertionError("called with two rows that differ")
 
 

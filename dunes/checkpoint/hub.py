@@ -1,7 +1,7 @@
-"""A model by its name on the Hugging Face Hub: a folder of the Hub's own cache, at one commit.
+"""Locate a model by its name on the Hugging Face Hub: a folder in the Hub's cache, at one commit.
 
-A branch is resolved to the commit that it points to; huggingface_hub caches the listing of that commit, downloads
-missing files, and needs no network for cached ones. This module selects the files to download: the weights in one
+A branch is resolved to its commit; huggingface_hub caches the listing of that commit, downloads missing files, and
+needs no network for cached ones. This module selects the files to download: the weights in one
 format only, and never code. The downloader compares sizes only, so downloaded files are hashed here, and with
 `verify` all files: the cache names each file by its digest (SHA-256 of large files, git's SHA-1 for the others).
 
@@ -51,19 +51,19 @@ FORMS = tuple(
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A model's folder on this machine; `origin` is {} or the `repository` and the `revision`, a commit."""
+    """A model's local folder; `origin` has its `repository` and `revision` (a commit), if it is from the Hub."""
 
     folder: Path
     origin: dict[str, str]
 
 
 def locate_model(model: str | Path, revision: str | None = None, verify: bool = False) -> ModelLocation:
-    """The folder of a model: one on this machine, or a copy of `org/name` or `org/name@revision` from the Hub.
+    """The folder of a model: a local one, or a cached copy of `org/name` or `org/name@revision` from the Hub.
 
-    A folder comes first where a name could be both. A revision is a branch, a tag or a commit, `main` if
-    none is named. What is downloaded is hashed, with `verify` all files of the copy. Raises ValueError in one line
-    if there is neither folder nor repository, nothing that may be read, no weights, no way to the Hub and no copy
-    in the cache, or a file is not what the Hub holds; OSError if the disk has no room.
+    A local folder takes precedence. A revision is a branch, a tag or a commit, by default `main`. Downloaded files
+    are hashed, with `verify` all files of the copy. Raises ValueError in one line if neither folder nor repository
+    exists, access is denied, there are no weights, the Hub cannot be reached and nothing is cached, or a digest is
+    wrong; OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir():
@@ -71,7 +71,7 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
             raise ValueError(f"{path}: a folder has no revisions; leave out {revision!r}")
         return ModelLocation(path, {})
     if path.exists():
-        raise ValueError(f"{path}: a file, not a model folder; name the folder that it is in")
+        raise ValueError(f"{path}: a file, not a model folder; name its folder")
     return _copy(*_parse(str(model), revision), verify)
 
 
@@ -83,7 +83,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
             f"{model}: no such folder; name a model folder, or one on the Hugging Face Hub: org/name[@revision]"
         )
     if separator and revision and suffix != revision:
-        raise ValueError(f"{model}: revision {revision!r} is asked for, too; name one")
+        raise ValueError(f"{model}: revision {revision!r} is given, too; name one")
     wanted = suffix if separator else revision or "main"
     if not REVISION.fullmatch(wanted) or ".." in wanted:
         raise ValueError(f"{name}: {wanted!r} cannot be a revision; name a branch, a tag or a commit")
@@ -105,7 +105,7 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
         atomic.require_free_space(store, sum(files[file] for file in missing))
         try:
             snapshot_download(name, revision=commit, allow_patterns=missing)
-        except Exception as error:  # httpx, JSON, ...: what a foreign library raises is not ours to list
+        except Exception as error:  # of httpx, JSON, ...
             raise _failure(error, name, revision) from None
         _verify(folder, missing, discard=True)
     if verify:
@@ -115,7 +115,7 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
 
 
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
-    """The commit that a revision points to, and its files with the bytes that each still needs on the disk.
+    """The commit of a revision, and its files with the number of bytes to download for each.
 
     A commit with a cached listing needs no request. `HfApi.resolve_revision` has no timeout.
     """
@@ -133,7 +133,7 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
             raise _failure(error, name, revision) from None
         return commit, listing
     if not COMMIT.fullmatch(str(info.sha)):  # it becomes part of a path
-        raise ValueError(f"{name}: the Hub names no commit but {str(info.sha)!r:.60}; check HF_ENDPOINT")
+        raise ValueError(f"{name}: the Hub returned {str(info.sha)!r:.60}, not a commit; check HF_ENDPOINT")
     blobs = ((s.rfilename, s.lfs.sha256 if s.lfs else s.blob_id, s.size or 0) for s in info.siblings or ())
     return str(info.sha), {
         path: 0 if (store / "blobs" / str(blob)).exists() else size for path, blob, size in blobs
@@ -141,7 +141,7 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
 
 
 def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
-    """The files of a commit and their sizes, without a network; empty where nothing is cached."""
+    """The files of a commit and their sizes, without a network; empty if nothing is cached."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -158,7 +158,7 @@ def _read_ref(ref: Path) -> str:
 def _write_ref(ref: Path, commit: str) -> None:
     """Cache which commit a branch points to, for use without a network."""
     if ref.name != commit and _read_ref(ref) != commit:
-        with suppress(OSError):  # a cache that is only read serves as well
+        with suppress(OSError):  # a read-only cache works as well
             ref.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_file(ref, commit.encode())
 
@@ -177,7 +177,7 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
 def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
     """Raise ValueError that names the first file whose digest differs from its name in the cache.
 
-    With `discard` the file is removed, or else it would not be downloaded again.
+    With `discard` the file is removed, so that it will be downloaded again.
     """
     links = [folder / file for file in files if (folder / file).is_symlink()]
     with atomic.progress("hashing", sum(path.stat().st_size for path in links)) as advance:
@@ -199,7 +199,7 @@ def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """The Hub's refusal, or that it cannot be reached, in one line with the remedy."""
+    """An error in one line with the remedy: the Hub refused, or cannot be reached."""
     from huggingface_hub import constants
 
     return ValueError(

@@ -1,4 +1,4 @@
-"""What a model folder holds and whether it would load."""
+"""Describe a model folder, and check whether it would load."""
 
 import math
 from collections import Counter
@@ -28,15 +28,15 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokenizer if there is one that can be read, and each reason why `load` would refuse the folder."""
+    """The tokenizer, if it can be read, and each reason why `load` would refuse the folder."""
 
     tokenizer: Tokenizer | None
     reasons: tuple[str, ...]
 
 
 def judge(source: Source) -> Verdict:
-    """Whether a folder would load, with the digests in its card compared whatever its size."""
-    _ = source.expected  # raises for what cannot be built
+    """Whether a folder would load; the digests in its card are compared whatever its size."""
+    _ = source.expected  # raises if it cannot be built
     tokenizer, reasons = None, []
     if differences := source.comparison[1]:
         reasons.append(_count_kinds(differences))
@@ -53,7 +53,7 @@ def judge(source: Source) -> Verdict:
 
 
 def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
-    """Lines about a folder: what it is, what it takes, every difference, and whether it would load."""
+    """Lines that describe a folder: family, config, sizes, differences, and whether it would load."""
     verdict = verdict or judge(source)
     files, config = source.files, source.config
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"
@@ -106,7 +106,7 @@ def _format(value: Any) -> str:
 
 
 CHUNK = 1 << 20
-"""Elements in a chunk: with fewer, Python's overhead exceeds the passes over them."""
+"""Elements in a chunk: with fewer, Python's overhead dominates."""
 UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = {"not finite": "not finite", "denormal": "denormal", "row of zeros": "rows of zeros"}
@@ -139,19 +139,19 @@ def _chunks(tensor: Tensor) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _count_odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]:
-    """How many elements are not finite, how many denormal, and how many rows are zeros, by their bits.
+    """The number of non-finite elements, denormal elements and rows of zeros, from their bits.
 
-    numpy, because torch's overhead exceeds a pass over a chunk that fits into a cache.
+    In numpy, since torch's overhead exceeds a pass over a chunk that fits into the cache.
     """
-    one = bits.dtype.type(1)
+    unit = bits.dtype.type(1)
     # The bits without the sign are ordered like absolute values.
     infinite, normal = (2 * _bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
-    size = np.left_shift(bits, one)
+    size = np.left_shift(bits, unit)
     largest = size.max(1)
     not_finite = int((size >= infinite).sum()) if largest.max() >= infinite else 0
     smallest = size.min()
     if smallest == 0:
-        smallest = (size - one).min()  # zero wraps around to the largest
+        smallest = (size - unit).min()  # zero wraps around to the largest
     denormal = int(((size > 0) & (size < normal)).sum()) if smallest < normal else 0
     return not_finite, denormal, int((largest == 0).sum())
 

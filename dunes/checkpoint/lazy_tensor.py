@@ -1,4 +1,4 @@
-"""Tensors whose shape and dtype are known before their values are read, as a file's are from its header."""
+"""Tensors whose shape and dtype are known before their values are read, such as those of a file with a header."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from dunes.models.names import Conversion
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file. `origin` names its place for messages; `read` returns its values.
+    """A tensor in a file. `origin` names its file for error messages; `read` returns its values.
 
-    `release` returns the memory that a mapped file takes after reading; the tensor must not be used afterwards.
+    `release` frees the memory of a mapped file after reading; the tensor must not be used afterwards.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
 
 
 def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
-    """The tensors under other names and, where a conversion says so, in another layout; each is made when read."""
+    """The tensors under other names and, if a conversion changes it, in another layout, converted when read."""
     return {c.target: _convert(c, [weights[source] for source in c.sources]) for c in conversions}
 
 

@@ -44,14 +44,14 @@ def load(
 ) -> LoadedModel:
     """The model, its tokenizer and its card, from a folder in any supported format.
 
-    `build` is the function that was given to `save` for a model which no family describes. `adapters` are folders
-    of adapters that will be added to the model: its base is verified to be theirs, and prepared for them.
+    `build` is the function that was passed to `save` for a model that no family describes. `adapters` are folders
+    of adapters that will be added to the model, which is verified to be their base, and prepared for them.
 
     For an adapter's folder, its base is loaded, verified against the digests in the adapter's card (unless
-    `any_base`), prepared as the card says (quantized, for QLoRA), and the adapter is added as `default`. The
-    tokenizer and context length are the adapter's, else the base's. The weights keep their stored dtype. Warns if
-    there is no tokenizer, and about special ids above the vocabulary. Raises ValueError that names what is missing
-    or wrong before any weight is read. If another process saves into the folder meanwhile, loading starts over.
+    `any_base`), quantized if the card says so (QLoRA), and the adapter is added as `default`. The tokenizer and
+    context length are the adapter's, else the base's. The weights keep their stored dtype. Warns if there is no
+    tokenizer, and about special ids above the vocabulary. Raises ValueError that names what is missing or wrong
+    before any weight is read. Loading starts over if another process saves into the folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -71,11 +71,11 @@ def load_with_tokenizer(
     any_base: bool = False,
     adapters: Sequence[Path] = (),
 ) -> tuple[LoadedModel, Tokenizer]:
-    """`load`, which must find a tokenizer. Raises ValueError like it, and if there is none."""
-    if Tokenizer.find_file(place := _tokenizer_folder(Path(folder))) is None:
-        Tokenizer.load(place)  # says what is missing, before anything is read
+    """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
+    if Tokenizer.find_file(tokenizer_folder := _tokenizer_folder(Path(folder))) is None:
+        Tokenizer.load(tokenizer_folder)  # raises before anything is read
     loaded = load(folder, device, any_base, adapters=adapters)
-    assert loaded.tokenizer is not None, "its file was there"
+    assert loaded.tokenizer is not None, "its file exists"
     return loaded, loaded.tokenizer
 
 
@@ -95,7 +95,7 @@ def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no model."""
+    """Whether a folder has an adapter and no model."""
     readable = readable_folder(folder)
     return (readable / ADAPTER).is_file() and not (readable / CONFIG).is_file()
 
@@ -135,9 +135,10 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
 
 
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
-    """Add an adapter under this name and make it active; with its tokenizer, context length and card.
+    """Add an adapter under this name and make it active; returns the model with the adapter's card.
 
-    What it does not bring is the model's; `load` has verified that to be its base. Raises ValueError like `load`.
+    Tokenizer and context length are the adapter's, else the model's. `load` has verified that the model is its
+    base. Raises ValueError like `load`.
     """
     folder = readable_folder(folder)
     card = verified_card(folder)
@@ -152,14 +153,14 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 
 
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
-    """Verify that a dense base is that of the adapters in these folders, and repeat what was done to it for them.
+    """Verify that a dense base is that of the adapters in these folders, and repeat its changes for them.
 
-    A base that is the same number by number must also be the same after that; one that was rounded since may
-    differ then. Raises ValueError like `load_adapter`.
+    A bit-equal base must also be bit-equal after the changes; one that was rounded since may differ. Raises
+    ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
-    found = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
-    records = {folder: record for folder, record in found.items() if record is not None}
+    optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
+    records = {folder: record for folder, record in optional.items() if record is not None}
     changed = [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
     weights, exact = BaseWeights(model), set[Path]()
     for folder, record in records.items():
@@ -176,7 +177,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
-    """The notes of what was done to a base before the adapter was added."""
+    """The notes of changes to a base before the adapter was added."""
     return (
         note for note in card.get("changes", []) if not (isinstance(note, dict) and note.get("name") == "lora")
     )
@@ -199,7 +200,7 @@ def replay_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> Non
 def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
     """Lines that describe an adapter's folder, from headers alone, and why `load` would refuse it, or None.
 
-    With `values` it is loaded, which compares the base's numbers. Raises ValueError for what is no adapter.
+    With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
     """
     folder = readable_folder(folder)
     lines = list(_adapter_lines(folder))
@@ -214,23 +215,25 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
 
 
-def _comparison(folder: Path, now: bool) -> str:
-    """Whether the base's weights match the adapter's digests; if compared `now`, raises ValueError like `load`."""
-    if now:
+def _comparison(folder: Path, values: bool) -> str:
+    """Whether the base's weights match the adapter's digests; with `values`, raises ValueError like `load`."""
+    if values:
         load(folder)
     if BaseRecord.read(verified_card(folder), folder) is None:
         return "not possible: the adapter's card has no digests of the base"
     return (
-        "its weights match the adapter's digests" if now else "done when the adapter is loaded, or with --values"
+        "its weights match the adapter's digests"
+        if values
+        else "done when the adapter is loaded, or with --values"
     )
 
 
 def _adapter_lines(folder: Path) -> Iterator[str]:
     peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
     stored = [w for name in WEIGHTS if (folder / name).is_file() for w in tensors(folder / name).items()]
-    kind = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
-    described = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
-    yield f"adapter     {kind}, rank {peft.rank}, alpha {peft.alpha:g}: {described}"
+    method = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
+    size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
+    yield f"adapter     {method}, rank {peft.rank}, alpha {peft.alpha:g}: {size}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)
     counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]

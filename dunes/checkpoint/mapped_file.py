@@ -1,6 +1,6 @@
 """A memory-mapped file: its pages are read when a tensor's values are used.
 
-The mapping is copy on write: torch needs writable tensors, and what is written to them stays in this process.
+The mapping is copy on write: torch needs writable tensors, and changes to them stay in this process.
 """
 
 import mmap
@@ -21,14 +21,14 @@ from dunes.plural import plural
 # <https://man7.org/linux/man-pages/man2/mmap.2.html>; Python names it from 3.13 on
 _NORESERVE = 0x4000
 MAX_DIMS = 8
-"""The most dimensions that a tensor may have."""
+"""The largest number of dimensions of a tensor."""
 
 
 class MappedFile:
     """A regular file of which tensors are views. Raises ValueError for anything else at its path.
 
-    It is mapped once, when the first tensor is asked for. A change of the file before that is a ValueError; if it
-    is truncated afterwards, the process is killed (SIGBUS), as with every mapped file.
+    It is mapped once, for the first tensor. A change of the file before that is a ValueError; if it is truncated
+    afterwards, the process is killed (SIGBUS), as with every mapped file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class MappedFile:
         self.size = self._stat[0]
 
     def open(self) -> BinaryIO:
-        """The same file, to be read from its beginning. Raises ValueError if it has changed."""
+        """Open the file again. Raises ValueError if it has changed."""
         file = _open_regular(self.path)
         if _identity(file) != self._stat:
             file.close()
@@ -73,15 +73,15 @@ class MappedFile:
             flat = flat != 0
         elif offset % dtype.itemsize:
             flat = flat.clone()
-        # The stride of a dimension of 1 is never used, so that it may be anything, even beyond int64.
+        # The stride of a dimension of size 1 is never used, and may exceed int64.
         steps = tuple(step if size > 1 else 1 for size, step in zip(shape, steps, strict=True))
         return flat.view(dtype).as_strided(shape, steps)
 
     def release(self) -> None:
         """Return the pages to the system, so that a file larger than memory can be streamed.
 
-        Tensors stay valid and read their values from the file again, but what was written to them is lost. Does
-        nothing on a system without this call.
+        Tensors stay valid and read their values from the file again, but changes to them are lost. Does nothing on
+        a system without `madvise`.
         """
         if "_map" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -91,8 +91,7 @@ class MappedFile:
         with self.open() as file:
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            # A private writable map counts as memory: Linux refuses one larger than memory unless nothing is
-            # reserved for it.
+            # Linux refuses a private writable mapping larger than memory unless no memory is reserved for it.
             return mmap.mmap(
                 file.fileno(),
                 0,
@@ -102,7 +101,7 @@ class MappedFile:
 
 
 def shape_error(shape: Sequence[int]) -> str:
-    """Why torch cannot hold a tensor of this shape; empty if it can."""
+    """The reason why torch does not support a tensor of this shape; empty if it does."""
     if len(shape) > MAX_DIMS:
         return f"has {len(shape)} dimensions; at most {MAX_DIMS} are read"
     if min(shape, default=0) < 0:
@@ -114,7 +113,7 @@ def shape_error(shape: Sequence[int]) -> str:
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of storage a tensor spans, from its first to its last; 0 if it is empty."""
+    """The number of storage elements from a tensor's first to its last; 0 if it is empty."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
@@ -122,7 +121,7 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def _open_regular(path: Path) -> BinaryIO:
     try:
-        # Before it is opened: opening a pipe blocks until its other end opens, and a device may do anything.
+        # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError(f"{path}: not a regular file")
         return path.open("rb")

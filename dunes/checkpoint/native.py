@@ -1,6 +1,6 @@
-"""Meta's and Mistral's own files: params.json, consolidated.*, rotary dimensions as adjacent pairs.
+"""Meta's and Mistral's native format: params.json, consolidated.*, rotary dimensions as adjacent pairs.
 
-They are translated into the keys of a config.json, which the families read.
+Its params are translated into the keys of a config.json, which the families read.
 https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
 """
 
@@ -22,19 +22,19 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Keys that are read, and `max_batch_size`, which does not describe the model. Any other key might change it."""
+"""Supported keys, and `max_batch_size`, which does not affect the model. Any other key might."""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
-"""Other keys that are accepted with this one value."""
+"""Other keys, accepted only with this value."""
 EXPERTS = ("num_experts", "num_experts_per_tok")
 LLAMA_3_2_DIMS = (2048, 3072)
 """Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
 
 
 def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
-    """The config.json equivalent to a params.json, and a note for each value that had to be assumed.
+    """The config.json equivalent to a params.json, and a note for each assumed value.
 
-    `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for
-    what is missing or of another type.
+    `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for keys that are
+    missing or invalid.
     """
     p, notes = _validate(params, vocab), list[str]()
     heads, dim, mistral, window = p["n_heads"], p["dim"], "multiple_of" not in p, _window(p)
@@ -59,7 +59,7 @@ def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dic
 
 
 def _validate(params: Mapping[str, Any], vocab: int) -> dict[str, Any]:
-    """The keys that a params.json sets. Raises ValueError for one that is missing, unknown or wrong."""
+    """The keys that a params.json sets. Raises ValueError for one that is missing, unknown or invalid."""
     if missing := [k for k in REQUIRED if k not in params]:
         raise ValueError(f"{PARAMS}: {missing[0]!r} is missing")
     _refuse_unknown(params, KNOWN, "")
@@ -76,7 +76,7 @@ def _validate(params: Mapping[str, Any], vocab: int) -> dict[str, Any]:
 
 
 def _refuse_unknown(params: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
-    """Raise ValueError for a key that is set and not known here."""
+    """Raise ValueError for an unknown key that is set."""
     if unknown := [k for k, v in params.items() if k not in known and v and v != DEFAULTS.get(k)]:
         raise ValueError(
             f"{PARAMS}: {prefix}{unknown[0]} is {str(params[unknown[0]])[:60]}, which is not supported"
@@ -143,7 +143,7 @@ def _window(p: Mapping[str, Any]) -> int | None:
 def _rope_theta(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
     if "rope_theta" in p:
         return _positive_float("rope_theta", p["rope_theta"])
-    # Mistral's first release meant 10,000, its present code means 1,000,000 where no value is given.
+    # The default was 10,000 in Mistral's first release, and is 1,000,000 in its present code.
     theta = 1e6 if mistral and window is None else 1e4
     notes.append(f"{PARAMS} has no rope_theta: assumed {theta:,.0f}")
     return theta
@@ -173,23 +173,23 @@ def _context_length(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> in
 
 
 def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
-    """Their names for our weights.
+    """The native names of the weights.
 
-    With `permuted`, the rows of queries and keys are reordered from adjacent pairs to halves. Without it they stay
-    as they are, for a model whose rotary positions rotate adjacent pairs.
+    With `permuted`, the rows of queries and keys are reordered from adjacent pairs to halves. Without it they are
+    kept, for a model whose rotary positions rotate adjacent pairs.
     """
 
     def permute(heads: int) -> Layout:
         return partial(to_halves, heads=heads) if permuted else identity
 
-    attention, ours = "layers.{i}.attention", "blocks.{i}.attn"
+    attention, attn = "layers.{i}.attention", "blocks.{i}.attn"
     return [
         name("tok_embeddings.weight", "embed.token.weight"),
         name("layers.{i}.attention_norm.weight", "blocks.{i}.attn_norm.weight"),
-        name(f"{attention}.wq.weight", f"{ours}.q.weight", load=permute(config["num_attention_heads"])),
-        name(f"{attention}.wk.weight", f"{ours}.k.weight", load=permute(config["num_key_value_heads"])),
-        name(f"{attention}.wv.weight", f"{ours}.v.weight"),
-        name(f"{attention}.wo.weight", f"{ours}.out.weight"),
+        name(f"{attention}.wq.weight", f"{attn}.q.weight", load=permute(config["num_attention_heads"])),
+        name(f"{attention}.wk.weight", f"{attn}.k.weight", load=permute(config["num_key_value_heads"])),
+        name(f"{attention}.wv.weight", f"{attn}.v.weight"),
+        name(f"{attention}.wo.weight", f"{attn}.out.weight"),
         name("layers.{i}.ffn_norm.weight", "blocks.{i}.mlp_norm.weight"),
         *(_experts(config["num_local_experts"]) if "num_local_experts" in config else _mlp()),
         name("norm.weight", "norm.weight"),
@@ -210,23 +210,23 @@ def _mlp() -> Names:
 
 
 def _experts(count: int) -> Names:
-    """One by one, as mistral-inference names them, then as the first release stacked them, with w2 transposed."""
+    """Separate experts, as in mistral-inference, and stacked ones, as in the first release, with w2 transposed."""
     parts = {"w1": "gate", "w3": "up", "w2": "down"}
     router = "blocks.{i}.mlp.router.weight"
     separate = [
         name(
-            f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{ours}.weight"
+            f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{part}.weight"
         )
-        for w, ours in parts.items()
+        for w, part in parts.items()
     ]
     stacked = [
         name(
             f"layers.{{i}}.block_sparse_moe.{w}",
-            *[f"blocks.{{i}}.mlp.experts.{e}.{ours}.weight" for e in range(count)],
+            *[f"blocks.{{i}}.mlp.experts.{e}.{part}.weight" for e in range(count)],
             load=partial(_transpose_each, count=count) if w == "w2" else identity,
             save=partial(_transpose_each, count=count) if w == "w2" else identity,
         )
-        for w, ours in parts.items()
+        for w, part in parts.items()
     ]
     return [
         name("layers.{i}.feed_forward.gate.weight", router),
@@ -245,21 +245,21 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
-def join_shards(shards: Sequence[Weights], whole: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    """One set of tensors from the shards of several machines; `whole` has the shapes that they should have.
+def join_shards(shards: Sequence[Weights], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
+    """One set of tensors from tensor-parallel shards; `shapes` are the expected shapes.
 
-    A tensor that is whole in a shard is taken from the first shard, others are concatenated along the one
-    dimension in which they add up.
+    A replicated tensor is taken from the first shard, others are concatenated along the dimension in which their
+    sizes sum to the expected one.
     """
     keys = dict.fromkeys(key for shard in shards for key in shard)
-    return {key: _join([shard[key] for shard in shards if key in shard], whole.get(key)) for key in keys}
+    return {key: _join([shard[key] for shard in shards if key in shard], shapes.get(key)) for key in keys}
 
 
-def _join(parts: list[LazyTensor], whole: tuple[int, ...] | None) -> LazyTensor:
+def _join(parts: list[LazyTensor], expected: tuple[int, ...] | None) -> LazyTensor:
     first = parts[0]
-    if len(parts) == 1 or whole is None or first.shape == whole:
+    if len(parts) == 1 or expected is None or first.shape == expected:
         return first
-    dim = next((d for d in range(len(first.shape)) if _concatenated_shape(parts, d) == whole), 0)
+    dim = next((d for d in range(len(first.shape)) if _concatenated_shape(parts, d) == expected), 0)
 
     def release() -> None:
         for part in parts:

@@ -1,10 +1,9 @@
 """Tensors of files that torch.save wrote, read without executing anything.
 
 A pickle is a program for a stack machine (<https://docs.python.org/3/library/pickletools.html>) that may name and
-call any function. Here the standard library's unpickler, the one in Python, knows only the opcodes and names that
+call any function. The standard library's pure-Python unpickler is restricted here to the opcodes and names that
 torch writes for tensors. The names resolve to inert stand-ins: nothing that a file names is imported or called;
-everything else is refused by name. The storages' sizes are checked against the file; values are mapped when they
-are read.
+everything else is refused by name. Storage sizes are checked against the file; values are mapped when read.
 """
 
 import io
@@ -25,8 +24,8 @@ from dunes.checkpoint.mapped_file import MAX_DIMS, MappedFile, extent, shape_err
 from dunes.checkpoint.zip_archive import entries
 from dunes.plural import plural
 
-# A tensor takes about 35 opcodes and 150 bytes. The bound on steps follows from the storages that the archive
-# lists, so that a small file is refused soon; the older format lists them after the pickle.
+# A tensor takes about 35 opcodes and 150 bytes. The number of steps is bounded by that of storages in the archive,
+# so that a small file is refused soon; the older format lists them after the pickle.
 _MAX_STEPS, _STEPS_PER_FILE = 100_000, 64
 _MAX_STEPS_LEGACY = 300_000
 MAX_BYTES = 32 << 20
@@ -42,7 +41,8 @@ _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 Name = tuple[str, str]
 """A module and a name in it."""
 
-# What torch writes: MARK and STOP, numbers, texts, tuples, lists, the memo, globals, storages and calls.
+# The opcodes that torch writes: MARK, STOP, numbers, strings, tuples, lists, the memo, globals, storages and
+# calls.
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
 
 
@@ -55,7 +55,7 @@ class _StorageClass:
 
 @dataclass(frozen=True)
 class _Function:
-    """The stand-in for a function: one of ours, called with the arguments in the pickle."""
+    """The stand-in for a function: one in this module, called with the arguments in the pickle."""
 
     function: Callable[[tuple[object, ...]], object]
 
@@ -99,10 +99,10 @@ _STORAGES: dict[Name, torch.dtype] = {
 def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
     """The tensors of a file of torch.save by name, in the file's order, in either of torch's two formats.
 
-    The file holds a dict; the keys of nested dicts are joined with dots. If there is a dict under "state_dict" or
-    "model", only its tensors are returned, not those beside it (an optimizer's). Anything but tensors is left out,
-    and so are tensors in a list. Tensors may share storages: their `nbytes` may sum to more than the file.
-    Raises ValueError, on one line, that says what is refused, and where.
+    The keys of nested dicts are joined with dots. If there is a dict under "state_dict" or "model", only its
+    tensors are returned, not those beside it (an optimizer's). Other values and tensors in lists are omitted.
+    Tensors may share storages: their `nbytes` may sum to more than the file. Raises ValueError, on one line, that
+    names what is refused.
     """
     mapped = source if isinstance(source, MappedFile) else MappedFile(source)
     try:
@@ -125,18 +125,18 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
 def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
     """The function that reads a tensor. Raises ValueError if its storage is not in the file."""
     storage, size = tensor.storage, tensor.storage.dtype.itemsize
-    begin, room = places.get(storage.key, (0, -1))
-    if storage.count * size > room:
+    begin, available = places.get(storage.key, (0, -1))
+    if storage.count * size > available:
         raise ValueError(
             f"storage {quote(storage.key)} needs {plural(storage.count * size, 'byte')}; the file has "
-            f"{'none' if room < 0 else room} for it"
+            f"{'none' if available < 0 else available} for it"
         )
     begin += tensor.offset * size if 0 not in tensor.shape else 0
     return partial(mapped.tensor, begin, tensor.shape, storage.dtype, tensor.stride)
 
 
 def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """The content of a file of torch 1.6 or later, and the place of each storage in it."""
+    """The content of a file of torch 1.6 or later, and the offset and size of each storage."""
     files = entries(file, size)
     (prefix, *others) = {name.split("/")[0] for name in files} or {""}
     pickle = files.get(f"{prefix}/data.pkl")
@@ -160,7 +160,7 @@ def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
 
 
 def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """The same of a file of earlier torch: four or five pickles, then the size and values of each storage."""
+    """The same for a file of earlier torch: four or five pickles, then the size and values of each storage."""
     file.seek(0)
     unpickler = _Unpickler(file, _MAX_STEPS_LEGACY)
     if file.read(1) != b"\x80":
@@ -197,7 +197,7 @@ class _Dict(dict[object, object]):
 
 
 class _BoundedFile:
-    """A file of pickles, of which no more is read than a state dict takes."""
+    """A file of pickles whose reads are bounded."""
 
     def __init__(self, file: BinaryIO | io.BytesIO) -> None:
         self.file, self.left = file, MAX_BYTES
@@ -205,7 +205,7 @@ class _BoundedFile:
     def read(self, count: int) -> bytes:
         self.left -= count
         if count > _MAX_TEXT or self.left < 0:
-            raise ValueError(f"its pickle has more than {MAX_BYTES} bytes, or {_MAX_TEXT} in one text")
+            raise ValueError(f"its pickle has more than {MAX_BYTES} bytes, or {_MAX_TEXT} in one string")
         data = self.file.read(count)
         if len(data) < count:
             raise ValueError(_TRUNCATED)
@@ -233,10 +233,10 @@ def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
     return counted
 
 
-class _Unpickler(pickle._Unpickler):  # the one in C does not bound the memory that a few bytes request
-    """Reads the pickles of one file, one after the other; `storages` are those that they refer to.
+class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the memory that a few bytes request
+    """Reads the pickles of one file in order; `storages` are those that they refer to.
 
-    No value is compared, hashed or printed unless it is a number or a string: a few steps can build 2^n parts.
+    Only numbers and strings are compared, hashed or printed: a few steps can build a value of 2^n parts.
     """
 
     stack: list[Any]
@@ -253,7 +253,7 @@ class _Unpickler(pickle._Unpickler):  # the one in C does not bound the memory t
         try:
             value: object = self.load()
         except KeyError as error:
-            raise ValueError(f"it holds the opcode {_opcode(error.args[0])}") from None
+            raise ValueError(f"its pickle has the opcode {_opcode(error.args[0])}") from None
         except (pickle.UnpicklingError, struct.error, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"its pickle is damaged: {' '.join(str(error).split())[:200]}") from None
         if self.stack or self.metastack:
@@ -265,7 +265,7 @@ class _Unpickler(pickle._Unpickler):  # the one in C does not bound the memory t
         if (module, name) in _STORAGES:
             return _StorageClass(_STORAGES[module, name])
         if (module, name) not in _CALLS:
-            raise ValueError(f"it asks for {ascii(f'{module}.{name}')[1:-1]}")
+            raise ValueError(f"its pickle imports {ascii(f'{module}.{name}')[1:-1]}")
         return _Function(_CALLS[module, name])
 
     def persistent_load(self, pid: object) -> _Storage:
@@ -274,9 +274,9 @@ class _Unpickler(pickle._Unpickler):  # the one in C does not bound the memory t
             case ("storage", _StorageClass(dtype), str() as key, str(), int() as count, *view):
                 storage = _Storage(key, dtype, count)
             case _:
-                raise ValueError("its pickle refers to something outside that is no storage of a known type")
+                raise ValueError("its pickle refers to an object that is not a storage of a known type")
         if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
-            raise ValueError(f"storage {quote(key)} has an odd size or is part of another")
+            raise ValueError(f"storage {quote(key)} has an invalid size or is part of another")
         if self.storages.setdefault(key, storage) != storage:
             raise ValueError(f"storage {quote(key)} has two types or sizes")
         return storage
@@ -309,49 +309,49 @@ def _opcode(code: int) -> str:
 
 def _ordered(arguments: tuple[object, ...]) -> _Dict:
     if arguments:
-        raise ValueError("its pickle makes an OrderedDict of something")
+        raise ValueError("its pickle calls OrderedDict with arguments")
     return _Dict()
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    """A tensor's sizes or strides. Raises ValueError if they are anything but a few integers from 0 on."""
+    """A tensor's sizes or strides. Raises ValueError unless they are at most MAX_DIMS non-negative integers."""
     if type(values) is not tuple or len(values) > MAX_DIMS:
-        raise ValueError(f"a tensor's sizes or strides are no tuple of at most {MAX_DIMS} integers")
+        raise ValueError(f"a tensor's sizes or strides are not a tuple of at most {MAX_DIMS} integers")
     if not all(type(v) is int and v >= 0 for v in values):
-        raise ValueError("a tensor has a negative or odd size or stride")
+        raise ValueError("a tensor has a negative or invalid size or stride")
     return values
 
 
 def _size(arguments: tuple[object, ...]) -> tuple[int, ...]:
     if len(arguments) != 1:
-        raise ValueError("torch.Size is called with something else than a tuple")
+        raise ValueError("torch.Size is called with something other than a tuple")
     return _sizes(arguments[0])
 
 
 def _parameter(arguments: tuple[object, ...]) -> _Tensor:
     tensor, grad, hooks = arguments if len(arguments) == 3 else (None, None, None)
     if not isinstance(tensor, _Tensor) or type(grad) is not bool or type(hooks) is not _Dict or hooks:
-        raise ValueError("a parameter is made of something else than a tensor")
+        raise ValueError("a parameter is made from something other than a tensor")
     return tensor
 
 
 def _tensor(arguments: tuple[object, ...]) -> _Tensor:
-    """A tensor of what torch gives: storage, offset, sizes, strides, grad, no hooks and perhaps no metadata."""
+    """A tensor from the arguments that torch writes: storage, offset, sizes, strides, grad, hooks and metadata."""
     if len(arguments) not in (6, 7):
-        raise ValueError(f"a tensor is made of {plural(len(arguments), 'value')}; expected 6 or 7")
+        raise ValueError(f"a tensor has {plural(len(arguments), 'argument')}; expected 6 or 7")
     storage, offset, size, step, grad, hooks, *more = arguments
     shape, stride = _sizes(size), _sizes(step)
     if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
-        raise ValueError("a tensor has no storage, a negative or odd offset, or not one stride for each size")
-    nothing = all(v is None or (type(v) is _Dict and not v) for v in (hooks, *more))
-    if type(grad) is not bool or not nothing:
-        raise ValueError("a tensor comes with hooks or metadata")
+        raise ValueError("a tensor has no storage, an invalid offset, or not one stride for each size")
+    plain = all(v is None or (type(v) is _Dict and not v) for v in (hooks, *more))
+    if type(grad) is not bool or not plain:
+        raise ValueError("a tensor has hooks or metadata")
     if reason := shape_error(shape):
         raise ValueError(f"a tensor {reason}")
     if (count := extent(shape, stride)) and offset + count > storage.count:
         raise ValueError(f"a tensor of {shape} exceeds its storage of {plural(storage.count, 'element')}")
     if _overlaps(shape, stride):
-        raise ValueError(f"a tensor of {shape} has the strides {stride}, by which its elements overlap")
+        raise ValueError(f"a tensor of {shape} with strides {stride} has overlapping elements")
     return _Tensor(storage, offset, shape, stride)
 
 
@@ -368,27 +368,25 @@ def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _tensors_by_name(content: object) -> dict[str, _Tensor]:
     """The tensors of nested dicts, by names joined with dots."""
     if type(content) is not _Dict:
-        raise ValueError("it holds something else than a dict of tensors")
+        raise ValueError("it is not a dict of tensors")
     inner = {key: value for key in ("state_dict", "model") if type(value := content.get(key)) is _Dict}
     if len(inner) > 1:
-        raise ValueError("it has both a 'state_dict' and a 'model', so that it is not clear which is meant")
+        raise ValueError("it has both a 'state_dict' and a 'model', which is ambiguous")
     if inner and any(isinstance(value, _Tensor) for value in content.values()):
-        raise ValueError(
-            f"it has tensors beside its {next(iter(inner))!r}, so that it is not clear which are meant"
-        )
+        raise ValueError(f"it has tensors beside its {next(iter(inner))!r}, which is ambiguous")
     result: dict[str, _Tensor] = {}
     _collect(next(iter(inner.values()), content), "", _MAX_DEPTH, result, [_MAX_ITEMS])
     if not result:
-        raise ValueError("it holds no named tensor")
+        raise ValueError("it has no named tensor")
     return result
 
 
 def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]) -> None:
     left[0] -= len(values)
     if not depth or left[0] < 0:
-        raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or hold more than {_MAX_ITEMS} values")
+        raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or have more than {_MAX_ITEMS} values")
     for key, value in values.items():
-        # Truncated, since a dict may occur many times and have a long key, which is too long for a name anyway.
+        # Truncated, since a dict with a long key, which is no valid name, may occur many times.
         name = prefix + str(key)[: MAX_NAME_BYTES + 1]
         if type(value) is _Dict:
             _collect(value, f"{name}.", depth - 1, into, left)

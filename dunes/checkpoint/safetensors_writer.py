@@ -17,27 +17,27 @@ from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = 5_000_000_000
-"""Bytes in a file, as Hugging Face's tools split a model."""
+"""Bytes in a shard: the default of Hugging Face's tools."""
 
 CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 
 
 def write_tensors(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHARD) -> None:
-    """Write the tensors into one file, or into several with an index if they hold more than `shard` bytes.
+    """Write the tensors into one file, or into several with an index if they have more than `shard` bytes.
 
-    Each is read when its turn comes and released afterwards. Raises OSError if it cannot be written.
+    Tensors are read one at a time and released afterwards. Raises OSError if a file cannot be written.
     """
     shards = list(_split(weights, shard))
     if len(shards) == 1:
         _write_file(folder / single, shards[0])
         return
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for i, part in enumerate(shards, 1):
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, part)
-        where |= dict.fromkeys(part, name)
+        weight_map |= dict.fromkeys(part, name)
     total = sum(w.nbytes for w in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -54,7 +54,7 @@ def _split(weights: Weights, shard: int) -> Iterator[dict[str, LazyTensor]]:
 
 
 def _write_file(path: Path, weights: Weights) -> None:
-    # Widest dtypes first: then every tensor is aligned to its item size.
+    # Widest dtypes first, so that every tensor is aligned to its item size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,4 @@
-"""A model folder in any format that is read here, known from its headers alone."""
+"""A model folder in any supported format, read from its headers alone."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,15 +25,15 @@ SINGLE = ("model.safetensors", "pytorch_model.bin")
 ADAPTER = "adapter_config.json"
 MAX_SHARDS = 10_000
 MAX_TENSORS = 200_000
-"""A mixture of 384 experts in 60 blocks has 70,000; each takes time to make even without numbers."""
+"""A mixture of 384 experts in 60 blocks has 70,000; each takes time to create even on the meta device."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A model whose weights have not been read yet. `hf_config` is its config.json, or the equivalent of it.
 
-    `files` are the tensors by their names in the files, `names` maps these to ours, `notes` lists what had to be
-    assumed, and `card` is our dunes.json if there is one.
+    `files` are the tensors by their names in the files, `names` maps these to the model's, `notes` lists
+    assumptions, and `card` is the content of dunes.json if there is one.
     """
 
     folder: Path
@@ -51,48 +51,48 @@ class Source:
 
     @cached_property
     def config(self) -> Any:
-        """Raises ValueError for what cannot be built."""
+        """The family's config. Raises ValueError for one that cannot be built."""
         with _naming_errors(self.folder / (native.PARAMS if self.format == "native" else CONFIG)):
             return FAMILIES[self.family].from_hf(dict(self.hf_config))
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
-        """The tensors that the config describes, by our names, without values.
+        """The tensors that the config describes, by the model's names, without values.
 
-        Raises ValueError if they are far more than the files hold, before anything is built.
+        Raises ValueError, before they are built, if the files have far fewer parameters.
         """
         self._check_size(self.files.values())
         return in_memory(build_on_meta(self.family, self.config).state_dict(), self.format)
 
     def _check_size(self, files: Iterable[LazyTensor]) -> None:
-        """Raise ValueError if these files hold far less than the config describes."""
+        """Raise ValueError if these files have far fewer parameters than the config describes."""
         sizes = [prod(tensor.shape) for tensor in files]
         stored, slack = sum(sizes), 1 << 20
         try:
-            numbers, tensors = weight_counts(self.family, self.config)
+            parameters, tensors = weight_counts(self.family, self.config)
         except RuntimeError:  # torch counts the bytes of a tensor in 64 bits
             raise ValueError(
                 f"{self.folder}: the config describes a matrix of more than {1 << 63:.2e} bytes, "
-                f"the files hold {stored:.2e} parameters; one of them belongs to another model"
+                f"the files have {stored:.2e} parameters; one of them belongs to another model"
             ) from None
-        if numbers > 2 * stored + slack:
+        if parameters > 2 * stored + slack:
             raise ValueError(
-                f"{self.folder}: the config describes {numbers:.2e} parameters ({2 * numbers:.2e} bytes in "
-                f"bfloat16), the files hold {stored:.2e}; one of them belongs to another model"
+                f"{self.folder}: the config describes {parameters:.2e} parameters ({2 * parameters:.2e} bytes in "
+                f"bfloat16), the files have {stored:.2e}; one of them belongs to another model"
             )
         if self.config.depth > len(sizes) + 100 or tensors > MAX_TENSORS:
             raise ValueError(
                 f"{self.folder}: the config describes {self.config.depth:,} blocks and {tensors:,} tensors, the "
-                f"files hold {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
+                f"files have {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
             )
 
     @cached_property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference]]:
-        """The files' tensors by our names, and all that keeps them from being this model."""
+        """The files' tensors by the model's names, and their differences from this model."""
         return compare(self.expected, self.files, self.names, self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
-        """The tensors by our names. Raises ValueError that lists every difference."""
+        """The tensors by the model's names. Raises ValueError that lists every difference."""
         weights, differences = self.comparison
         if differences:
             raise ValueError(f"{self.folder}: {summarize(differences)}")
@@ -101,7 +101,7 @@ class Source:
 
 @contextmanager
 def _naming_errors(path: Path) -> Iterator[None]:
-    """Turn what is raised inside into a ValueError on one line that names the file."""
+    """Turn errors inside into a ValueError on one line that names the file."""
     try:
         yield
     except KeyError as key:
@@ -112,9 +112,9 @@ def _naming_errors(path: Path) -> Iterator[None]:
 
 
 def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Source:
-    """Open a model folder in any of the formats read here. Raises ValueError that says what was looked for.
+    """Open a model folder in any supported format. Raises ValueError that lists the file names it tried.
 
-    `renames` maps foreign names of tensors (with `{i}` for a number) to Hugging Face's.
+    `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's.
     """
     if (function := build_function_of(cards.read_card(folder), folder / cards.CARD)) is not None:
         raise ValueError(loading_hint(folder, function[0]))
@@ -160,9 +160,9 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
 def _apply_renames(
     files: dict[str, LazyTensor], renames: Mapping[str, str], folder: Path
 ) -> dict[str, LazyTensor]:
-    """The tensors under the names that a user's table gives them.
+    """The tensors renamed by a user's table.
 
-    Raises ValueError for two under one name, and for an entry of the table that matches none.
+    Raises ValueError for two tensors of one name, and for an entry of the table that matches none.
     """
     if unused := [k for k in renames if all(match_indices(k, key) is None for key in files)]:
         raise ValueError(f"{folder}: no tensor is called {unused[0]}, which the table of names has")
@@ -185,10 +185,10 @@ def _open_native(folder: Path) -> Source:
         raise ValueError(
             f"{folder}: neither output.weight nor tok_embeddings.weight is a matrix in consolidated.*"
         )
-    whole = rows[0][0] == params.get("vocab_size") or not heads
+    replicated = rows[0][0] == params.get("vocab_size") or not heads
     with _naming_errors(folder / native.PARAMS):
         tied = bool(params.get("tied_embeddings")) or not heads
-        vocab = rows[0][0] if whole else sum(shape[0] for shape in rows)
+        vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
         hf_config, notes = native.to_hf_config(params, vocab, tied)
     unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, tuple(notes))
     unnamed._check_size(w for s in shards for w in s.values())
@@ -200,7 +200,7 @@ def _open_native(folder: Path) -> Source:
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
-    """The tensors of each native file, in order. Raises ValueError if one is missing in between."""
+    """The tensors of each native file, in order. Raises ValueError if one is missing."""
     if (files := _find_weights(folder, "consolidated.safetensors")) is not None:
         return [files]
     paths = sorted([*folder.glob("consolidated.*.pth"), *folder.glob("consolidated.*.pt")])
@@ -208,12 +208,12 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
         raise ValueError(f"{folder}: no weights; looked for consolidated.safetensors and consolidated.NN.pth")
     if [path.name.split(".")[1] for path in paths] != [f"{i:02d}" for i in range(len(paths))]:
         names = ", ".join(path.name for path in paths)
-        raise ValueError(f"{folder}: a file is missing or there are two of one number: {names}")
+        raise ValueError(f"{folder}: a file is missing or a number occurs twice: {names}")
     return [tensors(path) for path in paths]
 
 
 def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
-    """The tensors in the first of these files, or of those that its index names; None if none is there."""
+    """The tensors in the first of these files, or in those that its index names; None if none exists."""
     for name in names:
         if (folder / name).exists():
             return tensors(folder / name)
@@ -225,14 +225,18 @@ def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
 def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
     """The tensors of all shards that an index names.
 
-    Raises ValueError for a name outside of the folder, for what is no plain file, and where the index
-    and the headers differ, before any number is read.
+    Raises ValueError, before any value is read, for a name outside of the folder, for anything but a plain file,
+    and if the index and the headers differ.
     """
-    where = json_file.read(index).get("weight_map")
-    if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
+    weight_map = json_file.read(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(f, str) for f in weight_map.values())
+    ):
         raise ValueError(f"{index}: 'weight_map' must name a file for each tensor")
     listed: dict[str, set[str]] = {}
-    for key, name in where.items():
+    for key, name in weight_map.items():
         listed.setdefault(name, set()).add(key)
     if len(listed) > MAX_SHARDS:
         raise ValueError(f"{index}: names {len(listed):,} files; {MAX_SHARDS:,} are the limit")
@@ -241,12 +245,14 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
     for name, path in paths.items():
         shard = tensors(path)
         if (key := min(shard.keys() ^ listed[name], default=None)) is not None:
-            reason = "is not in that file" if key in listed[name] else f"belongs to {where.get(key, 'no file')}"
-            raise ValueError(f"{path}: {header.quote(key)} {reason}, says {index.name}; fetch both again")
+            owner = weight_map.get(key, "no file")
+            missing = f"is missing, although {index.name} lists it"
+            reason = missing if key in listed[name] else f"belongs to {owner} according to {index.name}"
+            raise ValueError(f"{path}: {header.quote(key)} {reason}; fetch both again")
         files |= shard
     return files
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file, safetensors or pickle by its name."""
+    """The tensors of one file: safetensors or, for any other suffix, a pickle."""
     return header.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

@@ -1,7 +1,7 @@
-"""Training states to resume from: one folder per step, of which the newest intact one counts.
+"""Training states to resume from: one folder per step, of which the newest intact one is used.
 
-`<run>/state/step-000123/` holds tensors as safetensors and all else as JSON; a manifest with
-digests is written last, then the folder gets its name. No pickle.
+`<run>/state/step-000123/` has tensors as safetensors and everything else as JSON; a manifest with digests is
+written last, then the folder is renamed into place. No pickle.
 """
 
 import json
@@ -37,14 +37,13 @@ class Snapshot(NamedTuple):
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
     """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two.
 
-    Raises OSError if it cannot be written, and ValueError if a number in it is not finite; the states
-    that were there stand.
+    Raises OSError if it cannot be written, and ValueError if a value in it is not finite; earlier states are kept.
     """
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
     for name, tensor in copied.tensors.items():
         if tensor.is_floating_point() and not _is_finite(tensor):
-            raise ValueError(f"{folder}: not saved, since {name} holds numbers that are not finite")
+            raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
 
     def write_files(staged: Path) -> None:
         atomic.write_tensors(staged / TENSORS, copied.tensors)
@@ -71,12 +70,12 @@ def _publish(staged: Path, folder: Path) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite; by numpy, which computes in the calling thread alone.
+    """Whether all values are finite; by numpy, which computes in the calling thread alone.
 
-    PyTorch would give this thread a team of threads of its own for as long as it lives, and libgomp lets
-    all waiting threads sleep sooner once there are more of them than processors: training went 40 % slower.
+    PyTorch would start another thread pool for this thread, and libgomp lets waiting threads sleep sooner once
+    there are more of them than processors: training was 40 % slower.
     """
-    if tensor.dtype == torch.bfloat16:  # numpy has none; an exponent of ones alone is not finite
+    if tensor.dtype == torch.bfloat16:  # numpy has none; an exponent of all ones is not finite
         return bool((tensor.detach().view(torch.int16).numpy() & 0x7F80 != 0x7F80).all())
     return bool(np.isfinite(tensor.detach().numpy()).all())
 
@@ -85,7 +84,7 @@ def latest_state(run: Path, report: Report = lambda line: None) -> Path | None:
     """The newest intact state; `report` gets a line for each newer one that is damaged."""
     if not (states := _state_folders(run)):
         return None
-    with folder_lock(run / "state"):  # or another writer drops what is being looked at
+    with folder_lock(run / "state"):  # or another writer might delete the state that is being verified
         for folder in states:
             try:
                 atomic.verify_folder(folder)
@@ -104,7 +103,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The nested dict that was saved. Raises ValueError if it has another format or is damaged."""
+    """The saved nested dict. Raises ValueError if it has another format or is damaged."""
     path = folder / "state.json"
     try:
         plain = json.loads(path.read_bytes())
@@ -131,8 +130,7 @@ def _state_folders(run: Path) -> list[Path]:
 
 
 def snapshot(state: Mapping[str, Any]) -> Snapshot:
-    """Copies of all that is in a state, each tensor's path standing in its place. Raises TypeError
-    for what cannot be kept."""
+    """A copy of a state, with each tensor replaced by its path. Raises TypeError for unsupported values."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
@@ -140,7 +138,7 @@ def snapshot(state: Mapping[str, Any]) -> Snapshot:
             tensors[path] = value.detach().cpu().contiguous().clone()
             return {"tensor": path}
         if isinstance(value, Mapping):
-            # Optimizers number their parameters; JSON has text keys only.
+            # Optimizers number their parameters; JSON has string keys only.
             keys = [[k, plain(v, f"{path}.{k}" if path else str(k))] for k, v in value.items()]
             return {"dict": keys}
         if isinstance(value, (list, tuple)):
@@ -148,7 +146,7 @@ def snapshot(state: Mapping[str, Any]) -> Snapshot:
             return {type_name: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise TypeError(f"{path}: cannot keep a {type(value).__name__} in a training state")
+        raise TypeError(f"{path}: a training state cannot contain a {type(value).__name__}")
 
     return Snapshot(tensors, plain(state, ""))
 

@@ -13,11 +13,11 @@ HEADS = ("lm_head.weight", "output.weight")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 8
 KINDS = ("shape", "dtype", "missing", "unexpected", "duplicate", "head")
-"""In the order in which they are listed."""
+"""The kinds of differences, in the order in which they are listed."""
 
 
 class Difference(NamedTuple):
-    """A tensor by the name that it has, or should have, in the files, and how it differs: one of `KINDS`."""
+    """A difference in a tensor, by its name in the files; `kind` is one of `KINDS`."""
 
     kind: str
     name: str
@@ -33,16 +33,16 @@ class Difference(NamedTuple):
 
 
 class _FileTensor(NamedTuple):
-    """A tensor as files may hold it: its shape, and the names of our tensors in it."""
+    """A tensor as files may store it: its shape, and the names of the model's tensors in it."""
 
     shape: tuple[int, ...]
-    ours: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 def compare(
     expected: Weights, files: Weights, names: Names, ignored: Sequence[str]
 ) -> tuple[dict[str, LazyTensor], list[Difference]]:
-    """The files' tensors by our names, and every difference from what is expected under our names."""
+    """The files' tensors by the model's names, and every difference from the expected ones."""
     files = {k: w for k, w in files.items() if not any(match_indices(t, k) is not None for t in ignored)}
     heads = {k: files.pop(k) for k in HEADS if k in files and HEAD not in expected}
     file_tensors = _file_tensors(expected, names)
@@ -61,7 +61,7 @@ def compare(
 
 
 def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
-    """The tensors that the files may hold, by every name that each may have there."""
+    """The tensors that the files may have, by every name that each may have there."""
     file_tensors: dict[str, _FileTensor] = {}
     for rule in names:
         for name, tensor in (_stacks if rule.stacked else _separate)(expected, rule).items():
@@ -78,29 +78,29 @@ def _separate(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
 
 def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
     """The stacks of experts that a rule describes."""
-    ours: dict[str, list[str]] = {}
+    stacks: dict[str, list[str]] = {}
     for key in expected:
         for indices in (match_indices(part, key) for part in rule.ours):
             if indices is not None:
-                ours.setdefault(substitute(rule.theirs, indices), []).append(key)
+                stacks.setdefault(substitute(rule.theirs, indices), []).append(key)
     parts = len(rule.ours)
-    shapes = {k: expected[keys[0]].shape for k, keys in ours.items()}
+    shapes = {k: expected[keys[0]].shape for k, keys in stacks.items()}
     return {
         k: _FileTensor((len(keys) // parts, parts * shapes[k][0], *shapes[k][1:]), tuple(keys))
-        for k, keys in ours.items()
+        for k, keys in stacks.items()
     }
 
 
 def _difference(
     name: str, tensor: LazyTensor, wanted: _FileTensor | None, sources: dict[str, str]
 ) -> Difference | None:
-    """How a tensor of the files differs from the wanted one; `sources` maps our names to tensors seen so far."""
+    """The difference of a tensor from the wanted one; `sources` maps the model's names to tensors seen so far."""
     if wanted is None:
         return Difference("unexpected", name, "nothing", str(tensor.shape))
-    first = next((sources[key] for key in wanted.ours if key in sources), None)
+    first = next((sources[key] for key in wanted.names if key in sources), None)
     if first is not None:
         return Difference("duplicate", name, "one of its own", f"the same weight as {first}")
-    sources |= dict.fromkeys(wanted.ours, name)
+    sources |= dict.fromkeys(wanted.names, name)
     if tensor.shape != wanted.shape:
         return Difference("shape", name, str(wanted.shape), str(tensor.shape))
     if tensor.dtype not in FLOATS:
@@ -112,14 +112,14 @@ def _missing(file_tensors: Mapping[str, _FileTensor], keys: Sequence[str]) -> It
     """The tensors that are missing, by the first of the names that each may have."""
     names: dict[str, str] = {}
     for name, wanted in file_tensors.items():
-        for key in wanted.ours:
+        for key in wanted.names:
             names.setdefault(key, name)
     for name in dict.fromkeys(names[key] for key in keys):
         yield Difference("missing", name, str(file_tensors[name].shape), "nothing")
 
 
 def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) -> Difference | None:
-    """The files of a tied model may hold the head as well, if it equals the embedding."""
+    """The files of a tied model may also have the head, if it equals the embedding."""
     if embedding is None:
         return None
     same = head.shape == embedding.shape and torch.equal(head.read(), embedding.read())
@@ -131,7 +131,7 @@ def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) 
 
 
 def summarize(differences: Sequence[Difference]) -> str:
-    """The differences on one line: the first of each kind and a few more, and how many others there are."""
+    """The differences on one line: the first of each kind, a few more, and the number of the others."""
     firsts = {d.kind: d for d in reversed(differences)}
     shown = list(dict.fromkeys([*reversed(firsts.values()), *differences]))[:SHOWN]
     more = len(differences) - len(shown)

@@ -1,4 +1,4 @@
-"""Verify that two folders hold the same model, by logits; no more than part of a matrix is in memory at a time."""
+"""Verify by logits that two folders have the same model, with only part of a matrix in memory at a time."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,7 +26,7 @@ Tick = Callable[[int], None]
 
 PROMPTS, TOKENS = 2, 16
 EXACT = 1e-4
-"""Tolerance, relative to the logits: more than another order of the same float32 operations changes them by."""
+"""Tolerance relative to the logits: reordering float32 operations changes them by less."""
 ROUNDED = 32
 """In units of a narrower dtype's epsilon: rounding every weight changes the logits by less than that."""
 BLOCK = 1 << 24
@@ -35,10 +35,10 @@ BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Verification:
-    """How the logits of source and result differ, in float32; `size` is the root mean square of the source's.
+    """The difference between the logits of source and result, in float32; `size` is the source's RMS.
 
     `agree` is the share of positions with the same top-1 token. If the weights were rounded, `largest_difference`
-    is from the source with its weights rounded alike, and `rounding` is the one from the source itself.
+    is relative to the source with its weights rounded alike, and `rounding` to the source itself.
     """
 
     largest_difference: float
@@ -53,7 +53,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """A comparison that passed in one phrase: how far the result is from the source, with rounding."""
+        """A short description of a comparison that passed."""
         largest = max(self.largest_difference, self.rounding or 0.0)
         return f"equal within rounding: {largest / (self.size or 1.0):.1e} relative" if largest else "equal"
 
@@ -75,10 +75,10 @@ def verify(
     """Compare two models; the result's weights were rounded to `dtype` if that is given.
 
     `tick` is called with the bytes of each tensor after its use. Raises ValueError if they differ by more than
-    another order of operations explains, or more than rounding explains.
+    reordered operations or rounding explain.
     """
     if result.config != source.config:
-        raise ValueError(f"{source.folder}: the result's config reads {result.config}, not {source.config}")
+        raise ValueError(f"{source.folder}: the result's config is {result.config}, not {source.config}")
     after, plain = source_logits(result, tick), source_logits(source, tick)
     before = plain if dtype is None else source_logits(replace(source, files=cast(source.files, dtype)), tick)
     agree = float((after.argmax(-1) == plain.argmax(-1)).float().mean())
@@ -122,8 +122,8 @@ class UnmergedLogits:
     def verify(self, result: Source) -> Verification:
         """Compare with the merged model in a folder.
 
-        Raises ValueError if merging, or what was written, differs by more than another order of operations
-        explains, or more than rounding explains.
+        Raises ValueError if merging or the written model differs by more than reordered operations or rounding
+        explain.
         """
         after = source_logits(result)
         largest = max(float((a - b).abs().max()) for a, b in ((self.exact, self.plain), (after, self.rounded)))
@@ -140,26 +140,26 @@ def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | No
 
     With `merged`, the active adapter is merged, and all weights are rounded to that dtype.
     """
-    twin = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
-    assert isinstance(twin, Decoder)
-    dtype, vocab = merged or torch.float32, sides(twin.embed.token)[0]
-    if twin.head is None:
-        twin.head = _LazyLinear(_parameters_of(twin.embed.token, dtype))
-    for place in list(tree.places(twin)):
+    copy = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
+    assert isinstance(copy, Decoder)
+    dtype, vocab = merged or torch.float32, sides(copy.embed.token)[0]
+    if copy.head is None:
+        copy.head = _LazyLinear(_parameters_of(copy.embed.token, dtype))
+    for place in list(tree.places(copy)):
         inner = tree.innermost(place.module)
         if merged is not None and isinstance(place.module, Adapted):
             lazy = _LazyEmbedding if is_embedding(inner) else _LazyLinear
             setattr(place.parent, place.key, lazy(_parameters_of(place.module, dtype)))
         elif isinstance(inner, Quantized):
-            tree.replace(twin, [place.name], lambda m: _LazyLinear(_parameters_of(m, dtype)), reach="inner")
-    _make_lazy(twin, cast(in_memory(twin.state_dict()), dtype))
+            tree.replace(copy, [place.name], lambda m: _LazyLinear(_parameters_of(m, dtype)), reach="inner")
+    _make_lazy(copy, cast(in_memory(copy.state_dict()), dtype))
     with torch.no_grad():
-        result: Tensor = twin(_prompts(vocab, context_length))
+        result: Tensor = copy(_prompts(vocab, context_length))
     return result
 
 
 def _parameters_of(module: nn.Module, dtype: torch.dtype) -> Weights:
-    """Weight and bias of a linear map or an embedding, with the active adapter merged into them."""
+    """Weight and bias of a linear layer or an embedding, with the active adapter merged."""
     adapter = module.active_adapter if isinstance(module, Adapted) else None
     updated = None if adapter is None else partial(adapter.updated, tree.innermost(module))
 
@@ -176,7 +176,7 @@ def _parameters_of(module: nn.Module, dtype: torch.dtype) -> Weights:
 def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     """Logits (PROMPTS, TOKENS, V) of the fixed prompts, with part of one matrix in memory at a time.
 
-    A native model runs as its own code runs it: weights in their order, rotary positions on adjacent pairs.
+    A native model runs as in its original code: weights in file order, rotary positions on adjacent pairs.
     """
     model = build_on_meta(source.family, source.config).eval()
     names = source.names
@@ -202,7 +202,7 @@ def _prompts(vocab: int, context_length: int) -> Tensor:
 
 
 def _make_lazy(model: nn.Module, weights: Weights) -> None:
-    """Replace linear maps and embeddings by modules that read their weights at each use, and fill all others."""
+    """Replace linear layers and embeddings by modules that read their weights at each use; load all others."""
     for place, module in list(model.named_modules()):
         parameters = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
         if isinstance(module, nn.Linear | nn.Embedding):

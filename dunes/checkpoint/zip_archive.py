@@ -1,7 +1,7 @@
-"""The places of the files in an uncompressed zip archive, so that they can be mapped.
+"""The offsets of the files in an uncompressed zip archive, so that they can be mapped.
 
-`zipfile` reads the directory. It accepts what two programs could read differently (bytes before or after the
-archive, a file's own header that contradicts the directory): that is refused here.
+`zipfile` reads the directory. It accepts ambiguous archives (bytes before or after the archive, a file header that
+contradicts the directory), which are refused here.
 """
 
 import zipfile
@@ -15,7 +15,7 @@ _DIRECTORY = 32 << 20
 
 
 class _Bounded:
-    """A file whose reads are bounded: zipfile reads as much as the archive claims its directory to have."""
+    """A file whose reads are bounded: zipfile trusts the size of the directory in the archive."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
@@ -27,10 +27,10 @@ class _Bounded:
 
 
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
-    """The first byte and the length of each file of an archive of `size` bytes, by name.
+    """The offset and the length of each file of an archive of `size` bytes, by name.
 
-    Raises ValueError unless every file is stored (neither compressed nor encrypted), lies before the directory and
-    overlaps no other; names must be unique and relative.
+    Raises ValueError unless every file is stored (neither compressed nor encrypted), before the directory and
+    without overlap; names must be unique and relative.
     """
     file.seek(max(size - 22, 0))
     if not (tail := file.read(22)).startswith(_END) or tail[20:] != b"\0\0":
@@ -40,7 +40,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     end = 0
     try:
         with zipfile.ZipFile(cast(BinaryIO, _Bounded(file))) as archive:
-            # In the order of the file, so that no byte is read twice, however many names it has.
+            # In file order, so that no byte is read twice.
             infos, directory = sorted(archive.infolist(), key=lambda i: i.header_offset), archive.start_dir
             counts = {int.from_bytes(tail[i : i + 2], "little") for i in (8, 10)}
             if not counts <= {len(infos), 0xFFFF} or (infos and infos[0].header_offset):
@@ -63,7 +63,7 @@ def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
     name = info.filename
     plain = info.orig_filename.isprintable() and "\\" not in name and len(name.encode()) <= 1024
     if not plain or any(part in ("", ".", "..") for part in info.orig_filename.split("/")):
-        raise ValueError(f"the archive holds a file named {info.orig_filename[:80]!a}")
+        raise ValueError(f"the archive has a file named {info.orig_filename[:80]!a}")
     if info.compress_type or info.flag_bits & ~_FLAGS or info.compress_size != info.file_size:
         raise ValueError(f"{name!a} is compressed or encrypted (flags {info.flag_bits:#x})")
     file.seek(info.header_offset)

@@ -1,1 +1,1 @@
-"""dunes <verb>: parses, calls, prints. No logic of its own."""
+"""The `dunes` command: parses arguments, calls the library, prints results."""

@@ -1,4 +1,4 @@
-"""`dunes augment ...`: one command for each change from folder to folder."""
+"""`dunes augment ...`: one command per modification, each from folder to folder."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
@@ -30,11 +30,11 @@ def merge(
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.merge import merge as run
+    from dunes.runs.merge import merge as merge_adapter
     from dunes.text import templates
 
-    rounded = None if dtype is None else getattr(torch, dtype)
-    report = run(checkpoint.locate_model(model).folder, out, into, rounded, any_base)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    report = merge_adapter(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base)
     for line in report.lines():
         print(line)
     loaded = checkpoint.load(out)

@@ -1,4 +1,4 @@
-"""`dunes bench ...`: one command for each registered benchmark, and those that look at what was measured."""
+"""`dunes bench ...`: one command per registered benchmark, and commands that compare and plot the results."""
 
 import json
 import sys
@@ -19,21 +19,21 @@ Example: dunes bench train --size 1m 3m"""
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document instead of text.")]
 
 
-def _print(words: Callable[[], None], record: Any, as_json: bool) -> None:
+def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
     """Print the record as JSON, or as text."""
     if as_json:
         print(json.dumps(record))
     else:
-        words()
+        print_text()
 
 
 def commands() -> dict[str, Callable[..., Any]]:
     """The commands below `dunes bench`."""
-    rest: dict[str, Callable[..., Any]] = {"memory": memory, "compare": compare, "plot": plot, "report": report}
-    return {name: _named(name, b.about) for name, b in BENCHMARKS.items()} | rest
+    others: dict[str, Callable[..., Any]] = {"memory": memory, "compare": compare, "plot": plot, "report": report}
+    return {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()} | others
 
 
-def _named(name: str, about: str) -> Callable[..., int]:
+def _benchmark_command(name: str, about: str) -> Callable[..., int]:
     """The command of one benchmark."""
 
     def command(
@@ -49,14 +49,14 @@ def _named(name: str, about: str) -> Callable[..., int]:
         if not by_module and picture:
             raise ValueError("--picture needs --by-module; plot measurements with dunes bench plot FILE")
         if by_module and (rounds is not None or out):
-            raise ValueError("--by-module profiles one run, which has no --rounds and no --out")
+            raise ValueError("--by-module profiles a single run; omit --rounds and --out")
         if by_module:
             return _by_module(name, model, picture, as_json)
         return _race(name, model, 10 if rounds is None else rounds, out, as_json)
 
     command.__doc__ = f"""{about}
 
-    Several models, sizes, batch sizes, ... are timed in turn in one run.
+    Several models, sizes, batch sizes, ... are timed in alternation in one run.
 
     Example: dunes bench {name} --size 1m 3m 10m
 
@@ -64,7 +64,7 @@ def _named(name: str, about: str) -> Callable[..., int]:
         rounds: Number of timed rounds.
         out: Output file for all measurements, .jsonl.
         by_module: Profile one run instead, by module and by operation.
-        picture: Output file for a flame graph of that, .svg or .png.
+        picture: Output file for a flame graph of the profile, .svg or .png.
     """
     return command
 
@@ -84,14 +84,16 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
         if not file.exists():
             raise
         laps = rows.read_rows(file)
-        print("interrupted; what was measured until then:", file=sys.stderr)
+        print("interrupted; results so far:", file=sys.stderr)
     results = run.summaries(laps)
 
-    def words() -> None:
+    def print_text() -> None:
         table.print_summary(results)
-        print(f"all laps: {file}   compare: dunes bench compare {file} OTHER   draw: dunes bench plot {file}")
+        print(
+            f"all measurements: {file}   compare: dunes bench compare {file} OTHER   plot: dunes bench plot {file}"
+        )
 
-    _print(words, {"file": str(file), "results": results}, as_json)
+    _print(print_text, {"file": str(file), "results": results}, as_json)
     return status
 
 
@@ -102,11 +104,13 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
     from dunes.bench import plot as plots
     from dunes.bench.profile_modules import profile_work
 
-    found = run.cases(name, request)
-    if len(found) > 1:
-        raise ValueError(f"--by-module looks into one run, and these are {len(found)}; give each option one value")
-    torch.set_num_threads(found[0].setting.threads)
-    work = BENCHMARKS[name].make(found[0].subject, found[0].setting)
+    cases = run.cases(name, request)
+    if len(cases) > 1:
+        raise ValueError(
+            f"--by-module profiles one setting, and these are {len(cases)}; give each option one value"
+        )
+    torch.set_num_threads(cases[0].setting.threads)
+    work = BENCHMARKS[name].make(cases[0].subject, cases[0].setting)
     if work.model is None:
         raise ValueError(f"--by-module: dunes bench {name} runs no model")
     report, overhead = profile_work(work)
@@ -129,14 +133,14 @@ def compare(
 
     Args:
         a: A file written by `dunes bench`.
-        b: Another one: after a change, or from another machine.
+        b: Another such file: after a change, or from another machine.
         confidence: Confidence level of the intervals.
     """
     from dunes.bench import rows, table
-    from dunes.bench.compare import compare as compared
+    from dunes.bench.compare import compare as compare_rows
 
-    found = compared(rows.read_rows(a), rows.read_rows(b), confidence)
-    _print(lambda: table.print_comparison(found, confidence), found.record(), as_json)
+    comparison = compare_rows(rows.read_rows(a), rows.read_rows(b), confidence)
+    _print(lambda: table.print_comparison(comparison, confidence), comparison.record(), as_json)
     return 0
 
 
@@ -164,12 +168,12 @@ def plot(
     if not paths:
         raise ValueError("nothing to plot; pass files of measurements or folders of training runs")
     laps = [row for p in paths if not p.is_dir() for row in rows.read_rows(p)]
-    kinds = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
-    drawn = [path for kind in kinds.values() for path in plots.draw_all(kind, out)]
+    by_benchmark = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
+    plotted = [path for rows_of_one in by_benchmark.values() for path in plots.draw_all(rows_of_one, out)]
     if runs := {str(p): read_metrics(p / METRICS) for p in paths if p.is_dir()}:
-        drawn.append(out / "loss.svg")
-        plots.save_plot(plots.losses(runs, over), drawn[-1])
-    names = [str(path) for path in drawn]
+        plotted.append(out / "loss.svg")
+        plots.save_plot(plots.losses(runs, over), plotted[-1])
+    names = [str(path) for path in plotted]
     _print(lambda: print("\n".join(names)), {"pictures": names}, as_json)
     return 0
 
@@ -202,39 +206,39 @@ def memory(
 ) -> int:
     """Estimate the memory of a training step, by kind of tensor, module and phase.
 
-    The step runs on fake tensors and allocates nothing. Several values of an option are shown side by side.
+    The step runs on fake tensors and allocates nothing. Options with several values are compared.
 
     Example: dunes bench memory --size 40m --batch 8 16 --check
 
     Args:
         checkpointing: With activation checkpointing of each block.
         inference: A prompt and one generated token instead of a training step.
-        check: Also run the step, and report what it and the process allocated.
+        check: Also run the step, and report the memory that it and the process allocated.
         picture: Output file for a plot of the memory over the step, .svg or .png (of the first setting).
     """
-    from dunes.bench import memory as measured
+    from dunes.bench import memory as estimator
     from dunes.bench import plot as plots
     from dunes.bench import run, table
 
-    usual = {"batches": model.batches or (16,), "dtypes": model.dtypes or ("float32",), "threads": (1,)}
-    wanted = run.subjects_with_settings("prefill" if inference else "train", Request(**vars(model) | usual))
-    found = [measured.estimate_memory(*pair, checkpointing, inference) for pair in wanted]
-    truths = [f.measure() if check else None for f in found]
+    defaults = {"batches": model.batches or (16,), "dtypes": model.dtypes or ("float32",), "threads": (1,)}
+    wanted = run.subjects_with_settings("prefill" if inference else "train", Request(**vars(model) | defaults))
+    estimates = [estimator.estimate_memory(*pair, checkpointing, inference) for pair in wanted]
+    measurements = [e.measure() if check else None for e in estimates]
 
-    def words() -> None:
-        if len(found) == 1:
-            table.print_memory(found[0].log)
+    def print_text() -> None:
+        if len(estimates) == 1:
+            table.print_memory(estimates[0].log)
             print()
-        table.print_estimates(found, truths)
+        table.print_estimates(estimates, measurements)
 
     if picture:
-        plots.save_plot(plots.memory(found[0].log), picture)
-    _print(words, {"results": [f.record(t) for f, t in zip(found, truths, strict=True)]}, as_json)
+        plots.save_plot(plots.memory(estimates[0].log), picture)
+    _print(print_text, {"results": [e.record(m) for e, m in zip(estimates, measurements, strict=True)]}, as_json)
     return 0
 
 
 def prepare() -> None:
-    """Memory and denormal numbers as `dunes train` has them."""
+    """Set memory and denormals as `dunes train` does."""
     from dunes import measure
 
     measure.keep_freed_memory()

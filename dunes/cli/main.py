@@ -1,4 +1,4 @@
-"""The command. Torch is loaded by the verb that needs it, so that help comes at once."""
+"""The command line. Verbs import torch themselves, so that help is fast."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ ABOUT = "Build, train, change and use small transformers on your own machine. --
 
 
 def main() -> None:
-    """Run the command line; exit with 2 and one line for a user's mistake."""
+    """Run the command line; a user error exits with 2 and prints one line."""
     exit_with(_main, "dunes")
 
 
@@ -44,11 +44,11 @@ def _main() -> int:
 
 
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
-    """Exit with what `work` returns (None: 0); with 2 and one line for a user's mistake, with 130 after Ctrl-C."""
+    """Exit with the status that `work` returns (None: 0); 2 and one line for a user error, 130 after Ctrl-C."""
     try:
         status = work() or 0
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has enough, as head does
+    except BrokenPipeError:  # the reader closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
@@ -62,12 +62,12 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
 
 
 def version() -> str:
-    """The releases of dunes, torch and Python."""
+    """The versions of dunes, torch and Python."""
     return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
 
 
 def _show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
-    """A warning on a line of its own, without its place in our code."""
+    """Print a warning in one line, without its source location."""
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""A recipe as a command: its arguments, its usage, and a user's mistake on one line."""
+"""Run a recipe from the command line: arguments, usage, and one line for a user error."""
 
 import sys
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from dunes.cli.main import exit_with
 
 
 def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:
-    """Call `main` with the arguments of the command line, and exit with what it returns (None: 0).
+    """Call `main` with the command-line arguments, and exit with the status it returns (None: 0).
 
-    The line of `doc` that begins with "python" names the arguments, those in brackets may be left out. Another
-    number of them prints that line and exits with 2; -h prints all of `doc`.
+    The line of `doc` that begins with "python" names the arguments; those in brackets are optional. A wrong
+    number of arguments prints that line and exits with 2; -h prints `doc`.
     """
     usage = next(line.strip() for line in doc.split("\n") if line.strip().startswith("python "))
     given, (_, program, *names) = sys.argv[1:], usage.split()

@@ -1,4 +1,4 @@
-"""The verbs. Each docstring is the verb's help; each body imports what it needs."""
+"""The verbs. Docstrings are shown by -h; imports are inside the functions, so that help is fast."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def _run(
     options: RunOptions,
     **more: int,
 ) -> int:
-    """Start a run. `asked` are the options on the command line, even those at their defaults."""
+    """Start a run. `asked` are the options set on the command line, even to their defaults."""
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.runs.progress import Display
@@ -109,7 +109,7 @@ def generate(
 
     Args:
         model: A model folder, or a model name on the Hub.
-        prompt: The text to continue; without one a new document begins.
+        prompt: The text to continue; without one, a new document is generated.
     """
     from dunes import checkpoint, measure
     from dunes.plural import plural
@@ -143,8 +143,8 @@ def chat(
 
     Args:
         model: A model folder, an adapter folder, or a model name on the Hub.
-        message: One question, answered once; without it a conversation, or a question or a command in each
-            line of standard input, with an empty line between answers.
+        message: A single question. Without it, chat interactively, or answer each line of standard input, with
+            an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
         system: System prompt.
     """
@@ -209,7 +209,9 @@ def complete(
 
 def evaluate(
     model: Model,
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", "the validation split")] = (),
+    sources: Annotated[
+        tuple[str, ...], tyro.conf.Positional, flag("SOURCE", "the validation split of the model's training")
+    ] = (),
     *,
     text_field: Annotated[tuple[str, ...], flag("FIELD", "as in training")] = (),
     follow_links: bool = False,
@@ -227,7 +229,7 @@ def evaluate(
 
     Args:
         model: A model folder, or a model name on the Hub.
-        sources: Files and folders to evaluate on; by default the validation split of the model's training.
+        sources: Files and folders to evaluate on.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
         follow_links: Follow symbolic links that lead outside the sources.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
@@ -240,8 +242,8 @@ def evaluate(
         _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
     of_tasks = {"task-folder": task_folder, "limit": limit, "out": out}
-    if idle := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
-        raise ValueError(f"{idle[0]} applies to tasks; select them with --tasks")
+    if unused := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
+        raise ValueError(f"{unused[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
     from dunes.plural import plural
     from dunes.runs.score import score_folder
@@ -260,7 +262,7 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
     from dunes.runs.tasks import run_tasks, table
 
     if sources:
-        raise ValueError(f"{sources[0]}: tasks bring their own text; omit the sources, or --tasks")
+        raise ValueError(f"{sources[0]}: tasks use their own text; omit the sources, or --tasks")
     results = run_tasks(checkpoint.locate_model(model).folder, names, Display(), **options)
     print("\n".join(table(results)))
     print(f"full results: {options['out'] or 'save them with --out FILE.json'}")
@@ -278,7 +280,7 @@ def inspect(model: Model, values: bool = False) -> int:
         values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
     """
     from dunes import checkpoint
-    from dunes.checkpoint import inspect as look
+    from dunes.checkpoint import inspect as inspection
     from dunes.checkpoint.folder import readable_folder
     from dunes.checkpoint.loading import describe_adapter, is_adapter
     from dunes.checkpoint.source import open_source
@@ -289,10 +291,10 @@ def inspect(model: Model, values: bool = False) -> int:
         print("\n".join(lines))
         return 0 if reason is None else 1
     source = open_source(readable_folder(folder))
-    verdict = look.judge(source)
-    for line in look.describe_folder(source, verdict):
+    verdict = inspection.judge(source)
+    for line in inspection.describe_folder(source, verdict):
         print(line)
-    odd = list(look.odd_values(source.files)) if values else []
+    odd = list(inspection.odd_values(source.files)) if values else []
     for line in odd:
         print(f"values      {line}")
     if values and not odd:
@@ -354,16 +356,16 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.runs.progress import Display
     from dunes.units import format_seconds
 
-    found = checkpoint.locate_model(model, verify=True)
-    source = open_verified_source(found.folder, None if names is None else read_name_table(names), math.inf)
-    kind, start = None if dtype is None else getattr(torch, dtype), monotonic()
+    location = checkpoint.locate_model(model, verify=True)
+    source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
+    torch_dtype, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
 
         def show(what: str, share: float) -> None:
             left = (monotonic() - start) * (1 / share - 1)
             display.state(f"{what}, {format_seconds(round(left))} left", share)
 
-        verified = convert(source, out, dtype=kind, facts=found.origin, show=show)
+        verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=show)
     print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {out} "..."')
 

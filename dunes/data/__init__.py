@@ -1,4 +1,4 @@
-"""Where batches come from: files and folders, shards of tokens, windows over them."""
+"""Data for training: files and folders, shards of tokens, windows, batches."""
 
 from dunes.data.document import Document
 from dunes.data.examples import (

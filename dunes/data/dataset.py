@@ -15,11 +15,11 @@ from dunes.text.templates import Turn
 def read_dataset(
     source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
 ) -> tuple[list[Records], list[str]]:
-    """The records in a file, or in all files below a folder, and lines that tell what was read and skipped.
+    """The records in a file, or in all files below a folder, and lines that report read and skipped files.
 
-    A file of plain text is one record; .gitignore, binaries, links and duplicates as in `collect_corpus`.
-    Raises ValueError that names the file, and the line or row, for records that cannot be read, and if there is
-    nothing to read.
+    A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
+    `collect_corpus`. Raises ValueError that names the file, and the line or row, for invalid records, and if there
+    are none.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
@@ -46,5 +46,5 @@ def read_dataset(
 
 
 def _has_records(file: SourceFile) -> bool:
-    """Whether to read a file as records; a .json file that the user names is refused where it holds none."""
+    """Whether to read a file as records; a .json file that the user names must have records."""
     return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))

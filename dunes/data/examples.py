@@ -1,7 +1,6 @@
-"""Finetuning examples: files of records to conversations, and these to ids with a loss mask over the answers.
+"""Finetuning examples: from records to conversations, and from these to ids with a loss mask over the answers.
 
-The format of a file is detected from its first row, and a bad row is an error that names it: a record that is
-guessed at or passed over teaches something else than its writer meant.
+The format of a file is detected from its first row. An invalid row is an error that names it, never a guess.
 """
 
 import json
@@ -27,15 +26,15 @@ ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-"""The role of a message, by the names that OpenAI's and ShareGPT's files have for it."""
+"""The role of a message by its names in the formats of OpenAI and ShareGPT."""
 
-ASKS_TOOLS = ("tools", "functions", "tool_calls", "function_call")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a file as a conversation; `place` is file and line or row, `format` a key of RECORD_FORMATS."""
+    """A row of a file as a conversation; `place` is its file and line or row, `format` a key of RECORD_FORMATS."""
 
     turns: Conversation
     place: str
@@ -44,7 +43,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Records:
-    """What a file holds. `format` is a key of RECORD_FORMATS, `blank` counts rows without text."""
+    """The records of a file. `format` is a key of RECORD_FORMATS, `blank` counts rows without text."""
 
     path: Path
     format: str
@@ -62,7 +61,7 @@ class Records:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """A format of records: its name for people, the keys that it is recognised by, and how a row is read."""
+    """A format of records: its description, the keys that identify it, and the function that reads a row."""
 
     description: str
     keys: tuple[str, ...]
@@ -71,9 +70,9 @@ class RecordFormat:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
-    """`ids` (T,) int32, and `loss_mask` (T,) bool: which of them are targets. `place` is where it came from.
+    """`ids` (T,) int32, and `loss_mask` (T,) bool: which of them are targets. `place` is the record's.
 
-    `window_index` counts the windows of a plain text, which share their ends; None for a conversation.
+    `window_index` counts the windows of a plain text, which overlap by one id; None for a conversation.
     """
 
     ids: NDArray[np.int32]
@@ -86,10 +85,10 @@ class Example:
 
 
 def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
-    """The records of a JSON list, of a file with one JSON object a line, gzipped or not, or of a parquet file.
+    """The records of a JSON list, a JSON lines file, gzipped or not, or a parquet file.
 
-    With `fields` only these are read, as plain text. Raises ValueError that names the file, the line or row, what
-    was expected and what was found.
+    With `fields`, only these are read, as plain text. Raises ValueError that names the file, the line or row, the
+    expected value and the actual one.
     """
     path = Path(path)
     if fields:
@@ -105,32 +104,32 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
 
 
 def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """The place and the text of each record, empty if it has none: of these fields, or of a known format.
+    """The place and the text (maybe empty) of each record, from these fields or of a known format.
 
     Raises ValueError like `read_records`, and if no record has text.
     """
-    take: Callable[[Any], str] | None = None
-    some, seen = False, ""
+    read_text: Callable[[Any], str] | None = None
+    has_text, keys = False, ""
     for place, row in rows(path, fields):
-        if take is None:
-            _, take = _with_place(place, lambda row=row: text_reader(row, fields))  # type: ignore[misc]
-            seen = _keys(row)
-        text = _with_place(place, lambda take=take, row=row: take(row))  # type: ignore[misc]
-        some = some or bool(text)
+        if read_text is None:
+            _, read_text = _with_place(place, lambda row=row: text_reader(row, fields))  # type: ignore[misc]
+            keys = _keys(row)
+        text = _with_place(place, lambda read_text=read_text, row=row: read_text(row))  # type: ignore[misc]
+        has_text = has_text or bool(text)
         yield place, text
-    if take is None:
+    if read_text is None:
         raise ValueError(f"{path}: {NO_RECORDS}")
-    if not some:
+    if not has_text:
         expected = f"text in {_listed(fields)}" if fields else "records with text"
-        raise ValueError(f"{path}: expected {expected}, found {seen}; {NAME_FIELD}")
+        raise ValueError(f"{path}: expected {expected}, found {keys}; {NAME_FIELD}")
 
 
-NAME_FIELD = "name what to read with --text-field"
-NO_RECORDS = "no records; expected a JSON list, or one JSON object a line"
+NAME_FIELD = "name the field to read with --text-field"
+NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 
 
 def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:
-    """What is taken as text from a file with this first row, in words, and the function that takes it from a row.
+    """A description of the text in a file with this first row, and the function that reads the text of a row.
 
     Several fields, and the turns of a conversation, are joined with a blank line. Raises ValueError for a row of
     an unknown format.
@@ -206,9 +205,9 @@ def _read(name: str, row: Any) -> Conversation:
 
 
 def _without_tools(row: dict[str, Any]) -> None:
-    used = [key for key in ASKS_TOOLS if row.get(key)]
+    used = [key for key in TOOL_KEYS if row.get(key)]
     if used:
-        raise ValueError(f"{used[0]}: calls of tools are not supported; write them as text, or leave the row out")
+        raise ValueError(f"{used[0]}: tool calls are not supported; write them as text, or leave the row out")
 
 
 def _text(row: dict[str, Any], key: str, default: str | None = None) -> str:
@@ -217,7 +216,7 @@ def _text(row: dict[str, Any], key: str, default: str | None = None) -> str:
     if value is None and default is not None:
         return default
     if not isinstance(value, str):
-        raise ValueError(f"{key}: expected a text, found {_type(value)}")
+        raise ValueError(f"{key}: expected a string, found {_type(value)}")
     return _encodable(key, value)
 
 
@@ -225,12 +224,12 @@ def _encodable(key: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{key}: half of a surrogate pair at character {error.start}") from None
+        raise ValueError(f"{key}: lone surrogate at character {error.start}") from None
     return text
 
 
 def _type(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}.get(
+    return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}.get(
         type(value), "a number"
     )
 
@@ -248,26 +247,27 @@ def _messages(row: dict[str, Any]) -> Conversation:
     return tuple(_message(m, f"message {i}") for i, m in enumerate(_list(row, "messages"), 1))
 
 
-def _message(found: Any, place: str, role: str = "role", content: str = "content") -> Turn:
-    if not isinstance(found, dict):
-        raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(found)}")
-    return _with_place(place, lambda: Turn(_role(found, role), _content(found, content), "", _weight(found)))  # type: ignore[no-any-return]
+def _message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
+    if not isinstance(message, dict):
+        raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(message)}")
+    make = lambda: Turn(_role(message, role), _content(message, content), "", _weight(message))
+    return _with_place(place, make)  # type: ignore[no-any-return]
 
 
 def _role(message: dict[str, Any], key: str) -> str:
     _without_tools(message)
     role = message.get(key)
     if role in ("tool", "function", "observation", "function_call"):
-        raise ValueError(f"{key}: {role!r}: calls of tools are not supported; write them as text")
+        raise ValueError(f"{key}: {role!r}: tool calls are not supported; write them as text")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{key}: expected one of {', '.join(ROLES)}, found {str(role)[:40]!r}")
-    if used := [key for key in THOUGHTS if message.get(key)]:
+    if used := [key for key in REASONING_KEYS if message.get(key)]:
         raise ValueError(f"{used[0]}: reasoning beside the content is not supported; write it into the content")
     return ROLES[role]
 
 
 def _content(message: dict[str, Any], key: str) -> str:
-    """A text, or OpenAI's list of parts that are all texts."""
+    """A string, or OpenAI's list of text parts."""
     value = message.get(key)
     if not isinstance(value, list):
         return _text(message, key)
@@ -279,7 +279,7 @@ def _content(message: dict[str, Any], key: str) -> str:
 
 
 def _weight(message: dict[str, Any]) -> bool:
-    """False for an answer with OpenAI's weight 0, which is only context."""
+    """False for an answer with OpenAI's weight 0, which is not trained on."""
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise ValueError(f"weight: expected 0 or 1, found {str(weight)[:40]}")
@@ -308,13 +308,13 @@ def _ultrachat(row: dict[str, Any]) -> Conversation:
     sides = ("user", "assistant")
     for i, text in enumerate(texts, 1):
         if not isinstance(text, str):
-            raise ValueError(f"data: text {i}: expected a text, found {_type(text)}")
+            raise ValueError(f"data: text {i}: expected a string, found {_type(text)}")
     return tuple(Turn(sides[i % 2], _encodable("data", text)) for i, text in enumerate(texts))
 
 
 def _plain(row: dict[str, Any]) -> Conversation:
     if not (text := _text(row, "text")):
-        raise ValueError("text: expected a text, found an empty one")
+        raise ValueError("text: expected a string, found an empty one")
     return (Turn("text", text),)
 
 
@@ -332,51 +332,50 @@ RECORD_FORMATS = {
 def split_records(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Record], list[Record]]:
     """Records for training and for validation: about `share` of them, of several at least one, never all.
 
-    A hash of the words decides, so that a record is on the same side in every run and with every tokenizer, and
-    all its copies with it. Without two different records none is for validation.
+    They are split by a hash of their words, so that a record and its copies are on the same side in every run and
+    with every tokenizer. Without two different records none is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
-    places = [split_hash(row.turns) for row in rows]
-    different = sorted(set(places))
+    hashes = [split_hash(row.turns) for row in rows]
+    different = sorted(set(hashes))
     if not share or len(different) < 2:
         return list(rows), []
     limit = validation_limit(different[0], different[-1], share)
-    sides = [place < limit for place in places]
-    train = [row for row, held in zip(rows, sides, strict=True) if not held]
-    return train, [row for row, held in zip(rows, sides, strict=True) if held]
+    train = [row for row, value in zip(rows, hashes, strict=True) if value >= limit]
+    return train, [row for row, value in zip(rows, hashes, strict=True) if value < limit]
 
 
 def validation_limit(least: float, most: float, share: float) -> float:
-    """Below which hash records validate: about `share` of them, and of different ones some on each side."""
+    """The hash below which records are for validation: about `share`, with different ones some on each side."""
     return min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
 
 
 def split_hash(turns: Conversation) -> float:
     """The hash of the words in [0, 1): the digest of their JSON, a list for each turn."""
-    words = blake2b(digest_size=6)
+    hashed = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
-        words.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
+        hashed.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
         for part in chain(line_parts(turn.text), (None,), line_parts(turn.input)):
-            listed = [None] if part is None else part.split()
-            words.update(f", {json.dumps(listed)[1:-1]}".encode() if listed else b"")
-        words.update(b"]")
-    words.update(b"]" if turns else b"[]")
-    return int.from_bytes(words.digest()) / 2**48
+            words = [None] if part is None else part.split()
+            hashed.update(f", {json.dumps(words)[1:-1]}".encode() if words else b"")
+        hashed.update(b"]")
+    hashed.update(b"]" if turns else b"[]")
+    return int.from_bytes(hashed.digest()) / 2**48
 
 
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """The records as ids. Answers and the tokens that end them are trained on; with "all", all but the start.
+    """The records as ids. Answers and their stop tokens are trained on; with "all", everything but the BOS token.
 
-    Raises ValueError that names the record which the template has no form for, and, before the first one, the
-    tokens that the template needs and the tokenizer lacks.
+    Raises ValueError that names a record which the template does not support, and, before the first one, tokens
+    that the template needs and the tokenizer lacks.
     """
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
     template.check_tokenizer(tokenizer)
-    # A text may be large and needs no rendering: an empty one tells whether the template takes plain text.
+    # A plain text may be large and needs no rendering: an empty one checks whether the template supports it.
     conversations = [row.turns if row.turns[-1].role != "text" else (Turn("text", ""),) for row in rows]
     segments = template.render(conversations)
     for row in rows:
@@ -391,7 +390,7 @@ def _example(segments: Any, tokenizer: Tokenizer, train_on: str, row: Record) ->
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
-    """As `encode_segments`, for a plain text that may be too long for lists of Python's numbers."""
+    """As `encode_segments`, for a plain text that may be too long for Python lists."""
     parts = tokenizer.encode_document(line_parts(row.turns[-1].text))
     begin, end = (np.array(ids, np.int32) for ids in (tokenizer.document_start, [tokenizer.eos]))
     ids = np.concatenate([begin, *(np.array(part, np.int32) for part in parts), end])
@@ -399,7 +398,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in spans, each with whether it is trained on; special tokens are spelled out."""
+    """The text of an example in spans, with whether each is trained on; special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

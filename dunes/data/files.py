@@ -1,7 +1,7 @@
-"""The plain files below some files and folders, without what nobody wants to read.
+"""The plain files in some sources (files and folders), without those that .gitignore excludes.
 
-Links are not followed by default: what they lead to inside the sources is read at its own place or left out on
-purpose, and what is outside may be a device, a password, or the whole disk.
+Links are not followed by default: targets inside the sources are read in their own folder or ignored on purpose,
+and targets outside may be a device, a password, or the whole disk.
 """
 
 import io
@@ -22,7 +22,7 @@ OUTSIDE = "links that lead outside"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file: its name is its path within its source, and `named` tells whether the user named the file itself."""
+    """A file: `name` is its path within its source, `named` whether the user named the file itself."""
 
     path: Path
     name: str
@@ -30,10 +30,10 @@ class SourceFile:
 
 
 class Walk:
-    """The files of some sources, in the order of their names; `skipped` collects the others by reason.
+    """The files of some sources, sorted by name; `skipped` collects the others by reason.
 
-    `stdlib` names the running Python's standard library. A link that is itself a source is followed, and any
-    other with `follow_links` if it leads outside the sources. Raises ValueError for a source that is missing.
+    `stdlib` is the standard library of the running Python. A link that is itself a source is followed, and with
+    `follow_links` any other whose target is outside the sources. Raises ValueError for a missing source.
     """
 
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
@@ -43,7 +43,7 @@ class Walk:
         self._roots = [path.resolve() for _, path in self.sources]
 
     def files(self) -> Iterator[SourceFile]:
-        """Each file once for each source that it lies in; devices, pipes and sockets among them."""
+        """Each file once for each source that contains it; including devices, pipes and sockets."""
         for source, path in self.sources:
             if str(source) == "stdlib":
                 yield from self._below(path, path, [(path, parse_lines(STDLIB_TESTS))])
@@ -77,30 +77,30 @@ class Walk:
                 yield SourceFile(path, name, False)
 
     def _linked(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
-        """What a link leads to, if that is outside the sources and asked for, and by its own folders' rules."""
+        """The target of a link, if it is outside the sources, to be followed, and not ignored there."""
         name = path.relative_to(root).as_posix()
         try:
             target = path.resolve(strict=True)
-        except (OSError, RuntimeError):  # it leads nowhere, or to itself
+        except (OSError, RuntimeError):  # a broken link, or a loop
             self.skip("unreadable", name)
             return
-        if any(target.is_relative_to(place) for place in self._roots):
+        if any(target.is_relative_to(source) for source in self._roots):
             self.skip("links", name)
         elif not self.follow_links:
             self.skip(OUTSIDE, name)
         elif (rules := rules_above(target, is_folder)) is None:
             self.skip("ignored", name)
         elif is_folder:
-            self._roots.append(target)  # so that no link in it leads back
+            self._roots.append(target)  # so that links back to it are not followed
             yield from self._below(path, root, rules)
         else:
             yield SourceFile(path, name, False)
 
 
 def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
-    """How many files were skipped for which reason, and how to read those that links lead to."""
+    """The number of skipped files by reason, with a hint on how to follow links."""
     counts = sorted(((len(names), reason) for reason, names in skipped.items()), key=lambda c: -c[0])
-    hint = "; --follow-links reads what is outside" if OUTSIDE in skipped else ""
+    hint = "; --follow-links reads these" if OUTSIDE in skipped else ""
     return f"skipped: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
 
 
@@ -116,8 +116,8 @@ def _source_path(source: str | Path) -> Path:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """The file, opened for reading. Raises OSError for what is not a plain file, without blocking on it."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: that alone may move a device
+    """Open a plain file for reading. Raises OSError for anything else, without blocking on it."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # first, since opening a device may have side effects
         raise OSError("not a plain file")
     file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115  (the caller closes it)
     status = os.fstat(file.fileno())
@@ -125,7 +125,7 @@ def open_plain(path: Path) -> BinaryIO:
         return file
     file.close()
     if stat.S_ISREG(status.st_mode):
-        return io.BytesIO()  # some of /proc have content all the same, and some of these no end
+        return io.BytesIO()  # files of /proc have size 0, but content, maybe without an end
     raise OSError("not a plain file any more")
 
 

@@ -1,7 +1,7 @@
-"""What .gitignore files exclude, by git's rules: https://git-scm.com/docs/gitignore
+"""Apply .gitignore files by git's rules: https://git-scm.com/docs/gitignore
 
-The last line that matches decides, in the deepest file that has such a line. A line is about one path, not
-what is below it: excluded folders are never walked.
+The last matching line in the deepest file that has one decides. A line applies to one path, not to the files below
+it: excluded folders are never walked.
 """
 
 import os
@@ -39,13 +39,13 @@ def parse_lines(lines: Iterable[str]) -> Lines:
 
 
 def read_rules(folder: Path) -> Rules:
-    """The rules in a folder's own .gitignore; none if it is a link or cannot be read, as git has it too."""
+    """The rules in a folder's own .gitignore; none if it is a link or cannot be read, as in git."""
     listing = folder / ".gitignore"
     try:
         status = os.lstat(listing)
         if not (stat.S_ISREG(status.st_mode) and status.st_size):
             return []
-        # File names need not be UTF-8, and neither need what is written about them.
+        # File names need not be UTF-8.
         text = listing.read_text("utf-8-sig", "surrogateescape")
     except OSError:
         return []
@@ -55,7 +55,7 @@ def read_rules(folder: Path) -> Rules:
 def rules_above_folder(folder: Path) -> Rules:
     """The rules in the folders above one inside a git checkout.
 
-    None, if they exclude the folder itself: whoever names it all the same wants what is in it.
+    They are dropped if they exclude the folder itself, which the user has named explicitly.
     """
     return rules_above(folder, True) or []
 
@@ -73,7 +73,7 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
 
 
 def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """Whether the rules exclude this path, which has no link in it, and whose parents they do not exclude."""
+    """Whether the rules exclude this resolved path, whose parents they do not exclude."""
     for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):

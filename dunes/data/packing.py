@@ -1,8 +1,8 @@
 """Batches of examples: one per row with padding, or packed, as many per row as fit, each attending only to itself.
 
 The order is a pure function of (seed, epoch, position), as in `windows`. Packing is best-fit decreasing
-(https://arxiv.org/abs/2404.10830): the lengths alone determine the rows, so every epoch has the same number of
-them; which of several examples of one length is in which row changes from epoch to epoch.
+(https://arxiv.org/abs/2404.10830): the lengths alone determine the layout, so every epoch has the same number of
+rows; examples of equal length are permuted in each epoch.
 """
 
 # Shapes: B batch, T tokens.
@@ -29,10 +29,10 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Batches of `batch_size` rows of up to `context_length` tokens, from the examples that have a target in them.
+    """Batches of `batch_size` rows of up to `context_length` tokens, from the examples that have a target.
 
-    An example of more than `context_length` + 1 ids is truncated, which `data_report` counts beforehand. Raises
-    ValueError if no targets are left.
+    An example of more than `context_length` + 1 ids is truncated; `data_report` counts these. Raises ValueError if
+    no targets are left.
     """
 
     examples: Sequence[Example]
@@ -47,25 +47,25 @@ class Batches:
             raise ValueError(
                 f"context length and batch size are at least 1, not {self.context_length} and {self.batch_size}"
             )
-        if not len(self._kept):
+        if not len(self._with_target):
             raise ValueError(
                 f"none of {plural(len(self.examples), 'example')} has a target "
                 f"within {plural(self.context_length, 'token')}"
             )
 
     @cached_property
-    def _kept(self) -> NDArray[np.int64]:
+    def _with_target(self) -> NDArray[np.int64]:
         """Indices of the examples with a target."""
         has_target = [e.loss_mask[1 : self.context_length + 1].any() for e in self.examples]
         return np.flatnonzero(np.array(has_target, bool))
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
-        return np.array([min(len(self.examples[i]) - 1, self.context_length) for i in self._kept], np.int64)
+        return np.array([min(len(self.examples[i]) - 1, self.context_length) for i in self._with_target], np.int64)
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """Which ranks, by length from the longest, each row holds."""
+        """The examples in each row, by rank in length from the longest."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
 
@@ -83,20 +83,21 @@ class Batches:
         """The indices of the examples in the row at this position of the endless order."""
         epoch, within = divmod(position, self.rows_per_epoch)
         ranks = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
-        return [int(self._kept[i]) for i in self._ranked(epoch)[ranks]]
+        return [int(self._with_target[i]) for i in self._ranked(epoch)[ranks]]
 
     def _ranked(self, epoch: int) -> NDArray[np.int64]:
-        """The examples by length from the longest; those of one length in an order of this epoch."""
+        """The examples by length from the longest; those of equal length are shuffled in each epoch."""
         if epoch not in self._cache:
-            # Not the key of the rows, which would otherwise be in the same order.
-            order = shuffle_index(np.arange(len(self._kept)), len(self._kept), (self.seed, -1 - epoch))
+            # Another key than that of the rows.
+            order = shuffle_index(
+                np.arange(len(self._with_target)), len(self._with_target), (self.seed, -1 - epoch)
+            )
             self._cache.clear()
             self._cache[epoch] = [np.lexsort((order, -self._lengths))]
         return self._cache[epoch][0]
 
     def batch(self, number: int) -> Batch:
-        """Batch `number` (0, 1, 2, ...), which runs on into the next epoch. Packed rows are all as wide as the
-        context_length, others as wide as the longest of them."""
+        """Batch `number` (0, 1, 2, ...), which may span epochs; packed rows are padded to `context_length`."""
         rows = [self.row(number * self.batch_size + i) for i in range(self.batch_size)]
         return collate([[self.examples[i] for i in row] for row in rows], self.context_length, full=self.packed)
 
@@ -114,10 +115,10 @@ class Batches:
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
-    """Rows of examples as a batch, `context` wide if `full`, else as the longest of them.
+    """Rows of examples as a batch, padded to `context_length` if `full`, else to the longest row.
 
-    Targets are the next ids of the same example, so that none crosses into the next one. Padding has position -1
-    and id 0, which is never read.
+    Targets are the next ids of the same example, never those of the next one. Padding has position -1 and id 0,
+    which is never read.
     """
     parts = [_row(row, context_length) for row in rows]
     width = context_length if full else max(len(ids) for ids, *_ in parts)
@@ -136,7 +137,7 @@ def _row(row: Sequence[Example], context_length: int) -> tuple[NDArray[np.int64]
 def _parts(
     example: Example, context_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Ids, targets and positions of one example, each at most `context` long."""
+    """Ids, targets and positions of one example, each of length at most `context_length`."""
     ids = example.ids[: context_length + 1].astype(np.int64)
     targets = np.where(example.loss_mask[1 : context_length + 1], ids[1:], IGNORE)
     return ids[:-1], targets, np.arange(len(ids) - 1)
@@ -148,7 +149,7 @@ def _pad(part: NDArray[Any], width: int, value: int) -> NDArray[Any]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of indices of these falling lengths: each goes where it leaves the least room, or into a new row."""
+    """Rows of indices of these descending lengths: each goes into the fullest row that has room, or a new row."""
     rows: list[list[int]] = []
     spaces: list[int] = []
     open_rows: dict[int, list[int]] = {}

@@ -1,7 +1,6 @@
 """Checks of finetuning examples before the first step.
 
-Each of these faults trains without a complaint, to a loss that looks well, and gives a model that does not do what
-the examples show.
+These faults cause no error and a plausible loss, but a model that does not follow the examples.
 """
 
 from collections.abc import Sequence
@@ -21,13 +20,13 @@ FEW = 0.05
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts over training examples; `validation` counts the others.
+    """Counts over training examples; `validation` counts validation examples.
 
-    `windows` are those of plain text, the rest conversations. `tokens` counts what windows share once, `trained`
-    the targets within the context and `lost` those beyond it, `lengths` are QUANTILES in ids before truncation.
-    `leaked` counts validation examples that are in training too, `with_stop` conversations in which a token that
-    ends an answer is a target, `without_target` examples without any, `double_bos` those that begin twice,
-    validation's included. `max_id` is that of all examples.
+    `windows` counts windows of plain text, the others are conversations. `tokens` counts overlaps of windows once,
+    `trained` targets within the context and `lost` those beyond it, `lengths` are QUANTILES in ids before
+    truncation. `leaked` counts validation examples that are also in the training data, `with_stop` conversations
+    with a stop token as target, `without_target` examples without targets, `double_bos` training and validation
+    examples that begin with two BOS tokens. `max_id` is the largest id of all examples.
     """
 
     examples: int
@@ -73,10 +72,10 @@ class DataReport:
         ]
 
     def warnings(self) -> list[str]:
-        """What is no error but should be looked at."""
+        """Problems that are no errors, but should be checked."""
         warnings = []
         if self.trained_share < FEW:
-            warnings.append(f"only {self.trained_share:.1%} of the tokens are targets; look at a few examples")
+            warnings.append(f"only {self.trained_share:.1%} of the tokens are targets; check a few examples")
         if self.leaked:
             warnings.append(
                 f"{plural(self.leaked, 'validation example is', 'validation examples are')} in the training data; "
@@ -139,13 +138,13 @@ def _quantiles(lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tupl
 
 
 def _double_bos(example: Example, begin: Sequence[int]) -> bool:
-    """Whether the example begins with the start of a document twice; an empty question and answer do not."""
+    """Whether the example begins with two BOS tokens; an empty question and answer are no such case."""
     n = len(begin)
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
 
 def check_report(report: DataReport, limit: float = 0.05) -> None:
-    """Raises ValueError for examples that cannot be meant; `limit` is the share of them that may be truncated."""
+    """Raise ValueError for unusable examples; `limit` is the share of them that may be truncated."""
     if not report.examples:
         raise ValueError("there are no training examples")
     if report.max_id >= report.vocab:
@@ -158,7 +157,7 @@ def check_report(report: DataReport, limit: float = 0.05) -> None:
             f"{plural(report.double_bos, 'example begins', 'examples begin')} with the BOS token twice; "
             "the chat template writes it and the tokenizer adds it"
         )
-    # First, since truncation may be why no targets are left.
+    # First, since truncation may be the reason why no targets are left.
     if report.truncated_share > limit:
         raise ValueError(
             f"{report.truncated_share:.1%} of the examples are longer than the context of {report.context_length} "

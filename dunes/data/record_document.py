@@ -1,4 +1,4 @@
-"""The texts of a file of records as documents: some of the records for validation, the others for training."""
+"""The texts of a file of records as documents: one for training and one for validation."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +19,8 @@ from dunes.text.templates import Turn
 class RecordDocument(Document):
     """The texts of a file of records: those for validation, whose hashes are below `limit`, or the others.
 
-    There are `count` of them, of `size` bytes, and `content` tells what is taken as text; `blank` have none.
-    `file_digest` is that of all texts in the file.
+    `count` is their number, `content` a description of the fields that are read as text, `blank` the number of
+    records without text, `file_digest` the digest of all texts in the file.
     """
 
     file_digest: str
@@ -32,17 +32,17 @@ class RecordDocument(Document):
     blank: int
 
     def text(self) -> Iterator[str]:
-        """Each text as a block. Raises ValueError if the file is no longer what it was when it was collected."""
-        seen, whole = blake2b(digest_size=16), False
+        """Each text as a block. Raises ValueError if the file has changed since it was collected."""
+        hashed, intact = blake2b(digest_size=16), False
         try:
             for _, text in record_texts(self.path, self.fields):
-                seen.update(_delimited(text))
+                hashed.update(_delimited(text))
                 if text and (_split_hash(text) < self.limit) == self.validation:
                     yield text
-            whole = seen.hexdigest() == self.file_digest
+            intact = hashed.hexdigest() == self.file_digest
         except ValueError:
             pass
-        if not whole:
+        if not intact:
             raise ValueError(f"{self.path}: changed while it was being read; start again")
 
     def texts(self) -> Iterator[Iterable[str]]:
@@ -50,10 +50,9 @@ class RecordDocument(Document):
 
 
 def holds_records(file: SourceFile) -> bool:
-    """Whether a file is one of records: by its name, or if its name leaves it open by its first row.
+    """Whether a file has records, by its name, or if that is ambiguous, by its first row.
 
-    A .json file in a folder is one if it is a list of objects; of a file that the user named himself it is enough
-    that it begins as one of records does.
+    A .json file in a folder must be a list of objects; a file that the user named need only begin with an object.
     """
     name = file.path.name.lower()
     if name.endswith((*LINES, TABLE)):
@@ -70,43 +69,44 @@ def holds_records(file: SourceFile) -> bool:
 
 
 def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
-    """A file of records in two parts, about `share` for validation: of different ones one at least, never all.
+    """The training and validation documents of a file of records, with about `share` for validation.
 
-    A side without text is left out. Raises ValueError that names the file, the line and what was expected.
+    Of different records at least one is for validation, never all. A document without text is omitted. Raises
+    ValueError that names the file, the line and the expected value.
     """
-    seen, places, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
+    hashed, hashes, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
     for _, text in record_texts(file.path, fields):
-        seen.update(_delimited(text))
+        hashed.update(_delimited(text))
         blank += not text
         if text:
-            places.append(_split_hash(text))
+            hashes.append(_split_hash(text))
             sizes.append(len(text.encode()))
-    what, _ = text_reader(first_row(file.path), fields)
-    limit = validation_limit(min(places), max(places), share)
-    below, size = np.array(places) < limit, np.array(sizes)
-    whole, sides = seen.hexdigest(), []
-    for validates in (False, True):
-        digest = blake2b(f"{whole} {limit!r} {validates}".encode(), digest_size=16).hexdigest()
-        own = size[below == validates]
-        rest = (whole, tuple(fields), limit, validates, what, len(own), 0 if validates else blank)
-        sides += [RecordDocument(file.path, file.name, int(own.sum()), digest, *rest)] if len(own) else []
-    return sides
+    content, _ = text_reader(first_row(file.path), fields)
+    limit = validation_limit(min(hashes), max(hashes), share)
+    below, size = np.array(hashes) < limit, np.array(sizes)
+    file_digest, documents = hashed.hexdigest(), []
+    for validation in (False, True):
+        digest = blake2b(f"{file_digest} {limit!r} {validation}".encode(), digest_size=16).hexdigest()
+        part = size[below == validation]
+        rest = (file_digest, tuple(fields), limit, validation, content, len(part), 0 if validation else blank)
+        documents += [RecordDocument(file.path, file.name, int(part.sum()), digest, *rest)] if len(part) else []
+    return documents
 
 
 def describe_records(documents: Sequence[Document]) -> list[str]:
-    """Lines that tell what was taken as text from how many records, and how many have none."""
-    sides = [d for d in documents if isinstance(d, RecordDocument)]
+    """Lines that describe the text from records: the fields, the number of records, and of those without text."""
+    parts = [d for d in documents if isinstance(d, RecordDocument)]
     return [
-        _describe(what, [d for d in sides if d.content == what])
-        for what in dict.fromkeys(d.content for d in sides)
+        _describe(content, [d for d in parts if d.content == content])
+        for content in dict.fromkeys(d.content for d in parts)
     ]
 
 
-def _describe(what: str, sides: Sequence[RecordDocument]) -> str:
-    count, blank, files = sum(d.count for d in sides), sum(d.blank for d in sides), len({d.path for d in sides})
-    where = f" in {files} files" if files > 1 else ""
-    without = f"; {blank} without text skipped" if blank else ""
-    return f"text from records: {what} ({plural(count + blank, 'record')}{where}{without})"
+def _describe(content: str, parts: Sequence[RecordDocument]) -> str:
+    count, blank, files = sum(d.count for d in parts), sum(d.blank for d in parts), len({d.path for d in parts})
+    in_files = f" in {files} files" if files > 1 else ""
+    skipped = f"; {blank} without text skipped" if blank else ""
+    return f"text from records: {content} ({plural(count + blank, 'record')}{in_files}{skipped})"
 
 
 def _split_hash(text: str) -> float:
@@ -114,6 +114,6 @@ def _split_hash(text: str) -> float:
 
 
 def _delimited(text: str) -> bytes:
-    """The text with its length in front, so that no two rows of texts are the same bytes."""
+    """The text prefixed with its length, so that different lists of texts have different bytes."""
     data = text.encode()
     return len(data).to_bytes(8) + data

@@ -33,9 +33,9 @@ def file_format(path: Path) -> str:
 
 
 def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each row with its place, file and line or row; of a table that has these fields only they are read.
+    """Each row with its place (file and line or row); of a table with these fields, only they are read.
 
-    Raises ValueError that names the file, the line or row, what was expected and what was found.
+    Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
     try:
         if _is_parquet(path):
@@ -50,7 +50,7 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def first_row(path: Path) -> Any:
-    """The first row of a file, without reading what follows it. Raises ValueError if it begins with none."""
+    """The first row of a file, without reading the others. Raises ValueError if the file begins with none."""
     try:
         if _is_parquet(path):
             return next(_parquet_rows(path, ()))[1]
@@ -65,7 +65,7 @@ def first_row(path: Path) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unzipped if it begins as gzip's do."""
+    """The file's bytes, decompressed if it is gzipped."""
     with open_plain(path) as file:
         zipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)
@@ -80,7 +80,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _first_byte(file: BinaryIO) -> bytes:
-    """The first byte that is neither blank nor of a byte order mark; rewinds the file."""
+    """The first byte after blanks and a byte order mark; rewinds the file."""
     start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     file.seek(0)
     return start
@@ -89,7 +89,7 @@ def _first_byte(file: BinaryIO) -> bytes:
 def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     data = file.read(MAX_LIST_BYTES + 1)
     if len(data) > MAX_LIST_BYTES:
-        raise ValueError(f"{path}: a list of more than {MAX_LIST_BYTES} bytes; write one JSON object a line")
+        raise ValueError(f"{path}: a list of more than {MAX_LIST_BYTES} bytes; write one JSON object per line")
     listed = _json(str(path), data)
     for i, row in enumerate(listed, 1):
         yield f"{path}, row {i}", row
@@ -101,7 +101,7 @@ def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
         number += 1
         place = f"{path}, line {number}"
         if len(line) > MAX_ROW_BYTES:
-            raise ValueError(f"{place}: more than {MAX_ROW_BYTES} bytes; expected a JSON object a line")
+            raise ValueError(f"{place}: more than {MAX_ROW_BYTES} bytes; expected one JSON object per line")
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
@@ -114,7 +114,7 @@ def _json(place: str, data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON: {error}; expected a JSON object a line, or one list") from None
+        raise ValueError(f"{place}: not JSON: {error}; expected one JSON object per line, or one list") from None
 
 
 def _parquet_rows(path: Path, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -130,10 +130,10 @@ def _parquet_rows(path: Path, fields: Collection[str]) -> Iterator[tuple[str, An
             if part.height < PARQUET_ROWS:
                 return
     except BaseException as error:
-        # A panic in the library is not even an Exception.
+        # A panic in the library is not an Exception.
         if isinstance(error, polars.exceptions.PolarsError) or type(error).__name__ == "PanicException":
-            words = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path}: cannot be read as parquet: {words}") from None
+            message = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path}: cannot be read as parquet: {message}") from None
         raise
 
 
@@ -141,4 +141,4 @@ def _polars(path: Path) -> Any:
     try:
         return import_module("polars")
     except ImportError:
-        raise ValueError(f"{path}: polars reads parquet, and is missing; pip install -e '.[parquet]'") from None
+        raise ValueError(f"{path}: parquet needs polars; pip install -e '.[parquet]'") from None

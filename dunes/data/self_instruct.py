@@ -1,6 +1,6 @@
-"""Instruction data from a language model: it sees three tasks that people wrote, and continues the list.
+"""Instruction data from a language model: it is shown three seed tasks, and continues the list.
 
-The loop is Stanford Alpaca's: what is asked, how the answer is cut, and what is dropped.
+Prompts, parsing and filters are those of Stanford Alpaca.
 https://github.com/tatsu-lab/stanford_alpaca, https://arxiv.org/abs/2212.10560
 """
 
@@ -22,7 +22,7 @@ from dunes.data.records import rows
 from dunes.plural import plural
 
 SHOWN, LAST, PROMPTS = 3, 20, 5
-"""How many tasks a prompt shows, up to which number it asks for more, and how many prompts a round asks."""
+"""Tasks that a prompt shows, the number of the last task that it asks for, and prompts per round."""
 
 STOP = (f"\n{LAST}.",)
 """Where an answer ends. Alpaca stopped at "20." anywhere, also inside "2020."."""
@@ -37,7 +37,7 @@ WORDS = (
     "image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps", "draw", "plot",
     "go to", "video", "audio", "music", "flowchart", "diagram",
 )  # fmt: skip
-"""What a model of text cannot see or make."""
+"""Words for things that a text model cannot see or produce."""
 
 BANNED = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
@@ -68,7 +68,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a model wrote for one task, the task parsed from it, and why it is dropped (empty: it is kept)."""
+    """A model's text for one task, the parsed task, and the reason why it is dropped, empty if it is kept."""
 
     text: str
     task: Task | None
@@ -98,13 +98,13 @@ class Round:
 
 
 AskModel = Callable[[list[str]], Sequence[tuple[str, bool]]]
-"""A language model: to each prompt what follows it, and whether that was cut off at its limit of tokens."""
+"""A language model: returns the completion of each prompt, and whether it was truncated."""
 
 
 def read_seed_tasks(path: Path | str) -> list[Task]:
     """The tasks in a file of records: Alpaca's keys, or Self-Instruct's with `instances`.
 
-    Raises ValueError that names the line and what was expected.
+    Raises ValueError that names the line and the expected value.
     """
     return [_seed_task(place, row) for place, row in rows(Path(path))]
 
@@ -126,7 +126,7 @@ def _seed_task(place: str, row: Any) -> Task:
 def generate(
     ask: AskModel, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
 ) -> Iterator[Round]:
-    """Ask until `wanted` tasks are kept, including those of the rounds `before`; yield each new round.
+    """Generate until `wanted` tasks are kept, including those of the rounds `before`; yield each new round.
 
     Prompts depend only on the seed and the number of the round, so that a run can be resumed. Raises ValueError
     for too few seeds, and after ten rounds without a kept task.
@@ -137,13 +137,13 @@ def generate(
         )
     past = list(before)
     earlier = InstructionIndex([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
-    kept, idle = sum(len(r.kept) for r in past), 0
+    total, idle = sum(len(r.kept) for r in past), 0
     for number in count(max((r.number for r in past), default=-1) + 1):
-        if kept >= wanted:
+        if total >= wanted:
             return
         answers = ask(build_prompts(seeds, seed, number))
         new_round = Round(number, tuple(filter_item(item, earlier) for a in answers for item in parse_answer(*a)))
-        kept, idle = kept + len(new_round.kept), 0 if new_round.kept else idle + 1
+        total, idle = total + len(new_round.kept), 0 if new_round.kept else idle + 1
         yield new_round
         if idle == 10:
             reasons = Counter(item.reason for item in new_round.items).most_common(3)
@@ -154,8 +154,8 @@ def generate(
 
 def build_prompts(seeds: Sequence[Task], seed: int, number: int) -> list[str]:
     """The prompts of a round, each with other seed tasks; generated tasks are never shown."""
-    chance = random.Random(f"{seed} {number}")
-    return [build_prompt(chance.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
+    rng = random.Random(f"{seed} {number}")
+    return [build_prompt(rng.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
 
 
 def build_prompt(tasks: Sequence[Task]) -> str:
@@ -175,18 +175,18 @@ def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterat
     """
     parts = f"{first}. Instruction:{answer}".split("###")
     for number, text in enumerate(parts, first):
-        pieces = re.split(rf"{number}\.\s+(?:Instruction|Input|Output):", text)
+        fields = re.split(rf"{number}\.\s+(?:Instruction|Input|Output):", text)
         if truncated and number - first == len(parts) - 1:
             yield Item(text, None, "truncated")
-        elif len(pieces) != 4:  # Alpaca's seven: three of them were the words
+        elif len(fields) != 4:  # Alpaca's seven, without the three headings
             yield Item(text, None, "layout")
         else:
-            instruction, given, output = (piece.strip() for piece in pieces[1:])
-            yield Item(text, Task(instruction, "" if given.lower() == "<noinput>" else given, output))
+            instruction, task_input, output = (field.strip() for field in fields[1:])
+            yield Item(text, Task(instruction, "" if task_input.lower() == "<noinput>" else task_input, output))
 
 
 def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
-    """The item with the reason for which it is dropped; a kept one is added to the earlier ones."""
+    """The item with the reason if it is dropped; else it is added to the earlier ones."""
     if item.task is None:
         return item
     instruction = item.task.instruction
@@ -199,7 +199,7 @@ def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
 
 
 def rejection_reason(instruction: str) -> str:
-    """Why an instruction is dropped by itself; empty if it is not."""
+    """The reason why an instruction is dropped, regardless of the others; empty if it is not."""
     length = len(instruction.split())
     if length <= 3:
         return "short"
@@ -222,7 +222,7 @@ def words(text: str) -> list[str]:
 def _measure(common: int, a: int, b: int) -> float:
     """ROUGE-L's F measure from the length of the longest common subsequence: https://aclanthology.org/W04-1013.
 
-    The order of operations is that of the package rouge_score, for its bits.
+    The order of operations is that of the package rouge_score, for bit-equal results.
     """
     if not common:
         return 0.0
@@ -239,36 +239,36 @@ def _masks(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
-    """The length of the longest common subsequence, bit-parallel: a row of its table in one integer.
+    """The length of the longest common subsequence, bit-parallel: one integer is a row of the table.
 
     https://doi.org/10.1016/j.ipl.2004.04.006 (Hyyrö's form)
     """
-    row = whole = (1 << sum(m.bit_count() for m in masks.values())) - 1
+    row = ones = (1 << sum(m.bit_count() for m in masks.values())) - 1
     for token in tokens:
         if hit := row & masks.get(token, 0):
-            row = (row + hit | row - hit) & whole
-    return (whole ^ row).bit_count()
+            row = (row + hit | row - hit) & ones
+    return (ones ^ row).bit_count()
 
 
 class InstructionIndex:
-    """The instructions so far; finds the nearest one to a new one without comparing it with all.
+    """An index of instructions that finds the nearest one without comparing with all.
 
-    A common subsequence is no longer than the number of tokens that two texts share. The k-th occurrence of a
-    token has an inverted list of its own, so these are counted for all texts in one pass.
+    The number of shared tokens bounds the length of a common subsequence. The k-th occurrence of a token has its
+    own inverted list, so that shared tokens are counted for all texts in one pass.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self.texts: list[str] = []
         self.tokens: list[list[str]] = []
         self.lengths = array("i")
-        self.having: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("i"))
+        self.postings: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("i"))
         for text in texts:
             self.add(text)
 
     def add(self, text: str) -> None:
         tokens = words(text)
         for key in _counted(tokens):
-            self.having[key].append(len(self.texts))
+            self.postings[key].append(len(self.texts))
         self.texts.append(text)
         self.tokens.append(tokens)
         self.lengths.append(len(tokens))
@@ -289,7 +289,7 @@ class InstructionIndex:
 
     def _bounds(self, tokens: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """An upper bound of the measure for each text."""
-        hits = [np.array(self.having[key]) for key in _counted(tokens) if key in self.having]
+        hits = [np.array(self.postings[key]) for key in _counted(tokens) if key in self.postings]
         shared = np.bincount(np.concatenate(hits) if hits else np.zeros(0, np.int64), minlength=len(self.texts))
         sizes = np.array(self.lengths) + len(tokens)
         bounds: np.ndarray[Any, np.dtype[np.float64]] = 2 * shared / np.maximum(sizes, 1)

@@ -1,4 +1,4 @@
-"""Tokens of a corpus on disk: private, immutable, with a digest, memory-mapped.
+"""Token shards of a corpus on disk: private, immutable, with a digest, memory-mapped.
 
 A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each followed by the end token)
 and `shard.json`. Its key is a hash of the documents' contents, the tokenizer and the settings, so a changed corpus
@@ -30,7 +30,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` token ids, all below `vocab`, of `size` bytes of text in `documents` files."""
+    """`length` token ids, all below `vocab`, from `size` bytes of text in `documents` files."""
 
     folder: Path
     length: int
@@ -53,8 +53,8 @@ class Shard:
 class TokenFile:
     """Ids in a file that is read on demand, without a memory map.
 
-    A mapped file that somebody truncates kills the process that reads it; this raises ValueError as soon as the
-    size or modification time is not what it was when the file was opened.
+    Truncating a mapped file kills the process that reads it; this raises ValueError if the size or modification
+    time has changed since the file was opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], length: int) -> None:
@@ -67,7 +67,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """Ids at an index (N, T); each row is one read, from its least to its greatest index."""
+        """Ids at an index (N, T); each row is one read, from its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
@@ -85,7 +85,7 @@ class TokenFile:
 
 
 def default_cache() -> Path:
-    """Where shards are kept: $DUNES_HOME, or the user's cache folder."""
+    """The folder of shards in $DUNES_HOME, or in the user's cache folder."""
     home = (
         os.environ.get("DUNES_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dunes"
     )
@@ -98,7 +98,7 @@ def token_shard(
     cache: Path | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Shard:
-    """The shard of these documents, from the cache or written now; `progress` gets the bytes as they are done.
+    """The shard of these documents, from the cache or written now; `progress` is called with the bytes done.
 
     Raises ValueError if a document changes meanwhile.
     """
@@ -107,13 +107,13 @@ def token_shard(
     if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with staging_folder(folder) as made:
-        made.chmod(0o700)
-        _write(made, documents, tokenizer, card, progress)
+    with staging_folder(folder) as staged:
+        staged.chmod(0o700)
+        _write(staged, documents, tokenizer, card, progress)
         with folder_lock(folder.parent):
             if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
-                made.rename(folder)
+                staged.rename(folder)
     shard = _read(folder, card)
     assert shard is not None, "a shard that was just written reads back"
     return shard

@@ -1,8 +1,8 @@
-"""A corpus: the text in some files and folders, without what nobody wants to train on.
+"""A corpus: the text in some files and folders.
 
 Files that .gitignore excludes, links, binaries, large generated files and duplicates are skipped and counted by
-reason. Whole files are kept for validation, chosen by a hash of their path, so that the same file is on the same
-side on every machine and after every edit elsewhere; of files of records it is some of the records, by their hash.
+reason. Files for validation are selected by a hash of their path, so that the split is the same on every machine
+and after edits to other files; records for validation are selected by their own hash.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from dunes.data.record_document import RecordDocument, describe_records, holds_r
 from dunes.plural import plural
 
 SHOWN = 5
-"""Files of records that cannot be read: so many are named, the others counted."""
+"""The number of unreadable files of records that are named; the others are counted."""
 
 
 @dataclass
 class Corpus:
     """The documents of a corpus for training and validation, and the names of skipped files by reason.
 
-    `notes` tell what was read from files of records, and what was not. `split` tells what validation is: whole
-    `files` and records, or the `tails` of all.
+    `notes` describe which records were read and skipped. `split` is how validation data is selected: whole `files`
+    and records, or the `tails` of all.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -34,10 +34,10 @@ class Corpus:
     split: Literal["files", "tails"] = "files"
 
     def report(self) -> str:
-        """One line: how much text there is and what was skipped."""
+        """One line: the amount of text and the number of skipped files."""
         size = sum(d.size for d in self.train + self.valid) / 1e6
-        kept = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation, {size:.1f} MB"
-        return f"{kept}; {skipped_line(self.skipped)}"
+        files = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation, {size:.1f} MB"
+        return f"{files}; {skipped_line(self.skipped)}"
 
 
 def collect_corpus(
@@ -47,12 +47,12 @@ def collect_corpus(
     follow_links: bool = False,
     text_field: Sequence[str] = (),
 ) -> Corpus:
-    """The corpus of some files and folders; `stdlib` names the running Python's standard library.
+    """The corpus of some files and folders; `stdlib` is the standard library of the running Python.
 
-    About `share` of the files, and of several at least one, but never all, go to validation; of files of records,
-    about `share` of the records. Links that lead outside the sources are read with `follow_links` only, and of
-    records the fields `text_field`, if any are named. Raises ValueError if a source is missing, if a file of
-    records that is a source cannot be read, or if no text is new.
+    About `share` of the files, of several at least one but never all, are for validation; for files of records,
+    about `share` of the records. Links to files outside the sources are only followed with `follow_links`. Of
+    records only the fields in `text_field` are read, if any. Raises ValueError if a source is missing, if a file
+    of records that the user named cannot be read, or if there is no text.
     """
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
@@ -66,8 +66,8 @@ def collect_corpus(
         else:
             documents |= {document.digest: document for document in new}
     if not documents:
-        where, why = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
-        raise ValueError(f"{where}: no text to train on ({why}); give files or folders of UTF-8 text")
+        names, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
+        raise ValueError(f"{names}: no text to train on ({reasons}); give files or folders of UTF-8 text")
     unread = corpus.notes[SHOWN:]
     corpus.notes[SHOWN:] = (
         [f"skipped: {plural(len(unread), 'more file', 'more files')} of records"] if unread else []
@@ -80,7 +80,7 @@ def collect_corpus(
 def _documents(
     file: SourceFile, share: float, fields: Sequence[str], notes: list[str]
 ) -> Sequence[Document] | str:
-    """The documents in a file, or why there are none. Raises ValueError for bad records that the user named."""
+    """The documents in a file, or why it has none. Raises ValueError for bad records in named files."""
     if not holds_records(file):
         document = plain_document(file)
         return document if isinstance(document, str) else [document]
@@ -94,14 +94,14 @@ def _documents(
 
 
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
-    """Split the documents: files by their hashes, one of several at least unless records are for validation."""
+    """Split the documents: files by their hashes, at least one of several unless records are for validation."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
     order = sorted(
         (d for d in documents if not isinstance(d, RecordDocument)), key=lambda d: (d.split_hash, d.name)
     )
-    held: list[Document] = [d for d in records if d.validation]
-    count = max(0, min(max(sum(d.split_hash < share for d in order), not held), len(order) - 1))
-    corpus.valid = sorted([*order[:count], *held], key=_name)
+    valid: list[Document] = [d for d in records if d.validation]
+    count = max(0, min(max(sum(d.split_hash < share for d in order), not valid), len(order) - 1))
+    corpus.valid = sorted([*order[:count], *valid], key=_name)
     corpus.train = sorted([*order[count:], *(d for d in records if not d.validation)], key=_name)
 
 

@@ -1,15 +1,15 @@
-"""Plain text for finetuning: windows of the context length, and the tails kept for validation."""
+"""Plain text for finetuning: windows of the context length, and tails for validation."""
 
 from collections.abc import Iterator, Sequence
 
 from dunes.data.examples import Example, Record
 
 LEAST_TAIL = 16
-"""The shortest tail, in tokens, that is worth validating on."""
+"""The minimum length of a tail in tokens."""
 
 
 def split_windows(example: Example, context_length: int) -> Iterator[Example]:
-    """The text in windows of up to `context_length` + 1 ids, overlapping by one: no id is a target twice."""
+    """Windows of up to `context_length` + 1 ids that overlap by one, so that no id is a target twice."""
     for number, start in enumerate(range(0, max(1, len(example) - 1), context_length)):
         stop = start + context_length + 1
         place = f"{example.place}, window {number + 1}" if len(example) > context_length + 1 else example.place
@@ -19,16 +19,16 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """The plain texts that are each more than this share of all of them."""
+    """The plain texts that are each longer than this share of their total length."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
 
 
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """The texts without their tails, about `share` of their tokens, and the tails; short texts have none.
+    """The texts without their tails, about `share` of their tokens, and the tails; short texts have no tail.
 
-    A tail begins with the last training token, from which its first token is predicted.
+    A tail begins with the last training token, which predicts its first target.
     """
     heads, tails = [], []
     for text in texts:

@@ -1,7 +1,7 @@
-"""Windows over a long row of tokens, in an order that is a pure function of (seed, epoch, position).
+"""Windows over a long sequence of tokens, in an order that is a pure function of (seed, epoch, position).
 
-So the cursor of a run is one number, a resumed run begins at once, and how many workers or
-accelerators share the work does not matter.
+So the cursor of a run is one integer, a resumed run starts at once, and the order is independent of the number of
+workers or devices.
 """
 
 # Shapes: B batch, T tokens.
@@ -33,8 +33,8 @@ class TokenIds(Protocol):
 class Windows:
     """Each epoch has every token once, in windows of `length` + 1 ids that overlap by one.
 
-    Each epoch starts at another offset and shuffles anew. What is left over at the two ends is less than two
-    windows, and part of other epochs. Raises ValueError if there is not one window.
+    Each epoch has another offset and order. It omits less than two windows at the ends, which are part of other
+    epochs. Raises ValueError if there are fewer tokens than one window needs.
     """
 
     tokens: TokenIds
@@ -50,7 +50,7 @@ class Windows:
 
     @property
     def windows_per_epoch(self) -> int:
-        """How many windows an epoch has. The offset changes from epoch to epoch, which costs up to one window."""
+        """Windows in an epoch. The offset changes from epoch to epoch, which costs up to one window."""
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -81,7 +81,7 @@ class Windows:
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
     """The images of these indices under a permutation of 0..size-1, without materialising it.
 
-    A Feistel network over the next power of four, walked until it falls below `size`.
+    A Feistel network over the next power of four, repeated until the result is below `size` (cycle walking).
     https://en.wikipedia.org/wiki/Format-preserving_encryption
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)

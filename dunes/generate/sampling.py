@@ -36,16 +36,16 @@ def sampler(
     generator, so its text does not depend on other rows. Raises ValueError for settings out of range. Seeds are
     taken modulo 2^64.
     """
-    checks = (
-        ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
-        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
-        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1"),
-        ("penalty", penalty, 0 < penalty < math.inf, "finite and above 0"),
-    )
-    for name, value, valid, expected in checks:
+    checks = {
+        "temperature": (temperature, 0 <= temperature < math.inf, "a finite number of at least 0"),
+        "top_k": (top_k, top_k is None or top_k >= 1, "a whole number of at least 1"),
+        "top_p": (top_p, top_p is None or 0 < top_p <= 1, "a probability above 0"),
+        "min_p": (min_p, min_p is None or 0 <= min_p <= 1, "a probability"),
+        "penalty": (penalty, 0 < penalty < math.inf, "a finite number above 0"),
+    }
+    for name, (value, valid, expected) in checks.items():
         if not valid:
-            raise ValueError(f"sampling: {name} is {value}; it must be {expected}")
+            raise ValueError(f"sampling: {name} is {value}; expected {expected}")
     penalty = min(max(penalty, MIN_PENALTY), MAX_PENALTY)
     generators: list[torch.Generator] = []
 

@@ -1,4 +1,4 @@
-"""What this machine is and can do, and what a piece of work takes of it."""
+"""Properties of this machine, and measurements of memory."""
 
 from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
 from dunes.measure.fingerprint import fingerprint

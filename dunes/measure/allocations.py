@@ -1,7 +1,7 @@
 """The memory of every tensor from allocation to free, on any device, with real or fake tensors.
 
-Each operation's results are seen as they come from the dispatcher; a storage is freed when its last
-tensor goes. What an operation takes for itself and gives back before it returns is not seen.
+The results of each operation are recorded by the dispatcher; a storage is freed with its last tensor. Memory that
+an operation allocates and frees internally is not recorded.
 """
 
 import gc
@@ -31,7 +31,7 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 class Allocation:
     """A storage: its bytes, its owner (the module that allocated it, or the function outside modules), and when.
 
-    `allocated` and `freed` count allocations and frees from the beginning; `freed` is None for what is still held.
+    `allocated` and `freed` count allocations and frees from the beginning; `freed` is None for live allocations.
     """
 
     size: int
@@ -58,11 +58,11 @@ class Allocations:
             changes[a.allocated] += a.size
             if a.freed is not None:
                 changes[a.freed] -= a.size
-        held, total = [], 0
+        live, total = [], 0
         for change in changes:
             total += change
-            held.append(total)
-        return held
+            live.append(total)
+        return live
 
     @property
     def peak(self) -> int:
@@ -74,28 +74,28 @@ class Allocations:
         """The event at which the peak was first reached."""
         return self.live.index(self.peak)
 
-    def held(self, moment: int | None = None) -> list[Allocation]:
+    def live_at(self, moment: int | None = None) -> list[Allocation]:
         """The live allocations after an event, by default at the peak."""
-        at = self.moment if moment is None else moment
-        return [a for a in self.made if a.allocated <= at and (a.freed is None or a.freed > at)]
+        moment = self.moment if moment is None else moment
+        return [a for a in self.made if a.allocated <= moment and (a.freed is None or a.freed > moment)]
 
     def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
         """Live bytes at a moment (the peak), summed by some of Allocation's fields, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
-        for a in self.held(moment):
+        for a in self.live_at(moment):
             sums[tuple(getattr(a, name) for name in names)] += a.size
         return dict(sums.most_common())
 
 
 @contextmanager
 def allocations(model: nn.Module) -> Iterator[Allocations]:
-    """`with allocations(model) as log:` records what the work inside takes; read `log` when it is over.
+    """`with allocations(model) as log:` records all allocations inside; read `log` afterwards.
 
-    What the model holds at the start counts as parameters and gradients. Any optimizer that steps inside
-    is seen. Every operation costs some tens of microseconds more while this is on, none when it is off.
+    The model's tensors at the start count as parameters and gradients. Any optimizer that steps inside is
+    recorded. Recording costs some tens of microseconds per operation.
     """
     log = Allocations([])
-    gc.collect()  # what waits to be freed would seem to be freed by the work
+    gc.collect()  # or earlier garbage would be freed inside
     with ModuleTracker(model) as places:
         recorder = _Recorder(places, log.made)
         recorder.beginning(model)
@@ -122,7 +122,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stepping = 0
         self.moment = 0
         self.over = False
-        self.held: dict[int, tuple[Any, Allocation]] = {}
+        self.recorded: dict[int, tuple[Any, Allocation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -135,18 +135,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the tensor's storage if it is new; returns its entry."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.held:
-            return self.held[key][1]
+        if key in self.recorded:
+            return self.recorded[key][1]
         if not (size := storage.nbytes()):
             return None
         owner, cached = self._where()
         self.moment += 1
-        made = Allocation(size, owner, operation, self.phase, self.moment, kind, call=self.places.calls)
+        allocation = Allocation(size, owner, operation, self.phase, self.moment, kind, call=self.places.calls)
         if cached:
-            made.kind = "cache"
-        self.log.append(made)
-        self.held[key] = (weakref.ref(storage, lambda _: self._freed(key)), made)
-        return made
+            allocation.kind = "cache"
+        self.log.append(allocation)
+        self.recorded[key] = (weakref.ref(storage, lambda _: self._freed(key)), allocation)
+        return allocation
 
     @property
     def phase(self) -> str:
@@ -166,53 +166,57 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return place or "model", cached
 
     def _freed(self, key: int) -> None:
-        _, made = self.held.pop(key)
+        _, allocation = self.recorded.pop(key)
         if self.over:
             return
         self.moment += 1
-        made.freed = self.moment
-        if made.kind == "temporaries" and made.phase == "forward":
-            # Held for a later module or for the way back, and not only while its own module computed.
-            if self.phase == "backward" or (self.places.calls > made.call and not self._inside(made)):
-                made.kind = "activations"
-        elif made.kind == "cache" and self.places.calls == made.call:
-            made.kind = "temporaries"
+        allocation.freed = self.moment
+        if allocation.kind == "temporaries" and allocation.phase == "forward":
+            # Kept for a later module or for backward, not only while its own module ran.
+            if self.phase == "backward" or (self.places.calls > allocation.call and not self._inside(allocation)):
+                allocation.kind = "activations"
+        elif allocation.kind == "cache" and self.places.calls == allocation.call:
+            allocation.kind = "temporaries"
 
-    def _inside(self, made: Allocation) -> bool:
-        return made.owner in self.places.stack
+    def _inside(self, allocation: Allocation) -> bool:
+        return allocation.owner in self.places.stack
 
     def beginning(self, model: nn.Module) -> None:
-        """Record what the model holds already."""
+        """Record the tensors that the model has already."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            for held, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
-                if held is not None and (made := self.see(held, "held before", kind)):  # type: ignore[arg-type]
-                    made.owner, made.phase, made.allocated = name.rpartition(".")[0] or "model", "before", 0
+            for t, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
+                if t is not None and (allocation := self.see(t, "held before", kind)):  # type: ignore[arg-type]
+                    allocation.owner, allocation.phase, allocation.allocated = (
+                        name.rpartition(".")[0] or "model",
+                        "before",
+                        0,
+                    )
 
     def gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and (made := self.see(parameter.grad, "gradient")):
-            made.kind = "gradients"
+        if parameter.grad is not None and (allocation := self.see(parameter.grad, "gradient")):
+            allocation.kind = "gradients"
 
     def begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._state(optimizer, held=True)
+        self._state(optimizer, before=True)
         self.stepping += 1
 
     def end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.stepping -= 1
         self._state(optimizer)
 
-    def _state(self, optimizer: Optimizer, held: bool = False) -> None:
+    def _state(self, optimizer: Optimizer, before: bool = False) -> None:
         for tensor in tree_leaves([*optimizer.state.values()]):
-            if isinstance(tensor, Tensor) and (made := self.see(tensor, "held before")):
-                made.kind = "optimizer"
-                if held and made.operation == "held before":
-                    made.phase, made.allocated = "before", 0
+            if isinstance(tensor, Tensor) and (allocation := self.see(tensor, "held before")):
+                allocation.kind = "optimizer"
+                if before and allocation.operation == "held before":
+                    allocation.phase, allocation.allocated = "before", 0
 
     def finish(self) -> None:
-        """Count what the forward pass allocated and is still live as activations: no backward came."""
+        """Count live temporaries of the forward pass as activations: there was no backward pass."""
         self.over = True
-        for _, made in self.held.values():
-            if made.kind == "temporaries" and made.phase == "forward":
-                made.kind = "activations"
+        for _, allocation in self.recorded.values():
+            if allocation.kind == "temporaries" and allocation.phase == "forward":
+                allocation.kind = "activations"
 
 
 def _is_torch_frame(file: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which machine a figure comes from."""
+"""Identify the machine of a measurement."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ import torch
 
 
 def fingerprint() -> dict[str, str | int]:
-    """What a machine's speed depends on; `machine` is a short digest of the rest."""
+    """Hardware and software that speed depends on; `machine` is a short digest of the rest."""
     known: dict[str, str | int] = {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -32,7 +32,7 @@ def _cpu() -> str:
 
 
 def _memory() -> int:
-    """Bytes, to the gigabyte: kernels reserve a little more or less at each start."""
+    """Bytes, rounded to GiB: the kernel reserves a slightly different amount at each start."""
     with suppress(OSError, ValueError, AttributeError):
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30) * 2**30
     return 0

@@ -1,4 +1,4 @@
-"""What this machine is and can do: device, dtype, threads, memory."""
+"""Properties of this machine: device, dtype, threads, memory."""
 
 import ctypes
 import os
@@ -18,19 +18,19 @@ _device_set: str | None = None
 
 
 def set_device(name: str | None) -> None:
-    """Make `device` return the device of this name, one of DEVICES, or with None the best one again.
+    """Make `device` return the device of this name, one of DEVICES, or with None the default again.
 
     Raises ValueError if this machine has none.
     """
     global _device_set
     usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name is not None and not usable[name]:
-        raise ValueError(f"--device is {name}, which PyTorch cannot use here; leave it out, or say --device cpu")
+        raise ValueError(f"--device is {name}, which PyTorch cannot use here; leave it out, or use --device cpu")
     _device_set = name
 
 
 def device() -> torch.device:
-    """The device that was set with `set_device`; else CUDA if there, else Apple's GPU, else the CPU."""
+    """The device that was set with `set_device`; else CUDA if available, else Apple's GPU, else the CPU."""
     if _device_set is not None:
         return torch.device(_device_set)
     if torch.cuda.is_available():
@@ -65,8 +65,8 @@ def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this error means out of memory, on any device."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, MemoryError) or any(w in str(error) for w in words)
+    messages = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(m in str(error) for m in messages)
 
 
 def choose_dtype(device: torch.device) -> torch.dtype:
@@ -78,8 +78,8 @@ def choose_dtype(device: torch.device) -> torch.dtype:
 def choose_threads(rounds: int = 3) -> int:
     """The number of threads to use: all that the process may use, or one if other processes keep them busy.
 
-    Threads that wait for each other at every operation can be ten times slower than one alone when
-    something else runs too. One alone is chosen only if it wins every round, half a second apart.
+    Threads that wait for each other at every operation can be ten times slower than a single one while other
+    processes run. One thread is chosen only if it is faster in every round, half a second apart.
     """
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     before = torch.get_num_threads()
@@ -105,7 +105,7 @@ def _seconds(threads: int) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory for the next step, instead of returning it to the system each time.
+    """Keep freed memory in the process for the next step.
 
     glibc returns large blocks to the system at once; a training step then spends a third of its time
     on page faults (4M parameters, 2 threads: 5.3k tokens/s without, 7.8k with).
@@ -114,7 +114,7 @@ def keep_freed_memory() -> None:
         return
     try:
         libc = ctypes.CDLL("libc.so.6")
-    except OSError:  # another C library, which may well behave otherwise
+    except OSError:  # another C library
         return
     trim_threshold, mmap_max = -1, -4
     libc.mallopt(trim_threshold, 2**31 - 1)
@@ -124,11 +124,11 @@ def keep_freed_memory() -> None:
 def flush_denormals() -> None:
     """Flush denormal numbers to zero, in this thread and those it starts.
 
-    Processors compute with them ten times slower: a softmax over 512 x 4,096 logits of a sure model
-    took 7.6 ms with and 0.7 ms without. Call it before the first operation, which starts the others.
+    Processors compute with them ten times slower: a softmax over 512 x 4,096 logits of a confident model took
+    7.6 ms with and 0.7 ms without. Call it before the first operation, which starts the other threads.
     """
-    for kind in (np.float32, np.float64):
-        np.finfo(kind)  # numpy before 2.4 measures it at the first question, and warns if it finds zero
+    for dtype in (np.float32, np.float64):
+        np.finfo(dtype)  # numpy before 2.4 measures denormals at the first call, and warns if they are zero
     torch.set_flush_denormal(True)
 
 
@@ -137,7 +137,7 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration), open("/proc/self/status") as file:
-        # Linux's getrusage would tell the parent's peak where that was higher.
+        # Linux's getrusage would return the parent's peak if that was higher.
         return int(next(line for line in file if line.startswith("VmHWM:")).split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -154,7 +154,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def resident_memory() -> int:
-    """Resident memory of this process in bytes; its peak where the system does not tell."""
+    """Resident memory of this process in bytes; its peak if the system reports only that."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -167,17 +167,17 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
-        told = dict(line.split(":") for line in file)
-        return min(int(told["MemAvailable"].split()[0]) * 1024, _granted())
-    with suppress(OSError, ValueError):  # all there is, where nothing else is told
+        fields = dict(line.split(":") for line in file)
+        return min(int(fields["MemAvailable"].split()[0]) * 1024, _cgroup_free())
+    with suppress(OSError, ValueError):  # all memory, if the system reports only that
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident_memory()
     return 0
 
 
-def _granted() -> int:
-    """What is left of a container's memory limit."""
+def _cgroup_free() -> int:
+    """Bytes left of a container's memory limit."""
     left, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
-    with suppress(OSError, ValueError):  # files in memory make room
+    with suppress(OSError, ValueError):  # cached files can be evicted
         cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])
     older = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
     for most, used in (("memory.max", "memory.current"), older):

@@ -1,4 +1,4 @@
-"""Which module is running, forward and backward."""
+"""Track the running module in forward and backward passes."""
 
 from bisect import bisect_right
 from types import TracebackType
@@ -11,10 +11,9 @@ from torch import nn
 class ModuleTracker:
     """`with ModuleTracker(model) as tracker:` then `tracker.now()` is the dotted name of the running module.
 
-    In a forward pass that is the innermost module whose `forward` runs. In a backward pass it is the one
-    whose forward made the node of the graph that runs now: nodes are numbered in the order in which they
-    are made, so it is enough to remember at which numbers modules began and ended. Hooks stand in the
-    model only inside the `with`.
+    In a forward pass that is the innermost module whose `forward` runs. In a backward pass it is the module whose
+    forward created the running graph node: nodes are numbered in order of creation, so it is enough to record the
+    numbers at which modules begin and end. The model has the hooks only inside the `with`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,8 +50,8 @@ class ModuleTracker:
         """The module whose forward created this graph node; for a parameter's own node, its module."""
         if (parameter := getattr(node, "variable", None)) is not None:
             return self._owners.get(id(parameter))
-        at = bisect_right(self._numbers, node._sequence_nr()) - 1
-        return (self._names[at] or None) if at >= 0 else None
+        index = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._names[index] or None) if index >= 0 else None
 
     def _begin(self, name: str) -> Any:
         def begin(module: nn.Module, inputs: Any) -> None:
@@ -67,7 +66,7 @@ class ModuleTracker:
         self._note()
 
     def _note(self) -> None:
-        """From the next node on, the innermost module is the creator; nodes created in backward do not count."""
+        """Record the innermost module as the creator of the next nodes, unless they are created in backward."""
         if not in_backward():
             self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
             self._names.append(self.stack[-1] if self.stack else "")

@@ -1,9 +1,8 @@
 """Autosize: from the minutes, the corpus and this machine to a model size, a batch size and a sequence length.
 
-The rules come from the sweep in LOG.md ("The dial"), which `benchmarks/autosize.py` repeats: how fast a
-shape trains follows from its arithmetic and its memory traffic, what it will know from its
-parameters and the tokens it sees (the form is Chinchilla's, https://arxiv.org/abs/2203.15556; tokens
-seen again count less and less, https://arxiv.org/abs/2305.16264).
+The rules come from the sweep in LOG.md ("The dial"), which `benchmarks/autosize.py` repeats. A model's speed
+follows from its FLOPs and memory traffic, its loss from parameters and training tokens (the form is Chinchilla's,
+https://arxiv.org/abs/2203.15556; repeated tokens count less, https://arxiv.org/abs/2305.16264).
 """
 
 import math
@@ -26,16 +25,16 @@ from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count
 
 BYTES_PER_TOKEN = 3.9
-"""For a BPE vocabulary of a few thousand on code; `bytes` and `chars` have one."""
+"""Of BPE with a few thousand tokens on code; `bytes` and `chars` have one."""
 
 OVERHEAD_SECONDS = 15.0
-"""Seconds of a run beside its steps: reading, tokenizing, validation, saving."""
+"""Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
 
 TOKENS_PER_PARAMETER = 3.0
-"""What the best models of the sweep were trained on."""
+"""The ratio of the sweep's best models."""
 
 MAX_PARAMETERS_PER_TOKEN = 2.0
-"""Parameters per token of the text, above which a model memorises it."""
+"""Above this ratio to the unique tokens, a model memorises the text."""
 
 FLOOR, NARROW, SHORT = 0.086, (16.3, 0.25), (62.8, 0.30)
 """The fit of bits/byte: irreducible loss, then factor and exponent of parameters and of tokens."""
@@ -55,7 +54,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured: matrix products in FLOP/s in the dtype, memory read in bytes/s."""
+    """Measured rates: matrix products in FLOP/s in the dtype, memory reads in bytes/s."""
 
     threads: int
     dtype: Dtype
@@ -64,14 +63,14 @@ class Machine:
 
 
 def with_hardware(config: T) -> T:
-    """The config with threads, which are set, and dtype; measured if the config leaves them open."""
+    """The config with threads, which are set, and dtype; both are measured unless configured."""
     threads = config.threads or measure.choose_threads()
     torch.set_num_threads(threads)
     dtype = config.dtype or str(measure.choose_dtype(measure.device())).removeprefix("torch.")
     return replace(config, threads=threads, dtype=cast(Dtype, dtype))
 
 
-def measured(config: TrainConfig) -> Machine:
+def measure_machine(config: TrainConfig) -> Machine:
     """Measure this machine in a few seconds, with the config's threads and dtype if set."""
     config, device = with_hardware(config), measure.device()
     assert config.threads, "just chosen"
@@ -81,14 +80,13 @@ def measured(config: TrainConfig) -> Machine:
 
 
 def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
-    """The config with every open option chosen, for `size` bytes of training text; and the reasons, in a few
-    lines.
+    """Choose every open option for `size` bytes of training text; return the config and a few lines of reasons.
 
-    A complete config is returned as it is, and nothing is measured.
+    A complete config is returned unchanged, and nothing is measured.
     """
     if config.dtype and config.threads and config.size and config.batch and config.context_length:
         return config, []
-    machine = measured(config)
+    machine = measure_machine(config)
     config = replace(
         config,
         dtype=machine.dtype,
@@ -97,8 +95,8 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
         batch=config.batch or BATCH,
         context_length=config.context_length or CONTEXT,
     )
-    full, guess = choose_size(config, size, machine)
-    return full, describe_choice(full, machine, guess, why="" if config.size or config.steps else WHY)
+    full, expected = choose_size(config, size, machine)
+    return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)
 
 
 @dataclass(frozen=True)
@@ -113,18 +111,18 @@ class Estimate:
 
 
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
-    """The config with the size of the lowest estimated validation loss, or with its own.
+    """The config with the size of the lowest estimated validation loss, unless it has one.
 
-    A run that ends after steps gains nothing from a faster model: it gets a size that suits its number of tokens.
+    A run of fixed steps gains nothing from a faster model: its size follows from its number of tokens.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
     if config.steps:
-        suiting = config.steps * config.batch * config.context_length / TOKENS_PER_PARAMETER
-        sizes = [min(sizes, key=lambda s: abs(s - suiting))]
-    plans = [config] if config.size else [replace(config, size=str(s)) for s in sizes]
-    guesses = [(estimate(each, size, machine), each) for each in plans]
-    best, fitting = min(guesses, key=lambda pair: pair[0].bits)
+        target = config.steps * config.batch * config.context_length / TOKENS_PER_PARAMETER
+        sizes = [min(sizes, key=lambda s: abs(s - target))]
+    candidates = [config] if config.size else [replace(config, size=str(s)) for s in sizes]
+    estimates = [(estimate(each, size, machine), each) for each in candidates]
+    best, fitting = min(estimates, key=lambda pair: pair[0].bits)
     return fitting, best
 
 
@@ -174,10 +172,9 @@ def vocabulary(config: TrainConfig) -> int:
 
 
 def config_for(config: TrainConfig, vocab: int) -> Any:
-    """The family's config of the plan's shape, or whose parameters, embeddings included, come nearest to its size.
+    """The family's config of the given shape, or with about the given number of parameters, embeddings included.
 
-    Widths are 32 or multiples of 64, and of those that come near, the one whose depth is
-    nearest to a layer for each 64 of width.
+    Widths are 32 or multiples of 64; among those of about that size, the aim is one layer per 64 of width.
     """
     from_size = FAMILIES[config.family].Config.from_size
     if config.shape:
@@ -216,7 +213,7 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 
 
 def flops(model: nn.Module, context: int) -> float:
-    """Floating-point operations of training on one token: six a weight that multiplies it, and attention's.
+    """Training FLOPs per token: six per matrix weight, and attention's.
 
     Attention is counted without its mask, as it is computed; the optimizer is not counted.
     """
@@ -228,7 +225,7 @@ def flops(model: nn.Module, context: int) -> float:
 
 
 def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, float]]:
-    """Every linear layer, and the fraction of tokens that it processes: less than 1 for experts."""
+    """Every linear layer, and the fraction of tokens it processes (less than 1 for experts)."""
     shares = {
         e: m.top_k / len(m.experts) for m in model.modules() if isinstance(m, MoE) for e in m.experts.modules()
     }
@@ -238,7 +235,7 @@ def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, float]]:
 
 
 def muon_flops(model: nn.Module) -> float:
-    """Floating-point operations per step of Muon's five iterations over all matrices."""
+    """FLOPs per step of Muon's five iterations over all matrices."""
     sides = (sorted(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
     return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sides)
 
@@ -252,7 +249,7 @@ def activation_bytes(model: nn.Module, context: int) -> float:
 
 
 def memory_advice(config: TrainConfig) -> str:
-    """The estimated memory of a run, its largest parts, and how to reduce it, in words."""
+    """A sentence with the estimated memory of a run, its largest parts, and how to reduce it."""
     return f"{describe_memory(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
 
 
@@ -265,14 +262,14 @@ def estimate_memory(config: TrainConfig) -> dict[str, float]:
     return process_memory(log, log.by("kind", moment=0).get(("parameters",), 0))
 
 
-def describe_choice(config: TrainConfig, machine: Machine, guess: Estimate, why: str) -> list[str]:
-    """What was chosen and, if the size was, why."""
+def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
+    """The chosen options, and the reason for the size if it was chosen (`why`)."""
     return [
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
-        f"chosen for {config.length}: {format_count(guess.parameters)} parameters, batch size {config.batch}, "
+        f"chosen for {config.length}: {format_count(expected.parameters)} parameters, batch size {config.batch}, "
         f"context length {config.context_length}",
-        f"at about {format_count(guess.rate)} tokens/s, trains on {format_count(guess.tokens)} tokens "
-        f"({guess.epochs:.1f} epochs){why}; estimated: {guess.bits:.2f} bits/byte",
+        f"at about {format_count(expected.rate)} tokens/s, trains on {format_count(expected.tokens)} tokens "
+        f"({expected.epochs:.1f} epochs){why}; estimated: {expected.bits:.2f} bits/byte",
         memory_advice(config),
     ]

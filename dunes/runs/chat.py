@@ -1,7 +1,7 @@
 """Chat with a model in its own chat template, and with several adapters on one base model.
 
-`Speaker.answer` turns a conversation into an answer, piece by piece, and knows no terminal; `Chat` keeps one
-conversation; `run` reads lines and writes answers, `answer` writes one.
+`ChatEngine.answer` streams the answer to a conversation; `Chat` is one conversation; `run` reads lines and
+writes answers, `answer` writes one.
 """
 
 import os
@@ -37,8 +37,7 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """An adapter, or with None the base model alone, with its tokenizer and context length; `place` is its
-    folder."""
+    """An adapter (None: the base model alone) in the folder `place`, with its tokenizer and context length."""
 
     place: Path
     adapter: str | None
@@ -49,17 +48,17 @@ class ChatModel:
     @cached_property
     def template(self) -> Template:
         """Raises NoTemplate for a model without one."""
-        found = find_template(self.tokenizer, self.card)
-        if found is None:
+        template = find_template(self.tokenizer, self.card)
+        if template is None:
             remedy = f'use dunes generate {self.place} "..."'
             raise NoTemplate(f"{self.place}: no chat template, so it was not trained to chat; {remedy}")
-        return found
+        return template
 
     @cached_property
-    def once(self) -> bool:
-        """Whether the template is for a single question and answer."""
-        asked = Turn("user", "a")
-        return not self._writes(asked, Turn("assistant", "b"), asked) and self._writes(asked)
+    def single_turn(self) -> bool:
+        """Whether the template supports only a single question and answer."""
+        question = Turn("user", "a")
+        return not self._supports(question, Turn("assistant", "b"), question) and self._supports(question)
 
     def check_system(self, system: str) -> None:
         """Raises ValueError if the template cannot write this system prompt."""
@@ -70,7 +69,7 @@ class ChatModel:
                 )
             )
 
-    def _writes(self, *talk: Turn) -> bool:
+    def _supports(self, *talk: Turn) -> bool:
         try:
             next(iter(self.template.render([talk], add_generation_prompt=True)))
         except ValueError:
@@ -86,13 +85,13 @@ class ChatEngine:
     models: Mapping[str, ChatModel]
 
     def chat_model(self, name: str | None = None) -> ChatModel:
-        """Raises ValueError for an unknown name."""
+        """The model of this name, or the default. Raises ValueError for an unknown name."""
         if name is not None and name not in self.models:
             raise ValueError(f"no adapter named {name!r}; available: {', '.join(self.models)}")
         return self.models[name or next(iter(self.models))]
 
-    def named(self, name: str | None) -> str | None:
-        """The name of an adapter given by its name or its folder; another name as it is."""
+    def resolve_name(self, name: str | None) -> str | None:
+        """The name of an adapter given by name or folder; an unknown name is returned unchanged."""
         if name is None or name in self.models:
             return name
         places = {os.path.abspath(chat_model.place): key for key, chat_model in self.models.items()}
@@ -115,7 +114,7 @@ class ChatEngine:
                 "context length is "
                 f"{chat_model.context}; shorten it"
             )
-        found = generate(
+        tokens_left = generate(
             self.model,
             ids,
             limit=min(tokens, chat_model.context - len(ids)),
@@ -126,23 +125,22 @@ class ChatEngine:
         while True:
             with adapter_active(
                 self.model, chat_model.adapter
-            ):  # for this step only: other answers may be in progress
-                token = next(found, None)
+            ):  # only for this step: other answers may be in progress
+                token = next(tokens_left, None)
             if token is None:
                 return
             if piece := stream.step(token.id):
                 yield piece
 
-    def cut(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
-        """The conversation without its oldest exchanges, as far as needed to leave room; the system prompt
-        stays."""
+    def truncate(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
+        """Drop the oldest exchanges as needed to leave room for the answer; the system prompt stays."""
         chat_model = self.chat_model(name)
-        most = chat_model.context - min(tokens, chat_model.context // ROOM)
-        while len(encode_prompt(chat_model.template, talk, chat_model.tokenizer)) > most:
-            asked = [i for i, turn in enumerate(talk) if turn.role == "user"]
-            if len(asked) < 2:
+        limit = chat_model.context - min(tokens, chat_model.context // ROOM)
+        while len(encode_prompt(chat_model.template, talk, chat_model.tokenizer)) > limit:
+            questions = [i for i, turn in enumerate(talk) if turn.role == "user"]
+            if len(questions) < 2:
                 break
-            talk = (*talk[: asked[0]], *talk[asked[1] :])
+            talk = (*talk[: questions[0]], *talk[questions[1] :])
         return talk
 
 
@@ -151,54 +149,58 @@ def load_chat_engine(
 ) -> ChatEngine:
     """Load a model from a folder or the Hub once, with these adapters on it; the first adapter is the default.
 
-    Raises ValueError, before anything is loaded, for a folder that is not an adapter, for two adapters of one
-    name, for adapters trained on differently quantized bases, and for adapters of another base unless `any_base`.
+    Raises ValueError, before anything is loaded, for a folder that is not an adapter, two adapters of the same
+    name, adapters trained on differently quantized bases, and adapters of another base unless `any_base`.
     """
     folder = checkpoint.locate_model(model).folder
     labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
-    if twice := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
-        raise ValueError(f"two adapters are named {twice[0]!r}; rename one of the folders")
-    if wrong := [path for path in adapters if not is_adapter(path)]:
-        raise ValueError(f"{wrong[0]}: not an adapter's folder; name the model itself: dunes chat {wrong[0]}")
-    _alike([*adapters, *([folder] if is_adapter(folder) else [])])
+    if duplicates := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
+        raise ValueError(f"two adapters are named {duplicates[0]!r}; rename one of the folders")
+    if no_adapters := [path for path in adapters if not is_adapter(path)]:
+        raise ValueError(
+            f"{no_adapters[0]}: not an adapter's folder; name the model itself: dunes chat {no_adapters[0]}"
+        )
+    _check_same_quantization([*adapters, *([folder] if is_adapter(folder) else [])])
     loaded, _ = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
-    models = _first(folder, loaded)
-    new = {}
+    models = _chat_models(folder, loaded)
+    with_adapters = {}
     for i, path in enumerate(adapters):
-        new[labels[i]] = _voice(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
+        with_adapters[labels[i]] = _chat_model(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
     loaded.model.to(device)
-    return ChatEngine(loaded.model, new | models)
+    return ChatEngine(loaded.model, with_adapters | models)
 
 
 def _label(folder: Path) -> str:
-    """The name of an adapter: its folder's, or the link's."""
+    """The name of an adapter: that of its folder or link."""
     return os.path.basename(os.path.abspath(folder))
 
 
-def _alike(folders: Sequence[Path]) -> None:
+def _check_same_quantization(folders: Sequence[Path]) -> None:
     """Raise ValueError unless all these adapters were trained on the same quantization of the base."""
-    found = [[c for c in cards.read_card(path).get("changes", []) if c.get("name") != "lora"] for path in folders]
-    for path, changes in zip(folders, found, strict=True):
-        if changes != found[0]:
+    changes = [
+        [c for c in cards.read_card(path).get("changes", []) if c.get("name") != "lora"] for path in folders
+    ]
+    for path, of_path in zip(folders, changes, strict=True):
+        if of_path != changes[0]:
             raise ValueError(
                 f"{folders[0]} and {path} were trained on differently quantized bases; load one of them"
             )
 
 
-def _first(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
+def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The chat models of a folder: the model itself, or an adapter and its base."""
     if not is_adapter(folder):
-        return {NONE: _voice(folder, None, loaded)}
+        return {NONE: _chat_model(folder, None, loaded)}
     base = base_folder(folder)
     _, config, card = checkpoint.describe(base)
-    alone = replace(loaded, card=card, context_length=config.context_length)
+    base_only = replace(loaded, card=card, context_length=config.context_length)
     if Tokenizer.find_file(base):
-        alone = replace(alone, tokenizer=Tokenizer.load(base))
-    return {_label(folder): _voice(folder, "default", loaded), NONE: _voice(base, None, alone)}
+        base_only = replace(base_only, tokenizer=Tokenizer.load(base))
+    return {_label(folder): _chat_model(folder, "default", loaded), NONE: _chat_model(base, None, base_only)}
 
 
-def _voice(place: Path, adapter: str | None, loaded: LoadedModel) -> ChatModel:
-    assert loaded.tokenizer is not None, "where an adapter brings none it is the base's"
+def _chat_model(place: Path, adapter: str | None, loaded: LoadedModel) -> ChatModel:
+    assert loaded.tokenizer is not None, "an adapter without a tokenizer uses its base's"
     return ChatModel(place, adapter, loaded.tokenizer, loaded.context_length, loaded.card)
 
 
@@ -212,7 +214,7 @@ COMMANDS = {
 
 @dataclass
 class Chat:
-    """One conversation. `note` gets messages that are not the model's."""
+    """One conversation. `note` is called with messages that are not from the model."""
 
     engine: ChatEngine
     sample: Sampler
@@ -221,36 +223,35 @@ class Chat:
     note: Callable[[str], None] = print
     name: str | None = None
     talk: list[Turn] = field(default_factory=list)
-    cut: bool = False
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """Switch to an adapter by name or folder. Raises ValueError for an unknown one, or one that cannot
-        chat."""
-        name = self.engine.named(name)
+        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or cannot chat."""
+        name = self.engine.resolve_name(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer; what was generated is remembered even if the caller stops early."""
-        before = [] if self.engine.chat_model(self.name).once else self.talk
+        """Stream the answer; it becomes part of the conversation even if the caller stops early."""
+        before = [] if self.engine.chat_model(self.name).single_turn else self.talk
         system = [Turn("system", self.system)] if self.system else []
         talk = (*system, *before, Turn("user", text))
-        kept = self.engine.cut(talk, self.tokens, self.name)
-        if len(kept) < len(talk) and not self.cut:
-            self.cut = True
+        prompt = self.engine.truncate(talk, self.tokens, self.name)
+        if len(prompt) < len(talk) and not self.truncated:
+            self.truncated = True
             self.note("the conversation exceeds the model's context length; its oldest exchanges are dropped")
-        said: list[str] = []
+        pieces: list[str] = []
         try:
-            for piece in self.engine.answer(kept, self.sample, self.tokens, self.name):
-                said.append(piece)
+            for piece in self.engine.answer(prompt, self.sample, self.tokens, self.name):
+                pieces.append(piece)
                 yield piece
         finally:
-            if said:
-                self.talk = [*kept[len(system) :], Turn("assistant", "".join(said))]
+            if pieces:
+                self.talk = [*prompt[len(system) :], Turn("assistant", "".join(pieces))]
 
     def command(self, line: str) -> bool:
         """Execute a line that begins with /; False ends the chat. Raises ValueError for an invalid command."""
@@ -265,10 +266,10 @@ class Chat:
             except NoTemplate as error:
                 self.note(str(error))
         elif word in ("/help", "/adapter"):
-            here = self.name or next(iter(self.engine.models))
-            names = ", ".join(f"{name} (now)" if name == here else name for name in self.engine.models)
-            shown = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
-            self.note("\n".join([*shown, f"adapters: {names}"]))
+            current = self.name or next(iter(self.engine.models))
+            names = ", ".join(f"{name} (now)" if name == current else name for name in self.engine.models)
+            usage = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
+            self.note("\n".join([*usage, f"adapters: {names}"]))
         else:
             raise ValueError(
                 f"{word} is not a command; /help lists the commands, and a leading space sends it as a message"
@@ -300,7 +301,7 @@ def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interact
 
 
 def answer(chat: Chat, text: str, write: Callable[[str], None]) -> None:
-    """Write the answer and a newline; Ctrl-C stops it, and what was generated so far is kept."""
+    """Write the answer and a newline; Ctrl-C stops it, and the text so far stays in the conversation."""
     length = 0
     with closing(chat.say(text)) as pieces:
         try:

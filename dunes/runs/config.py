@@ -22,7 +22,7 @@ T = TypeVar("T", bound="RunConfig")
 
 
 def flag(metavar: str, default: str = "") -> Any:
-    """How help shows a flag's value, and its default where that is not the class attribute."""
+    """The metavar of a flag in help, and its default if that is not the class attribute."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else None)
 
 
@@ -34,11 +34,11 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     tuple[str, ...]: ("a tuple of strings", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
     type(None): ("none", lambda v: v is None),
 }
-"""What a field of each type may hold, in words and as a check: a config may come from an edited file."""
+"""A description and a check for values of each type: a config may come from an edited file."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:  # what is None or 0 is chosen when the run begins
+class Optimization:  # options that are None or 0 are chosen when the run begins
     minutes: Annotated[float, flag("MINUTES")] = 15.0
     """Stop after this many minutes."""
     steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
@@ -54,7 +54,7 @@ class Optimization:  # what is None or 0 is chosen when the run begins
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:  # None is measured; `matmul` is the measured rate of matrix products in FLOP/s
+class Hardware:  # options that are None are measured; `matmul` is in FLOP/s
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     dtype: Annotated[Dtype | None, tyro.conf.Suppress] = None
@@ -63,13 +63,13 @@ class Hardware:  # None is measured; `matmul` is the measured rate of matrix pro
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:  # `asked` are the fields of the config that somebody chose: resuming compares these alone
+class RunOptions:  # `asked` are the config fields set by the user: resuming compares only these
     resume: bool = False
     """Resume the run in --out from its last state, with the options it was started with."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
     """Options that may differ from the original run's when resuming."""
     dry_run: bool = False
-    """Report what would be done and how much memory it would take, then exit."""
+    """Report what would be done and the memory it would take, then exit."""
     strict: bool = False
     """Stop when saving the training state fails, and refuse to resume past a damaged state."""
     profile: bool = False
@@ -90,7 +90,7 @@ class RunConfig(Optimization, Hardware):
     AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch")
     """Fields in which 0 means that the value is chosen."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
-    """Fields that may change when resuming. All others are built into the weights or the order of the data."""
+    """Fields that may change when resuming. All others determine the weights or the order of the data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields that hold paths."""
     VERB: ClassVar[str] = ""
@@ -100,14 +100,14 @@ class RunConfig(Optimization, Hardware):
         for f in fields(self):
             value = getattr(self, f.name)
             _check_type(f.name, value, _alternatives(f.type))
-            least = self.MINIMUM.get(f.name)
-            left_open = value is None or (value == 0 and f.name in self.AUTO)
-            if least is not None and not left_open and not value >= least:
-                raise ValueError(f"--{option(f.name)} is {value}; it must be at least {least}")
+            minimum = self.MINIMUM.get(f.name)
+            chosen_later = value is None or (value == 0 and f.name in self.AUTO)
+            if minimum is not None and not chosen_later and not value >= minimum:
+                raise ValueError(f"--{option(f.name)} is {value}; it must be at least {minimum}")
 
     @property
     def length(self) -> str:
-        """How long the run is, in words."""
+        """The length of the run, like "100 steps"."""
         return plural(self.steps, "step") if self.steps else plural(self.minutes, "minute")
 
     @property
@@ -117,7 +117,7 @@ class RunConfig(Optimization, Hardware):
 
     @property
     def about(self) -> str:
-        """The run in a few words."""
+        """A short description of the run."""
         return ""
 
     @property
@@ -126,12 +126,12 @@ class RunConfig(Optimization, Hardware):
         return ""
 
     def with_absolute_paths(self: T) -> T:
-        """The same with absolute paths, so that the run can be resumed from another working directory."""
-        found = {name: getattr(self, name) for name in self.PATHS}
-        told: dict[str, Any] = {
-            k: _whole(v) if isinstance(v, str) else (*map(_whole, v),) for k, v in found.items()
+        """The config with absolute paths, so that the run can be resumed from another working directory."""
+        paths = {name: getattr(self, name) for name in self.PATHS}
+        absolute: dict[str, Any] = {
+            k: _absolute(v) if isinstance(v, str) else (*map(_absolute, v),) for k, v in paths.items()
         }
-        return replace(self, **told)
+        return replace(self, **absolute)
 
     def changed(self) -> set[str]:
         """The fields that differ from their defaults."""
@@ -142,11 +142,11 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self)}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """The differences to an earlier config, in words by field; among the fields `asked` for, if given."""
-        found = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
+        """Describe the differences to an earlier config, by field; only among the fields `asked`, if given."""
+        values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {was!r}, now {now!r}"
-            for name, (was, now) in found.items()
+            for name, (was, now) in values.items()
             if was != now and name != "matmul" and (asked is None or name in asked)
         }
 
@@ -155,21 +155,21 @@ class RunConfig(Optimization, Hardware):
         """The config from its JSON. Raises ValueError if that belongs to another kind of run."""
         if not isinstance(stored, Mapping):
             raise ValueError(f"contains no run config, but a {type(stored).__name__}")
-        if odd := stored.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"contains a run of another kind or version: it has {', '.join(sorted(odd))}")
-        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-        return cls(**told)
+        if unknown := stored.keys() - {f.name for f in fields(cls)}:
+            raise ValueError(f"contains a run of another kind or version: it has {', '.join(sorted(unknown))}")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return cls(**values)
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows, without what is for the command line."""
+    """The types that an annotation allows."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
-    """Raise ValueError unless the value is of one of the types, or one of a Literal's."""
+    """Raise ValueError unless the value has one of the types, or is a choice of a Literal."""
     first = types[0]
     if get_origin(first) is Literal:
         if value not in (*get_args(first), *([None] if type(None) in types else [])):
@@ -178,8 +178,8 @@ def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
         raise ValueError(f"--{option(name)} is {value!r:.60}; it must be {_TYPES[first][0]}")
 
 
-def _whole(name: str) -> str:
-    """The absolute path of an existing file or folder; another name, such as one on the Hub, as it is."""
+def _absolute(name: str) -> str:
+    """The absolute path of an existing file or folder; other names, such as those on the Hub, are unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in ("", STDLIB) and path.exists() else name
 

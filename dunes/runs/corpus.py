@@ -21,11 +21,12 @@ SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on; more hardly changes it."""
 
 TAIL = 0.1
+"""Fraction of a text that is its validation split with --split tails."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """TokenIds to learn from and ids held out, of one tokenizer; `prints` are fingerprints of all three."""
+    """Training and validation token ids of one tokenizer; `fingerprints` identify all three."""
 
     tokenizer: Tokenizer
     train: TokenIds
@@ -48,29 +49,29 @@ def gather(config: TrainConfig) -> Corpus:
     return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
 
 
-def tokenize(config: TrainConfig, corpus: Corpus, kept: Path | None, display: Display) -> Tokens:
-    """Train the tokenizer, or load the one in the folder `kept`, and tokenize the documents.
+def tokenize(config: TrainConfig, corpus: Corpus, folder: Path | None, display: Display) -> Tokens:
+    """Train the tokenizer, or load the one in `folder`, and tokenize the documents.
 
     Raises ValueError if there are too few tokens for one training window, or for validation.
     """
-    tokenizer = Tokenizer.load(kept) if kept is not None else _tokenizer(config, corpus.train, display)
+    tokenizer = Tokenizer.load(folder) if folder is not None else _tokenizer(config, corpus.train, display)
     shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
     train: TokenIds
     valid: TokenIds
     train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.token_file for s in shards)
-    for side, tokens, least in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
-        if len(tokens) < least:
+    for side, tokens, minimum in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
+        if len(tokens) < minimum:
             raise ValueError(
-                f"{plural(len(tokens), 'token')} to {side}, at least {least} needed; "
+                f"{plural(len(tokens), 'token')} to {side}, at least {minimum} needed; "
                 "add text, or reduce --context-length"
             )
-    return Tokens(tokenizer, train, valid, _prints(tokenizer, corpus))
+    return Tokens(tokenizer, train, valid, _fingerprints(tokenizer, corpus))
 
 
 def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Display) -> Tokenizer:
     """A tokenizer trained on the documents, or the cached one of an earlier run."""
-    asked = f"{config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
-    key = _digest(asked.encode())
+    request = f"{config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
+    key = _digest(request.encode())
     folder = default_cache().parent / "tokenizers"
     for path in folder.glob(f"{key}-*.json"):
         if path.stem.endswith(_digest(text := path.read_bytes())):
@@ -87,7 +88,7 @@ def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
 
 
-def _prints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
+def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     texts = {"the tokenizer": tokenizer.json()}
     texts["the training text"] = "".join(d.digest for d in corpus.train)
     texts["the validation text"] = "".join(d.digest for d in corpus.valid)
@@ -95,10 +96,10 @@ def _prints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
-    """About SAMPLE bytes of text, from documents all over the corpus; all of it for characters."""
+    """About SAMPLE bytes of text from documents across the corpus; all text for characters."""
     total = sum(d.size for d in documents)
-    every = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
-    for document in documents[::every]:
+    stride = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
+    for document in documents[::stride]:
         left = SAMPLE
         for block in document.text():
             yield block
@@ -110,12 +111,12 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
 def _shard(documents: Sequence[Document], tokenizer: Tokenizer, display: Display) -> Shard:
     total, done = sum(d.size for d in documents), 0
 
-    def told(size: int) -> None:
+    def report(size: int) -> None:
         nonlocal done
         done += size
         display.state("tokenizing", done / max(1, total))
 
-    return token_shard(documents, tokenizer, progress=told)
+    return token_shard(documents, tokenizer, progress=report)
 
 
 def _tails(shard: Shard, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -131,5 +132,5 @@ def _tails(shard: Shard, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def tail_start(start: int, stop: int) -> int:
-    """Where the last tenth begins of a text whose tokens, its end among them, are those from `start` to `stop`."""
+    """The index at which the last tenth of a text begins; its tokens, EOS included, are `start` to `stop`."""
     return stop - round((stop - start) * TAIL)

@@ -22,16 +22,16 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Score:
-    """The summed loss in nats of `tokens` tokens, which are `size` bytes of raw text."""
+    """The summed loss (in nats) of `tokens` tokens, which are `size` bytes of raw text."""
 
-    nats: float
+    loss_sum: float
     tokens: int
     size: int
 
     @property
     def loss(self) -> float:
         """The loss in nats/token."""
-        return self.nats / self.tokens
+        return self.loss_sum / self.tokens
 
     @property
     def perplexity(self) -> float:
@@ -39,8 +39,8 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between tokenizers: what a compressor using this model would need."""
-        return self.nats / math.log(2) / max(1, self.size)
+        """Comparable across tokenizers: the size to which this model would compress the text."""
+        return self.loss_sum / math.log(2) / max(1, self.size)
 
 
 def widths(pieces: list[bytes]) -> NDArray[np.int64]:
@@ -56,9 +56,9 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     limit: int | None = None,
 ) -> Score:
-    """Score the tokens in windows of `context`, each predicted from those before it in its window.
+    """Score the tokens in windows of `context`; each token is predicted from those before it in its window.
 
-    With a `limit`, about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
+    A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
     than two tokens.
     """
     if len(tokens) < 2:
@@ -80,20 +80,20 @@ def score_batches(
     width: NDArray[np.int64],
     dtype: torch.dtype = torch.float32,
 ) -> Score:
-    """The score on batches: ids, targets (B, T), and what else the model's `nats` takes."""
-    nats, count, size = 0.0, 0, 0
+    """The score on batches: ids, targets (B, T), and the other arguments of `Decoder.loss`."""
+    loss_sum, count, size = 0.0, 0, 0
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         for batch in batches:
             total, counted = model.loss(*(part.to(device) for part in batch))
-            nats, count = nats + float(total), count + int(counted)
-            kept = batch[1].numpy()
-            size += int(width[kept[kept != IGNORE]].sum())
-    return Score(nats, count, size)
+            loss_sum, count = loss_sum + float(total), count + int(counted)
+            targets = batch[1].numpy()
+            size += int(width[targets[targets != IGNORE]].sum())
+    return Score(loss_sum, count, size)
 
 
 def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """TokenIds and targets (B, T) of windows; targets past the end of the text are ignored."""
+    """Ids and targets (B, T) of windows; targets past the end of the text are ignored."""
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
     ids, targets = window[:, :-1], window[:, 1:].clone()

@@ -21,7 +21,7 @@ from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.loop import Make, execute_run
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule
-from dunes.runs.score import held_out
+from dunes.runs.score import evaluation_tokens
 from dunes.runs.timings import Timings
 from dunes.train import Trainer
 
@@ -34,32 +34,32 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     This many `examples` are printed first, with trained tokens highlighted. Returns and raises what `execute_run`
     does.
     """
-    going = RunOptions(**options)
-    if idle := unused_options(config, going.asked or ()):
-        raise ValueError(f"--{idle[0]} applies to adapters, and --method {config.method} trains none; omit it")
+    run_options = RunOptions(**options)
+    if unused := unused_options(config, run_options.asked or ()):
+        raise ValueError(f"--{unused[0]} applies to adapters, and --method {config.method} trains none; omit it")
 
-    def prepared(config: FinetuneConfig, timings: Timings) -> Make | None:
+    def prepare_data(config: FinetuneConfig, timings: Timings) -> Make | None:
         with timings("reading data"):
             data = FinetuneData.read(config, display)
         for example in data.train[:examples]:
             display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("preparing"):
-            ready, known = data.complete(display), forgetting_text(data, display)
-        return None if going.dry_run else lambda: prepare(ready, known, folder, display)
+            ready, text = data.complete(display), forgetting_text(data, display)
+        return None if run_options.dry_run else lambda: prepare(ready, text, folder, display)
 
-    return execute_run(config, folder, display, going, prepared)
+    return execute_run(config, folder, display, run_options, prepare_data)
 
 
-def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, display: Display) -> Run:
-    """A run at its first step; `known` are token ids to measure forgetting on."""
+def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:
+    """A run at step 0; `text` are token ids to measure forgetting on."""
     config, device = data.config, measure.device()
-    assert config.dtype, "chosen before"
+    assert config.dtype, "set by `complete`"
     dtype = getattr(torch, config.dtype)
     model = data.base.model.to(device)
     stored = next(model.parameters()).dtype
-    task = FinetuneTask(data, known, stored)
+    task = FinetuneTask(data, text, stored)
     before = _baseline(task, model, folder / BASELINE, display)
-    model, notes, base = _changed(model, config)
+    model, notes, base = _apply_method(model, config)
     task = replace(task, before=before, notes=notes, base=base, settings=architecture_digest(base_model(model)))
     cast_frozen_weights(model, config)
     schedule = build_schedule(config)
@@ -70,7 +70,7 @@ def prepare(data: FinetuneData, known: TokenIds | None, folder: Path, display: D
     return Run(folder, config, task, model, trainer, schedule)
 
 
-def _changed(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]], dict[str, Any]]:
+def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]], dict[str, Any]]:
     """The model to train, the record of its changes, and the identity of its base."""
     if METHODS[config.method].adapter is None:
         model, notes = prepare_model(model, config)
@@ -84,7 +84,7 @@ def _changed(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict
 
 
 def _baseline(task: FinetuneTask, model: Decoder, path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers, read from the run's file if it belongs to its states."""
+    """The base model's scores and answers: measured, or read from the file of a resumed run."""
     dtype = getattr(torch, task.config.dtype or "float32")
     before = _read_baseline(path, display)
     if before is None:
@@ -92,7 +92,7 @@ def _baseline(task: FinetuneTask, model: Decoder, path: Path, display: Display) 
         before = task.measure_baseline(model, dtype)
     elif before.text != task.text:
         display.detail("the text to measure forgetting on changed: evaluating the base model again")
-        before = replace(before, domain=task.known(model, dtype), text=task.text)
+        before = replace(before, forgetting=task.score_forgetting(model, dtype), text=task.text)
     else:
         return before
     before.write(path)
@@ -100,7 +100,7 @@ def _baseline(task: FinetuneTask, model: Decoder, path: Path, display: Display) 
 
 
 def _read_baseline(path: Path, display: Display) -> Baseline | None:
-    """The file's contents, if there are states beside it and it is undamaged."""
+    """The file's contents, if it is undamaged and belongs to saved states."""
     if not (path.is_file() and any(path.parent.glob("step-*"))):
         return None
     try:
@@ -111,12 +111,12 @@ def _read_baseline(path: Path, display: Display) -> Baseline | None:
 
 
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
-    """Token ids like the base model's training data; None, with a message, if there are none."""
+    """Token ids like the base model's training data; prints a message and returns None if there are none."""
     tokenizer = data.base.tokenizer
-    assert tokenizer is not None, "it was loaded with one"
+    assert tokenizer is not None, "loaded with a tokenizer"
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
-        ids, files = held_out(tokenizer, data.base.card, data.config.forgetting_data, **options)
+        ids, files = evaluation_tokens(tokenizer, data.base.card, data.config.forgetting_data, **options)
     except (ValueError, OSError):
         if data.config.forgetting_data:
             raise

@@ -1,4 +1,4 @@
-"""What finetuning is configured with, read by the command line without torch."""
+"""Options of finetuning, read by the command line without importing torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -34,7 +34,7 @@ class ExampleData:
     val_data: Annotated[str, flag("FILE|FOLDER", "a part of --data")] = ""
     """Examples for validation."""
     val_fraction: Annotated[float, flag("FRACTION")] = 0.05
-    """Fraction of --data that is kept for validation."""
+    """Fraction of --data used for validation."""
     forgetting_data: Annotated[
         tuple[str, ...], flag("SOURCE", "the validation text of the base's own training")
     ] = ()
@@ -83,14 +83,14 @@ class FinetuneOptimization(Optimization):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
-    """What a finetune is asked. It ends after `steps`, else after `minutes`, else after `epochs`."""
+    """Options of a finetuning run. It ends after `steps`, else after `minutes`, else after `epochs`."""
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
     OVERRIDABLE = (
         *RunConfig.OVERRIDABLE,
         *PATHS,
-    )  # where they lie: what is in the base and the examples is compared
+    )  # paths may change: the contents of the base and the examples are compared
     VERB = "finetune"
 
     @property
@@ -108,11 +108,11 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
-        """`ranks` as globs and numbers. Raises ValueError for what is written otherwise."""
-        found = []
+        """`ranks` as globs and numbers. Raises ValueError for any other form."""
+        pairs = []
         for each in self.ranks:
             glob, _, rank = each.rpartition("=")
             if not (glob and rank.isdigit()):
                 raise ValueError(f"--ranks {each}: expected GLOB=RANK, such as blocks.*.mlp.**=8")
-            found.append((glob, int(rank)))
-        return found
+            pairs.append((glob, int(rank)))
+        return pairs

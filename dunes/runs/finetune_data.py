@@ -51,7 +51,7 @@ from dunes.train import adamw, cast_frozen
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """The base model and the tokenized examples; `held` are the validation records.
+    """The base model and the tokenized examples; `val_records` are the validation records.
 
     `tokenizer` and `template` are those of the finetuned model.
     """
@@ -73,38 +73,38 @@ class FinetuneData:
                 f"{folder}: an adapter, not a base model; merge it first: dunes augment merge {folder} OUT"
             )
         files, lines = read_dataset(config.data, config.text_field, config.follow_links)
-        others, more = (
+        val_files, val_lines = (
             read_dataset(config.val_data, config.text_field, config.follow_links) if config.val_data else ([], [])
         )
-        for line in (*lines, *more):
+        for line in (*lines, *val_lines):
             display.detail(line)
         base, tokenizer = checkpoint.load_with_tokenizer(folder)
-        records = main_records([*files, *others])
+        records = main_records([*files, *val_files])
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
-        own = own_template_name(base)
-        if own is None or config.template or records.format not in PLAIN_KINDS:
+        own_template = own_template_name(base)
+        if own_template is None or config.template or records.format not in PLAIN_KINDS:
             tokenizer = templates.attach_template(template, tokenizer)
-            if own not in (None, template.name):
-                display.line(f"warning: it replaces the template that the base model was trained with: {own}")
+            if own_template not in (None, template.name):
+                display.line(f"warning: it replaces the base model's own template: {own_template}")
         write = partial(_tokenize, config, template, records.format not in PLAIN_KINDS, tokenizer)
-        rows, val_records = ([row for r in side for row in r.rows] for side in (files, others))
+        rows, val_records = ([row for r in side for row in r.rows] for side in (files, val_files))
         if val_records:
-            learn, valid = write(rows), write(val_records)
+            train, valid = write(rows), write(val_records)
         else:
-            learn, valid, val_records = _split_examples(rows, config.val_fraction, write)
+            train, valid, val_records = _split_examples(rows, config.val_fraction, write)
         if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
-        context = _context(config, [*learn, *valid], base)
-        learn, valid = ([w for e in side for w in _windows(e, context)] for side in (learn, valid))
+        context = _context(config, [*train, *valid], base)
+        train, valid = ([w for e in side for w in _windows(e, context)] for side in (train, valid))
         return cls(
-            replace(config, context_length=context), base, folder, tokenizer, template, learn, valid, val_records
+            replace(config, context_length=context), base, folder, tokenizer, template, train, valid, val_records
         )
 
     def complete(self, display: Display) -> "FinetuneData":
-        """Report on the examples, and fill in every option that the config leaves open.
+        """Report on the examples, and choose every option that the config leaves open.
 
-        Raises ValueError for examples that would teach something else than they show.
+        Raises ValueError for examples that cannot be trained on as they are.
         """
         context = self.config.context_length
         if context > self.base.context_length:
@@ -112,11 +112,11 @@ class FinetuneData:
                 f"warning: the base model was trained on {self.base.context_length} tokens; longer "
                 "contexts are learned from this data alone"
             )
-        found = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
-        for line in found.lines():
+        report = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
+        for line in report.lines():
             display.detail(line)
-        check_report(found, self.config.max_truncated)
-        for line in found.warnings():
+        check_report(report, self.config.max_truncated)
+        for line in report.warnings():
             display.line(f"warning: {line}")
         rows = Batches(self.train, context, 1, packed=self.config.packing).rows_per_epoch
         batch = choose_batch(self.config, context, rows)
@@ -146,37 +146,37 @@ class FinetuneData:
 
 
 def _tokenize(
-    config: FinetuneConfig, template: Template, spoken: bool, tokenizer: Tokenizer, rows: Sequence[Record]
+    config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> list[Example]:
-    """The tokenized rows; among conversations (`spoken`), plain rows are written without a template."""
+    """The tokenized rows; plain rows among `conversations` are written without a template."""
     examples: list[Example] = []
-    for plain, group in groupby(rows, key=lambda row: spoken and row.format in PLAIN_KINDS):
-        form = templates.get_template("plain") if plain else template
-        examples += tokenize_records([*group], form, tokenizer, config.train_on)
+    for plain, group in groupby(rows, key=lambda row: conversations and row.format in PLAIN_KINDS):
+        row_template = templates.get_template("plain") if plain else template
+        examples += tokenize_records([*group], row_template, tokenizer, config.train_on)
     return examples
 
 
 def _split_examples(
-    rows: Sequence[Record], share: float, write: Callable[[Sequence[Record]], list[Example]]
+    rows: Sequence[Record], val_fraction: float, write: Callable[[Sequence[Record]], list[Example]]
 ) -> tuple[list[Example], list[Example], list[Record]]:
-    """Training and validation examples, and the validation records: split by the hash of each record, large texts
-    by their ends."""
-    large = large_texts(rows, share)
-    heads, ends = split_tails(write(large), share)
-    whole = {id(row) for row in large} if ends else set()
-    learn, val_records = split_records([row for row in rows if id(row) not in whole], share)
-    if not ends:
-        return write(learn), write(val_records), val_records
-    return [*write(learn), *heads], [*write(val_records), *ends], [*val_records, *large]
+    """Training and validation examples, and the validation records. Records are split by their hash, and the ends
+    of large texts are used for validation."""
+    large = large_texts(rows, val_fraction)
+    heads, tails = split_tails(write(large), val_fraction)
+    excluded = {id(row) for row in large} if tails else set()
+    train, val_records = split_records([row for row in rows if id(row) not in excluded], val_fraction)
+    if not tails:
+        return write(train), write(val_records), val_records
+    return [*write(train), *heads], [*write(val_records), *tails], [*val_records, *large]
 
 
 def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
-    """Tokens in a row: as many as the longest conversation has; of plain text at most what the base supports."""
-    sizes = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
-    longest = max(sizes, default=0)
+    """The sequence length: that of the longest conversation; for plain text at most the base model's."""
+    lengths = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
+    longest = max(lengths, default=0)
     context = choose_context_length(config, longest, base.model, base.context_length)
-    spoken = any(e.window_index is None for e in examples)
-    return context if config.context_length or spoken else min(context, base.context_length)
+    has_conversations = any(e.window_index is None for e in examples)
+    return context if config.context_length or has_conversations else min(context, base.context_length)
 
 
 def _windows(example: Example, context: int) -> Iterable[Example]:
@@ -192,29 +192,29 @@ def own_template_name(base: checkpoint.LoadedModel) -> str | None:
 
 
 def _fit_memory(data: FinetuneData, display: Display) -> FinetuneConfig:
-    """The config with the largest micro-batch that fits into free memory, which is reported."""
+    """The config with the largest micro-batch that fits into free memory; prints the estimate."""
     config, free = data.config, measure.free_memory(measure.device())
-    at_once = config.micro_batch or config.batch
-    if config.batch % at_once:
-        raise ValueError(f"--micro-batch is {at_once}, which does not divide --batch {config.batch}")
-    parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
-    while not config.micro_batch and sum(parts.values()) > free and at_once > 1:
-        at_once = max(n for n in range(1, at_once) if config.batch % n == 0)
-        parts = memory(replace(data, config=replace(config, micro_batch=at_once)))
+    micro_batch = config.micro_batch or config.batch
+    if config.batch % micro_batch:
+        raise ValueError(f"--micro-batch is {micro_batch}, which does not divide --batch {config.batch}")
+    parts = memory(replace(data, config=replace(config, micro_batch=micro_batch)))
+    while not config.micro_batch and sum(parts.values()) > free and micro_batch > 1:
+        micro_batch = max(n for n in range(1, micro_batch) if config.batch % n == 0)
+        parts = memory(replace(data, config=replace(config, micro_batch=micro_batch)))
     display.detail(f"{describe_memory(parts)}; {free / 1e9:.1f} GB are free")
     if sum(parts.values()) > free:
         display.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
-    return replace(config, micro_batch=at_once)
+    return replace(config, micro_batch=micro_batch)
 
 
 def memory(data: FinetuneData) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors."""
     config = data.config
     assert config.dtype, "chosen before"
-    build, real = partial(_meta_model, data), _rows(config)
+    build, rows = partial(_meta_model, data), _full_batch(config)
 
     def batch(shape: Shape) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in real)
+        return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
 
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
@@ -224,8 +224,8 @@ def memory(data: FinetuneData) -> dict[str, float]:
     )
 
 
-def _rows(config: FinetuneConfig) -> Batch:
-    """A full batch: two examples in each row, all trained on."""
+def _full_batch(config: FinetuneConfig) -> Batch:
+    """A full batch with two examples in each row and a loss on every token."""
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
     return collate(
@@ -235,11 +235,11 @@ def _rows(config: FinetuneConfig) -> Batch:
 
 def _meta_model(data: FinetuneData) -> Decoder:
     """The trained model on fake tensors."""
-    words = checkpoint.hf_config_of(data.base.model, data.base.context_length)
-    assert not isinstance(words, str), "it came from a folder that says so"
+    hf = checkpoint.hf_config_of(data.base.model, data.base.context_length)
+    assert not isinstance(hf, str), "loaded from a config.json"
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
-    model = build_with_dtype(dtype, partial(FAMILIES[words.family].build, words.config))
+    model = build_with_dtype(dtype, partial(FAMILIES[hf.family].build, hf.config))
     apply_method(model, data.config, fill=False)
     cast_frozen_weights(model, data.config)
     return model
@@ -255,7 +255,7 @@ def prepare_model(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list
 
 
 def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
-    """Cast frozen weights to the dtype of matrix products; the base model keeps the original ones."""
+    """Cast frozen weights to the dtype of matrix products."""
     assert config.dtype, "chosen before"
     if METHODS[config.method].adapter is not None:
         cast_frozen(model, getattr(torch, config.dtype))
@@ -268,5 +268,5 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 def answer_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The loss on the batches of `Batches`."""
-    assert isinstance(model, Decoder), "runs build nothing else"
+    assert isinstance(model, Decoder), "runs build only decoders"
     return model.loss(*batch)

@@ -1,4 +1,4 @@
-"""What a finetune's config means for a model: its changes, which weights train, and how fast.
+"""Apply a finetuning config to a model: its changes, trainable weights and learning rate.
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 """
@@ -21,14 +21,14 @@ from dunes.text import Tokenizer, templates
 ADAPTER = lora.NAME
 
 TOKENS, STEPS = 4096, 32
-"""Tokens in a step, and minimum of steps in an epoch: LoRA learns less well with large batches
+"""Tokens per step, and minimum steps per epoch: LoRA learns less well with large batches
 (https://thinkingmachines.ai/blog/lora/)."""
 
 MAX_CONTEXT, MIN_CONTEXT = 2048, 128
-"""Bounds of a chosen context length."""
+"""Bounds of the default context length."""
 
 MAX_ADAPTER_LR = 0.005
-"""The largest chosen learning rate of adapters."""
+"""The largest default learning rate of adapters."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
 """The default template of each format; conversations use one whose tokens the tokenizer has."""
@@ -59,7 +59,7 @@ METHODS = {
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
-    """Adapter options that were set for a method without an adapter."""
+    """Adapter options that were set although the method has no adapter."""
     return (
         [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
         if METHODS[config.method].adapter is None
@@ -77,20 +77,20 @@ def main_records(files: Sequence[Records]) -> Records:
 def choose_template(
     config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
-    """The template: the one asked for, the model's own, or the default for these records."""
+    """The template: the configured one, the model's own, or the default for these records."""
     if config.template:
         return templates.get_template(config.template)
     own = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
     if own is not None:
         return own
-    known = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
-    return templates.get_template(DEFAULT_TEMPLATES.get(records.format, "chatml" if known else "mistral"))
+    has_chatml = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
+    return templates.get_template(DEFAULT_TEMPLATES.get(records.format, "chatml" if has_chatml else "mistral"))
 
 
 def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
     """Apply the method to the model, freeze all other weights, and return the record of the changes.
 
-    Without `fill` no value is read or drawn, for a model on fake tensors.
+    Without `fill` no values are read or initialised, for a model on fake tensors.
     """
     method, notes = METHODS[config.method], []
     if method.quantize is not None:
@@ -110,45 +110,44 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
 
 
 def _request(config: FinetuneConfig) -> dict[str, Any]:
-    asked: dict[str, Any] = {"where": config.target_modules} if config.target_modules else {}
-    asked |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
-    return asked | {"adapter": ADAPTER, "seed": config.seed}
+    options: dict[str, Any] = {"where": config.target_modules} if config.target_modules else {}
+    options |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
+    return options | {"adapter": ADAPTER, "seed": config.seed}
 
 
-def set_trainable(model: nn.Module, where: Sequence[str]) -> None:
-    """Make the parameters trainable that the globs match, by their names or their modules' names.
+def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
+    """Make the parameters trainable whose own or module's names match the globs.
 
-    Raises ValueError that lists the names if there are none.
+    Raises ValueError that lists the names if none match.
     """
     for name, parameter in model.named_parameters():
-        chosen = False
-        for glob in where:
+        trainable = False
+        for glob in globs:
             if any(tree.matches(glob.removeprefix("!"), n) for n in (name, name.rpartition(".")[0])):
-                chosen = not glob.startswith("!")
-        parameter.requires_grad_(chosen)
+                trainable = not glob.startswith("!")
+        parameter.requires_grad_(trainable)
     if not any(p.requires_grad for p in model.parameters()):
-        some = ", ".join(name for name, _ in model.named_parameters())
-        raise ValueError(
-            f"--target-modules {' '.join(where)} selects nothing to train here; there are {some[:300]}"
-        )
+        names = ", ".join(name for name, _ in model.named_parameters())
+        raise ValueError(f"--target-modules {' '.join(globs)} matches no parameter; the model has {names[:300]}")
 
 
 def learning_rate(config: FinetuneConfig, width: int) -> float:
-    """The learning rate that was asked for, or the default for a model of this width.
+    """The configured learning rate, or the default for a model of this width.
 
-    Full finetuning's is a power of the width through two points: Alpaca's 2e-5 at 4,096
+    The default of full finetuning is a power of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
-    full"). Adapters' has the exponent of https://thinkingmachines.ai/blog/lora/ and seven tenths of its rate,
-    since above that validation begins to rise on the way; at most STEEPEST, divided by `_gain`. LOG.md, "Learning
-    rates of finetuning", has what these do from 100 to 5,000 steps, and where they do not hold.
+    full"). That of adapters has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times its rate,
+    above which the validation loss rises during training; it is at most MAX_ADAPTER_LR, divided by
+    `_adapter_scale`. LOG.md, "Learning rates of finetuning", has results from 100 to 5,000 steps, and the limits
+    of these defaults.
     """
     if config.lr is not None:
         return config.lr
     if METHODS[config.method].adapter is None:
-        full: float = 2e-5 * (4096 / width) ** 1.28
-        return full
-    lora: float = min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
-    return max(lora / _adapter_scale(config), config.MINIMUM["lr"])
+        full_lr: float = 2e-5 * (4096 / width) ** 1.28
+        return full_lr
+    adapter_lr: float = min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
+    return max(adapter_lr / _adapter_scale(config), config.MINIMUM["lr"])
 
 
 def _adapter_scale(config: FinetuneConfig) -> float:
@@ -157,26 +156,28 @@ def _adapter_scale(config: FinetuneConfig) -> float:
     return config.alpha / 32 * (config.rank**0.5 if adapter.get("rslora") else 1.0)
 
 
-def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, known: int) -> int:
-    """The context length that was asked for, or one that fits the longest example.
+def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, trained_length: int) -> int:
+    """The configured context length, or one that fits the longest example.
 
-    Learned position embeddings limit it to the `known` one; rotary positions do not.
+    Learned position embeddings limit it to the model's own; rotary embeddings do not.
     """
-    most = known if model.embed.place is not None else max(known, MAX_CONTEXT)
-    if config.context_length > most:
-        raise ValueError(f"--context-length is {config.context_length}; this model supports at most {most} tokens")
+    limit = trained_length if model.embed.place is not None else max(trained_length, MAX_CONTEXT)
+    if config.context_length > limit:
+        raise ValueError(
+            f"--context-length is {config.context_length}; this model supports at most {limit} tokens"
+        )
     return config.context_length or min(
-        most, MAX_CONTEXT, max(MIN_CONTEXT, 1 << (max(1, longest - 2)).bit_length())
+        limit, MAX_CONTEXT, max(MIN_CONTEXT, 1 << (max(1, longest - 2)).bit_length())
     )
 
 
-def choose_batch(config: FinetuneConfig, context: int, epoch: int) -> int:
-    """The batch size that was asked for, or one with TOKENS in a step and STEPS in an epoch."""
-    return config.batch or max(1, min(TOKENS // context, epoch // STEPS))
+def choose_batch(config: FinetuneConfig, context: int, rows_per_epoch: int) -> int:
+    """The configured batch size, or one with TOKENS per step and at least STEPS per epoch."""
+    return config.batch or max(1, min(TOKENS // context, rows_per_epoch // STEPS))
 
 
-def choose_steps(config: FinetuneConfig, epoch: int, batch: int) -> int | None:
-    """The number of steps, or None if the clock ends the run."""
+def choose_steps(config: FinetuneConfig, rows_per_epoch: int, batch: int) -> int | None:
+    """The number of steps, or None if the run ends after --minutes."""
     if config.stops_by_time:
         return None
-    return config.steps or max(1, round(config.epochs * epoch / batch))
+    return config.steps or max(1, round(config.epochs * rows_per_epoch / batch))

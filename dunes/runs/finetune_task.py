@@ -1,4 +1,4 @@
-"""The task of a finetune: batches, validation, forgetting, and answers beside the base model's."""
+"""The finetuning task: batches, validation, forgetting, and answers beside the base model's."""
 
 import json
 import shlex
@@ -33,60 +33,62 @@ from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Conversation
 from dunes.units import format_count
 
-SHOWN = 3
+ANSWERED = 3
 """Validation examples that are answered before and after."""
 
-ANSWER = 160
+ANSWER_TOKENS = 160
 """Maximum number of tokens of such an answer."""
 
-DOMAIN = 65_536
+FORGETTING_TOKENS = 65_536
 """Tokens of the forgetting data that are scored before and after."""
 
 LINES, LINE = 5, 200
 """Lines of an answer in the report, and characters of each."""
 
-SCORED = 16
+VAL_BATCH = 16
 """Batch size of validation."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The base model's validation score, its score on the forgetting data (`domain`), and its answers (`said`).
+    """A model's validation score, its score on the forgetting data, and its answers.
 
     `text` is the fingerprint of the forgetting data.
     """
 
     score: Score
-    domain: Score | None
-    said: list[str]
+    forgetting: Score | None
+    answers: list[str]
     text: str
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
         """Raises ValueError for a file with other contents."""
-        found = json_file.read(path)
-        said = found.get("answers")
-        whole = isinstance(said, list) and all(isinstance(words, str) for words in [*said, found.get("text")])
-        if not whole or not found.get("score") or not all(is_score(found.get(n)) for n in ("score", "forgetting")):
+        stored = json_file.read(path)
+        answers = stored.get("answers")
+        texts = isinstance(answers, list) and all(isinstance(t, str) for t in [*answers, stored.get("text")])
+        scores = stored.get("score") and all(is_score(stored.get(n)) for n in ("score", "forgetting"))
+        if not texts or not scores:
             raise ValueError(f"{path}: expected score, forgetting, answers and text, as a finetune writes them")
-        domain = found.get("forgetting") and Score(*found["forgetting"])
-        return cls(Score(*found["score"]), domain, found["answers"], found["text"])
+        forgetting = stored.get("forgetting") and Score(*stored["forgetting"])
+        return cls(Score(*stored["score"]), forgetting, stored["answers"], stored["text"])
 
     def write(self, path: Path) -> None:
-        domain = self.domain and astuple(self.domain)
-        told = {"score": astuple(self.score), "forgetting": domain, "answers": self.said, "text": self.text}
-        write_file(path, json.dumps(told, indent=1).encode())
+        forgetting = self.forgetting and astuple(self.forgetting)
+        record: dict[str, Any] = {"score": astuple(self.score), "forgetting": forgetting}
+        record |= {"answers": self.answers, "text": self.text}
+        write_file(path, json.dumps(record, indent=1).encode())
 
 
 @dataclass(frozen=True)
 class FinetuneTask:
-    """Training on examples. `domain` are token ids to measure forgetting on, `stored` the base model's dtype.
+    """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
 
     `base` identifies the base model's weights, `settings` is the digest of its architecture.
     """
 
     data: FinetuneData
-    domain: TokenIds | None
+    forgetting_ids: TokenIds | None
     stored: torch.dtype
     before: Baseline | None = None
     notes: Sequence[Mapping[str, Any]] = ()
@@ -103,17 +105,17 @@ class FinetuneTask:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        every = sha256()
+        digest = sha256()
         for side in (self.data.train, self.data.valid):
-            every.update(str(len(side)).encode())
+            digest.update(str(len(side)).encode())
             for e in side:
-                every.update(e.ids.tobytes() + e.loss_mask.tobytes())
+                digest.update(e.ids.tobytes() + e.loss_mask.tobytes())
         base = {"base": str(self.base["sha256"]), "settings of the base": self.settings}
-        return {"examples": every.hexdigest(), **base}
+        return {"examples": digest.hexdigest(), **base}
 
     @property
     def tokens(self) -> int:
-        return sum(_asked(e, self.config.context_length) for e in self.data.valid)
+        return sum(_count_targets(e, self.config.context_length) for e in self.data.valid)
 
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
@@ -121,8 +123,12 @@ class FinetuneTask:
         return rows.batches(start)
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        kept = self.data.valid if limit is None else _first(self.data.valid, self.config.context_length, limit)
-        batches = Batches(kept, self.config.context_length, SCORED)
+        examples = (
+            self.data.valid
+            if limit is None
+            else _first_examples(self.data.valid, self.config.context_length, limit)
+        )
+        batches = Batches(examples, self.config.context_length, VAL_BATCH)
         return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes()), dtype)
 
     def sample(self, model: Decoder) -> str:
@@ -131,35 +137,42 @@ class FinetuneTask:
         )
 
     def measure_baseline(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
-        """What the model can do now; it is validated unless its `score` is given."""
-        said = [self._answer(model, record.turns) for record in self.data.val_records[:SHOWN]]
-        return Baseline(score or self.score(model, dtype, FINAL_TOKENS), self.known(model, dtype), said, self.text)
+        """Score the model and generate its answers; it is validated unless `score` is given."""
+        answers = [self._answer(model, record.turns) for record in self.data.val_records[:ANSWERED]]
+        return Baseline(
+            score or self.score(model, dtype, FINAL_TOKENS),
+            self.score_forgetting(model, dtype),
+            answers,
+            self.text,
+        )
 
     @property
     def text(self) -> str:
         """The fingerprint of the forgetting data; empty without any."""
-        return "" if self.domain is None else sha256(np.asarray(self.domain).tobytes()).hexdigest()
+        return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
 
-    def known(self, model: Decoder, dtype: torch.dtype) -> Score | None:
+    def score_forgetting(self, model: Decoder, dtype: torch.dtype) -> Score | None:
         """The score on the forgetting data, if there is any."""
-        if self.domain is None:
+        if self.forgetting_ids is None:
             return None
         width = widths(self.tokenizer.token_bytes())
-        return evaluate(model, self.domain, width, self.data.base.context_length, dtype, DOMAIN)
+        return evaluate(model, self.forgetting_ids, width, self.data.base.context_length, dtype, FORGETTING_TOKENS)
 
     def _answer(self, model: Decoder, talk: Conversation) -> str:
         """The model's answer by greedy decoding."""
         if talk[-1].role == "text":
             ids = self.tokenizer.prompt("")
         else:
-            asked = talk[:-1] if talk[-1].role == "assistant" else talk
-            ids = templates.encode_prompt(self.data.template, asked, self.tokenizer)
+            prompt = talk[:-1] if talk[-1].role == "assistant" else talk
+            ids = templates.encode_prompt(self.data.template, prompt, self.tokenizer)
         context = self.data.context
-        likeliest, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
-        room = ids[-max(1, context - ANSWER) :]
+        greedy, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
+        context_ids = ids[-max(1, context - ANSWER_TOKENS) :]
         device, dtype = next(model.parameters()).device.type, getattr(torch, self.config.dtype or "float32")
         with torch.autocast(device, dtype, dtype != torch.float32):
-            tokens = generate(model, room, limit=ANSWER, context_length=context, sample=likeliest, stop=stop)
+            tokens = generate(
+                model, context_ids, limit=ANSWER_TOKENS, context_length=context, sample=greedy, stop=stop
+            )
             return self.tokenizer.decode([token.id for token in tokens])
 
     def memory_advice(self) -> str:
@@ -168,11 +181,11 @@ class FinetuneTask:
 
     def summary(self, run: Run) -> str:
         config, trained = self.config, tree.count(run.model, trainable=True)
-        assert config.threads, "chosen before"
-        assert config.batch, "chosen before"
-        whole = tree.count(self.data.base.model)
+        assert config.threads, "set by `FinetuneData.complete`"
+        assert config.batch, "set by `FinetuneData.complete`"
+        total = tree.count(self.data.base.model)
         return (
-            f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(whole)} parameters; "
+            f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
             f"{plural(config.batch, 'row')} x {config.context_length} tokens per step, micro-batches of "
             f"{config.micro_batch}; "
             f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
@@ -180,7 +193,7 @@ class FinetuneTask:
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         if METHODS[self.config.method].adapter is None and self.stored != torch.float32:
-            run.model.to(self.stored)  # score the weights that are saved
+            run.model.to(self.stored)  # score the weights as saved
             score = self.score(run.model, run.dtype, FINAL_TOKENS)
         after = None if interrupted else self.measure_baseline(run.model, run.dtype, score)
         self._save(run, self._facts(run, score, after))
@@ -201,42 +214,44 @@ class FinetuneTask:
         if METHODS[self.config.method].adapter is None:
             checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
             return
-        beside: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
-        checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **beside)
+        options: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
+        checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **options)
 
     @property
     def _base(self) -> Path | str:
-        """Where the base model can be loaded from: a folder, or a name on the Hub."""
+        """The folder of the base model, or its name on the Hub."""
         return self.data.folder if Path(self.config.model).is_dir() else self.config.model
 
     def _facts(self, run: Run, score: Score, after: Baseline | None) -> dict[str, Any]:
-        assert self.before is not None, "asked at the beginning"
+        assert self.before is not None, "measured at the start"
         about = card_facts(run, score, "finetuned")
         if after is not None:
             about["measured"] |= {"before": self.before.score.loss}
-        if after is not None and self.before.domain and after.domain:
-            about["measured"] |= {"forgetting": {"before": self.before.domain.loss, "after": after.domain.loss}}
+        if after is not None and self.before.forgetting and after.forgetting:
+            about["measured"] |= {
+                "forgetting": {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
+            }
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
         return about | {"changes": [*self.notes]}
 
     def _lines(self, after: Baseline) -> list[str]:
         """The final report: validation loss, forgetting, and answers before and after."""
-        assert self.before is not None, "asked at the beginning"
+        assert self.before is not None, "measured at the start"
         lines = [
             f"validation loss of answers: {self.before.score.loss:.3f} nats/token before, "
             f"{after.score.loss:.3f} after"
         ]
         if not after.score.loss < self.before.score.loss:
             lines.append("warning: no better than the base model; try a lower --lr, or check the examples")
-        if self.before.domain and after.domain:
-            was, now = self.before.domain.loss, after.domain.loss
+        if self.before.forgetting and after.forgetting:
+            was, now = self.before.forgetting.loss, after.forgetting.loss
             lines.append(
                 f"forgetting: loss on the base model's own text {was:.3f} before, {now:.3f} after "
                 f"({now - was:+.3f})"
             )
-        for record, *said in zip(self.data.val_records, self.before.said, after.said, strict=False):
-            lines += ["", *(f"{who:>8}  {_short(words)}" for who, words in _beside(record.turns, *said))]
+        for record, *answers in zip(self.data.val_records, self.before.answers, after.answers, strict=False):
+            lines += ["", *(f"{label:>8}  {_short(text)}" for label, text in _comparison(record.turns, *answers))]
         return [*lines, ""]
 
     def _next(self, folder: Path) -> list[str]:
@@ -247,26 +262,26 @@ class FinetuneTask:
 
     def _page(self, after: Baseline) -> str:
         """The answers side by side, as a Markdown table."""
-        assert self.before is not None, "asked at the beginning"
+        assert self.before is not None, "measured at the start"
         rows = [
             "## Validation examples, before and after",
             "",
             "| prompt | expected | before | after |",
             "|---|---|---|---|",
         ]
-        for record, *said in zip(self.data.val_records, self.before.said, after.said, strict=False):
-            cells = [words for _, words in _beside(record.turns, *said)]
+        for record, *answers in zip(self.data.val_records, self.before.answers, after.answers, strict=False):
+            cells = [text for _, text in _comparison(record.turns, *answers)]
             rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
         return "\n".join([*rows, "", ""])
 
 
 def _append_once(path: Path, text: str) -> None:
-    """Add text at the end of a file, unless a run that was resumed after its end has added it before."""
+    """Append text to a file, unless it is there already, as after resuming a finished run."""
     if not (path.is_file() and text in path.read_text(errors="replace")):
         append_text(path, text)
 
 
-def _beside(talk: Conversation, was: str, now: str) -> list[tuple[str, str]]:
+def _comparison(talk: Conversation, was: str, now: str) -> list[tuple[str, str]]:
     expected = talk[-1].text if talk[-1].role == "assistant" else ""
     return [("prompt", _question(talk)), ("expected", expected), ("before", was), ("after", now)]
 
@@ -275,20 +290,20 @@ def _question(talk: Conversation) -> str:
     return next((turn.full_text for turn in reversed(talk) if turn.role == "user"), "")
 
 
-def _asked(example: Example, context: int) -> int:
+def _count_targets(example: Example, context: int) -> int:
     """The number of targets of the example in a row of this length."""
     return int(example.loss_mask[1 : context + 1].sum())
 
 
-def _first(examples: Sequence[Example], context: int, limit: int) -> Sequence[Example]:
+def _first_examples(examples: Sequence[Example], context: int, limit: int) -> Sequence[Example]:
     """The first examples with about this many targets."""
-    counts = np.cumsum([_asked(e, context) for e in examples])
+    counts = np.cumsum([_count_targets(e, context) for e in examples])
     return examples[: int(np.searchsorted(counts, limit)) + 1]
 
 
-def _short(words: str) -> str:
-    """A few lines for the report; samples.md has all of it."""
-    lines = [line[:LINE] for line in words.split("\n") if line.strip()]
+def _short(text: str) -> str:
+    """A few lines for the report; samples.md has the full text."""
+    lines = [line[:LINE] for line in text.split("\n") if line.strip()]
     return "\n          ".join(
-        [*lines[:LINES], *(["..."] if len(lines) > LINES or len(words) > LINE * LINES else [])]
+        [*lines[:LINES], *(["..."] if len(lines) > LINES or len(text) > LINE * LINES else [])]
     )

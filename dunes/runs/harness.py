@@ -1,7 +1,7 @@
-"""A model folder behind the three questions that lm-evaluation-harness asks of a model.
+"""A model folder as a model of lm-evaluation-harness.
 
-Its answers are those of the harness's own `hf` backend for the same folder; tests/test_harness.py
-compares them. This file imports lm_eval, so only `runs/tasks.py` imports it, late.
+Results equal those of the harness's `hf` backend for the same folder (tests/test_harness.py). This file imports
+lm_eval, so only `runs/tasks.py` imports it, when needed.
 https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
 """
 
@@ -27,24 +27,24 @@ from dunes.text import json_file
 from dunes.text.special_tokens import token_text
 
 TOKENS = 256
-"""How many tokens an answer may have if its task does not say: what the `hf` backend takes."""
+"""Default maximum of new tokens, as in the `hf` backend."""
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names under which a task may say how many, the first counts."""
+"""Names of that option in a task; the first one present counts."""
 
 OPTIONS = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 WITHOUT_EFFECT = {"num_beams": 1}
 
 T = TypeVar("T")
 Question = tuple[Any, list[int], list[int]]
-"""(what it was made of, ids before, ids to score)."""
+"""(its texts, context ids, continuation ids to score)."""
 
 
 class Harness(TemplateLM):
-    """A model folder as the harness calls it.
+    """The harness's interface to a model folder.
 
-    `show` is told what is done, and the share of it. `cut` counts the questions that were longer than
-    the context and lost their beginning. Raises ValueError for what is not a model folder.
+    `show` receives the progress as text and fraction. `truncated` counts the inputs longer than the context, which
+    are truncated on the left. Raises ValueError for a folder without a model.
     """
 
     def __init__(
@@ -53,40 +53,40 @@ class Harness(TemplateLM):
         super().__init__()
         self._device = measure.device()
         loaded, tokenizer = checkpoint.load_with_tokenizer(folder, self._device, any_base)
-        self.model, self.max_length, self.show, self.cut = loaded.model, loaded.context_length, show, 0
-        # Special tokens count in a task's text, as they do for the `hf` backend; in `loaded` they do not.
+        self.model, self.max_length, self.show, self.truncated = loaded.model, loaded.context_length, show, 0
+        # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
         self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
         self._end, self.ends = tokenizer.eos, tokenizer.stops
-        # The `hf` backend scores after the beginning of a text even where the tokenizer does not put it there.
+        # The `hf` backend scores after BOS even if the tokenizer does not add it.
         first = token_text(json_file.read_if_present(tokenizer.config_path), "bos_token")
         self._first = self._end if first is None else tokenizer.token_id(first)
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """The EOS id."""
         return self._end
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that a text is scored after, if nothing stands before it."""
+        """The id before a text that is scored without a context."""
         return self._first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of the text; what the tokenizer sets around a text is left out where the text has it already."""
+        """Ids of the text; special tokens are not added to a text that already starts with BOS."""
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self._spelled([self._first]))
+            add_special_tokens = not string.startswith(self._decode([self._first]))
         ids: list[int] = self.inner.encode(string, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def _spelled(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         return str(self.inner.decode(list(ids), skip_special_tokens=False))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For each (context, continuation): nats of the continuation, and whether greedy choice would write it.
+        """For each (context, continuation): its log-likelihood, and whether greedy decoding would generate it.
 
-        Raises ValueError for a continuation that is empty, or longer than the model's context.
+        Raises ValueError for a continuation that is empty or longer than the model's context.
         """
         for request in requests:
             if not request.args[1]:
@@ -99,21 +99,21 @@ class Harness(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """Nats of each whole text, in windows of the model's context of which no two score a token twice."""
+        """The log-likelihood of each text, scored in windows of the model's context without overlap."""
         windows: list[Question] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            made = get_rolling_token_windows(ids, self._first, self.max_length, context_len=1)
-            windows += [(None, *make_disjoint_window(pair)) for pair in made]
+            rolling = get_rolling_token_windows(ids, self._first, self.max_length, context_len=1)
+            windows += [(None, *make_disjoint_window(pair)) for pair in rolling]
             owners += [i] * (len(windows) - len(owners))
-        nats = [0.0] * len(requests)
-        for owner, (found, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            nats[owner] += found
-        return nats
+        logprobs = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            logprobs[owner] += logprob
+        return logprobs
 
     def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Answers in the order of the questions; those that differ in their last id only are one row."""
+        """Answers in the order of the questions; questions that differ only in their last id share a row."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for i, question in enumerate(requests):
             rows.setdefault(self._read(*question), []).append(i)
@@ -125,11 +125,11 @@ class Harness(TemplateLM):
         return answers
 
     def _read(self, source: Any, before: list[int], continuation: list[int]) -> tuple[int, ...]:
-        """What the model reads: all ids but the last, without those at the beginning that do not fit."""
+        """The model's input: all ids but the last, truncated on the left to the context length."""
         if not continuation:
             raise ValueError(
-                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; let "
-                "answers begin on a new line (target_delimiter in the task's YAML)"
+                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; set "
+                "target_delimiter to a newline in the task's YAML"
             )
         if len(continuation) > self.max_length:
             raise ValueError(
@@ -137,12 +137,12 @@ class Harness(TemplateLM):
                 f"model's context length of {self.max_length}; shorten the answers, or train with a larger "
                 "--context-length"
             )
-        self.cut += len(before) + len(continuation) > self.max_length + 1
+        self.truncated += len(before) + len(continuation) > self.max_length + 1
         return tuple((before + continuation)[-(self.max_length + 1) : -1])
 
     @torch.no_grad()
     def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
-        """The states (B, T, dim) that the head reads; padding stands on the right, where nobody looks back."""
+        """The hidden states (B, T, dim) before the head; right padding, which causal attention ignores."""
         width = max(map(len, batch))
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=self._device)
         return self.model.hidden(ids)
@@ -150,12 +150,12 @@ class Harness(TemplateLM):
     @torch.no_grad()
     def _answer(self, states: Tensor, continuation: list[int]) -> tuple[float, bool]:
         targets = torch.tensor(continuation, device=states.device)
-        likely = self.model.logits(states[-len(continuation) :]).float().log_softmax(-1)  # NV
-        nats = likely.gather(1, targets[:, None]).sum()
-        return float(nats), bool((likely.argmax(-1) == targets).all())
+        logprobs = self.model.logits(states[-len(continuation) :]).float().log_softmax(-1)  # NV
+        logprob = logprobs.gather(1, targets[:, None]).sum()
+        return float(logprob), bool((logprobs.argmax(-1) == targets).all())
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """What the model writes after each context, up to the first stop string, the end or the limit.
+        """Generate after each context, up to the first stop string, EOS or the limit.
 
         Raises ValueError for generation settings that are not supported, or leave no room for the context.
         """
@@ -165,22 +165,22 @@ class Harness(TemplateLM):
         answers = [""] * len(requests)
         for members in groups.values():
             first = requests[members[0]]
-            wanted = self._wanted(first.args[1], f"task {first.task_name}")
-            prompts = {i: self._prompt(requests[i].args[0], wanted.limit) for i in members}
-            for batch in self._batches("writing", sorted(members, key=lambda i: -len(prompts[i]))):
-                for i, text in zip(batch, self._write([prompts[i] for i in batch], wanted), strict=True):
+            settings = self._settings(first.args[1], f"task {first.task_name}")
+            prompts = {i: self._prompt(requests[i].args[0], settings.limit) for i in members}
+            for batch in self._batches("generating", sorted(members, key=lambda i: -len(prompts[i]))):
+                for i, text in zip(batch, self._write([prompts[i] for i in batch], settings), strict=True):
                     answers[i] = text
         return answers
 
-    def _wanted(self, settings: Mapping[str, Any], place: str) -> "GenerationSettings":
-        wanted = _wanted(settings, place)
+    def _settings(self, settings: Mapping[str, Any], place: str) -> "GenerationSettings":
+        wanted = parse_settings(settings, place)
         if wanted.limit >= self.max_length:
             raise ValueError(
-                f"{place}: {wanted.limit} tokens to write leave no room in the context of {self.max_length}; set "
+                f"{place}: {wanted.limit} new tokens leave no room in the context of {self.max_length}; set "
                 "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
                 "--context-length"
             )
-        end = self._spelled([self._end])
+        end = self._decode([self._end])
         return (
             wanted
             if end in wanted.until
@@ -188,34 +188,34 @@ class Harness(TemplateLM):
         )
 
     def _prompt(self, context: str, limit: int) -> list[int]:
-        """The last ids of the context, as many as leave room for the answer."""
+        """The ids of the context, truncated on the left to leave room for the answer."""
         ids = self.tok_encode(context) or [self._first]
         room = self.max_length - limit
-        self.cut += len(ids) > room
+        self.truncated += len(ids) > room
         return ids[-room:]
 
-    def _write(self, prompts: Sequence[list[int]], wanted: "GenerationSettings") -> list[str]:
-        written: list[list[int]] = [[] for _ in prompts]
-        # A stop string may come in other tokens than its own: a few more are looked at.
-        spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in wanted.until}
-        going = set(range(len(prompts)))
+    def _write(self, prompts: Sequence[list[int]], settings: "GenerationSettings") -> list[str]:
+        generated: list[list[int]] = [[] for _ in prompts]
+        # A stop string may be generated as other tokens than its encoding: check a few more.
+        spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in settings.until}
+        active = set(range(len(prompts)))
         for row in generate_all(
             self.model,
             prompts,
-            limit=wanted.limit,
+            limit=settings.limit,
             context_length=self.max_length,
-            sample=wanted.sample,
+            sample=settings.sample,
             stop=self.ends,
         ):
-            for i in tuple(going):
+            for i in tuple(active):
                 token = row[i]
                 if token is not None:
-                    written[i].append(token.id)
-                if token is None or any(stop in self._spelled(written[i][-n:]) for stop, n in spans.items()):
-                    going.remove(i)
-            if not going:
+                    generated[i].append(token.id)
+                if token is None or any(stop in self._decode(generated[i][-n:]) for stop, n in spans.items()):
+                    active.remove(i)
+            if not active:
                 break
-        return [cut_at_stop(str(self.inner.decode(ids)), wanted.until) for ids in written]
+        return [cut_at_stop(str(self.inner.decode(ids)), settings.until) for ids in generated]
 
     def _batches(self, doing: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
         for start in range(0, len(rows), BATCH):
@@ -225,18 +225,18 @@ class Harness(TemplateLM):
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How an answer is to be written: what ends it, how many tokens it has at most, how each is chosen."""
+    """Stop strings, maximum of new tokens, and sampler of an answer."""
 
     until: tuple[str, ...]
     limit: int
     sample: Sampler
 
 
-def _wanted(settings: Mapping[str, Any], place: str) -> GenerationSettings:
-    """From a task's `generation_kwargs`. Raises ValueError for those that are not known here."""
-    wrong = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
-    if wrong:
-        raise ValueError(f"{place}: generation_kwargs has {wrong[0]}; supported are {', '.join(OPTIONS)}")
+def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSettings:
+    """Parse a task's `generation_kwargs`. Raises ValueError for unsupported ones."""
+    unknown = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
+    if unknown:
+        raise ValueError(f"{place}: generation_kwargs has {unknown[0]}; supported are {', '.join(OPTIONS)}")
     temperature = float(settings.get("temperature") or 0.0)
     if settings.get("do_sample") and not temperature:
         raise ValueError(f"{place}: generation_kwargs has do_sample without a temperature; set one above 0")
@@ -249,16 +249,16 @@ def _wanted(settings: Mapping[str, Any], place: str) -> GenerationSettings:
         penalty=settings.get("repetition_penalty", 1.0),
     )
     limit = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
-    return GenerationSettings(tuple(_several(settings.get("until"))), limit, sample)
+    return GenerationSettings(tuple(_as_list(settings.get("until"))), limit, sample)
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text without what begins at a stop string; one stop after the other, as the harness does."""
+    """The text up to the first stop string, applied one stop after the other, as in the harness."""
     for stop in filter(None, stops):
         text = text.split(stop)[0]
     return text
 
 
-def _several(value: Any) -> list[Any]:
-    """A list of one, none or all: files of others write one thing without its list."""
+def _as_list(value: Any) -> list[Any]:
+    """The value as a list: a single one may be given without a list."""
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line that grow line by line, such as metrics: a damaged line costs itself alone."""
+"""Append-only JSON Lines files, such as metrics: damaged lines are skipped."""
 
 import json
 import os
@@ -16,7 +16,7 @@ Warn = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file, counted from 1: its bytes without the line end, and the object it holds or None."""
+    """A line of a file, counted from 1: its bytes without the newline, and its object, or None if damaged."""
 
     number: int
     text: bytes
@@ -24,10 +24,10 @@ class Line:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add text at the end of a file, on a line of its own.
+    """Append text to a file, on a new line.
 
-    A file whose last line was cut short by a crash gets its line end first. Raises OSError that names the file,
-    and leaves nothing of the text there, if it cannot be written whole.
+    If a crash truncated the last line, a newline is added first. Raises OSError that names the file if writing
+    fails, and leaves the file unchanged.
     """
     with add_path_to_errors(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -50,7 +50,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Add an object as a line. Raises what `append_text` does."""
+    """Append an object as a line. Raises what `append_text` does."""
     append_text(path, json.dumps(record) + "\n")
 
 
@@ -71,9 +71,9 @@ def _object(text: bytes) -> dict[str, Any] | None:
 def read_records(
     path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Warn | None = None
 ) -> list[dict[str, Any]]:
-    """The objects in the lines that fit, none if there is no file; `warn` gets a line about the others.
+    """The objects for which `fits` is true, none if there is no file.
 
-    Without `warn` that goes to standard error.
+    `warn` gets a line about the others, by default printed to standard error.
     """
     lines = read_lines(path)
     damaged = [line for line in lines if line.record is None or not fits(line.record)]
@@ -81,9 +81,9 @@ def read_records(
     return [line.record for line in lines if line.record is not None and fits(line.record)]
 
 
-def keep_lines(path: Path, kept: Sequence[Line]) -> None:
-    """Replace a file by some of its lines, byte for byte. Raises OSError, and the file stands, if that fails."""
-    write_file(path, b"".join(line.text + b"\n" for line in kept))
+def write_lines(path: Path, lines: Sequence[Line]) -> None:
+    """Replace a file by some of its lines, byte for byte. Raises OSError, and changes nothing, if that fails."""
+    write_file(path, b"".join(line.text + b"\n" for line in lines))
 
 
 def print_warning(line: str) -> None:
@@ -92,7 +92,7 @@ def print_warning(line: str) -> None:
 
 
 def warn_of_damage(path: Path, damaged: Sequence[Line], expected: str, warn: Warn) -> None:
-    """Say in one line that these lines are skipped, with the first one's place; nothing if there are none."""
+    """Warn that these lines are skipped, in one line with the number of the first; nothing if there are none."""
     if damaged:
         first, more = damaged[0], f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         warn(

@@ -1,4 +1,4 @@
-"""A run from start to end: training steps, and between them validation, samples, saves and progress."""
+"""The training loop: steps, and between them validation, samples, saves and progress."""
 
 import os
 import shlex
@@ -44,7 +44,7 @@ FINAL_TOKENS = 262_144
 SAVE_SECONDS = 60.0
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 CLOSING = 3.0
-"""Seconds that the end of a run takes beside the final validation: saving the model, plotting."""
+"""Seconds that the end of a run takes besides the final validation: saving the model, plotting."""
 
 PATIENCE, WORSE = 3, 1.01
 """Warn after this many validations without improvement, if the loss is this many times the best."""
@@ -62,8 +62,8 @@ def execute_run(
 
     `prepare` reads and reports on the data, and returns a function that creates the run, or None in a dry run.
     Returns an exit status: 0, 128 + the signal that ended the run, 3 if the last state could not be saved, or
-    4 if training did not recover from values that are not finite. Raises ValueError, before anything is written,
-    for what cannot be done.
+    4 if training did not recover from NaN or infinity. Raises ValueError, before anything is written, for invalid
+    options or data.
     """
     start = monotonic()
     board = TensorBoard(folder if options.tensorboard else None, NonFatal(display))
@@ -74,13 +74,13 @@ def execute_run(
         with (
             _warn_in_dry_run(display, options.dry_run),
             run_lock(folder),
-        ):  # refused now, not after reading the data
+        ):  # fail now, not after reading the data
             pass
     if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
         state = checkpoint.latest_state(folder, display.line)
-        newest = f"last saved state: step {int(state.name[5:])}" if state else "nothing saved yet"
-        goes_on = f"; --resume continues from there up to {config.length}" if options.resume else ""
-        display.line(f"the run in {folder}: {earlier.about}; {newest}{goes_on}")
+        progress = f"last saved state: step {int(state.name[5:])}" if state else "nothing saved yet"
+        continuation = f"; --resume continues from there up to {config.length}" if options.resume else ""
+        display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
             return 0
     measure.set_device(config.device)
@@ -88,18 +88,18 @@ def execute_run(
     measure.flush_denormals()
     timings = Timings()
     with display:
-        make = prepare(config, timings)
-        if make is None:
+        create_run = prepare(config, timings)
+        if create_run is None:
             return 0
         with run_lock(folder), Saver(display.line, options.strict) as saver:
             with timings("building the model"):
-                run = make()
+                run = create_run()
                 if options.resume:
                     restore_run(run, display.line, options.override, options.strict)
                 else:
                     start_run(run.config, folder, run.task.tokenizer)
             run.timings.seconds.update(timings.seconds)
-            # Preparing counts as elapsed time: the user waits for it, too.
+            # Preparing counts as elapsed time.
             run.elapsed += monotonic() - start
             display.detail(run.task.summary(run))
             with board:
@@ -139,7 +139,7 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
         except OSError as error:
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
-        except ValueError:  # the data is at fault, the weights are not
+        except ValueError:  # an error in the data, not in the weights
             saver.last(run)
             raise
         except (RuntimeError, MemoryError) as error:
@@ -179,8 +179,8 @@ def _signals() -> Iterator[StopRequest]:
 def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> None:
     """Train, and between steps validate, sample and save, until the schedule ends or a stop is requested.
 
-    Raises Diverged if training does not recover, ValueError if the tokens changed on disk, and OSError if a strict
-    saver cannot save.
+    Raises Diverged if training does not recover, ValueError if the tokens changed on disk, and OSError if a
+    strict save fails.
     """
     config = run.config
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL)
@@ -193,15 +193,15 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.elapsed = monotonic() - run.start_time
         _add_step_time(run, step)
         if clock is not None:
-            # The duration of the end is known better after each validation, and bounded by a tenth.
+            # Reserve time for the end of the run, at most a tenth, as estimated from the last validation.
             clock.seconds = config.seconds - min(config.seconds / 10, CLOSING + run.score_seconds(FINAL_TOKENS))
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
             score = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
-        if score and warned != run.best_step and (words := rising_loss_warning(run)):
+        if score and warned != run.best_step and (warning := rising_loss_warning(run)):
             warned = run.best_step
-            display.line(words)
+            display.line(warning)
         with non_fatal("writing metrics.jsonl"):
             _log_step(run.folder, step, score)
         board.step(step, score.bits_per_byte if score else None)
@@ -215,7 +215,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line("stopping after this step and saving; interrupt again to exit at once")
             return
         with run.timings("saves"):
-            saver.look()
+            saver.report_failure()
             if (request.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
                 saved, request.save = monotonic(), False
 
@@ -229,9 +229,9 @@ def _add_step_time(run: Run, step: Step) -> None:
 
 @dataclass
 class NonFatal:
-    """`with non_fatal("sampling"):` work beside training that must not end it.
+    """`with non_fatal("sampling"):` continues training when this work fails.
 
-    A full disk or too little memory is reported once for each kind of work.
+    A full disk or too little memory is reported once per kind of work.
     """
 
     display: Display
@@ -314,10 +314,10 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
             status = NOT_SAVED
         with run.timings("final validation"):
             score = _final_score(run, interrupted=bool(request.signal))
-            kept_step = run.best_step if run.best_weights else step
+            saved_step = run.best_step if run.best_weights else step
         with run.timings("samples"), non_fatal("sampling"):
             if run.warm and not request.signal:
-                board.sample(step, _sample(run, display, kept_step))
+                board.sample(step, _sample(run, display, saved_step))
         run.elapsed = monotonic() - run.start_time
         with run.timings("saves"):
             report = run.task.close(run, score, bool(request.signal))
@@ -325,14 +325,14 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         display.line(f"not saved: {error}")
         return NOT_SAVED
     with run.timings("plot"), non_fatal("plotting"):
-        loss_picture(read_metrics(run.folder / METRICS, display.line), score, kept_step, run.folder / "loss.png")
-    over = "stopped" if request.signal else "done"
+        loss_picture(read_metrics(run.folder / METRICS, display.line), score, saved_step, run.folder / "loss.png")
+    outcome = "stopped" if request.signal else "done"
     display.line(
-        f"\n{over} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "
+        f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "
         f"{score.loss:.3f} nats/token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits/byte"
     )
-    if words := overfitting_note(run):
-        display.line(words)
+    if note := overfitting_note(run):
+        display.line(note)
     folder = shlex.quote(str(run.folder))
     *lines, next_steps = report
     for line in lines:
@@ -344,7 +344,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
 
 
 def _final_score(run: Run, interrupted: bool) -> Score:
-    """The score of the best weights, which are loaded; after an interrupt the last known one is used."""
+    """Load the best weights and score them; after an interrupt return their last score."""
     if run.best_weights:
         load_trainable_state(run.model, run.best_weights)
     if interrupted and run.best:
@@ -368,7 +368,7 @@ def rising_loss_warning(run: Run) -> str:
 
 
 def overfitting_note(run: Run) -> str:
-    """Which weights were saved, if the validation loss has risen since its best; else empty."""
+    """A note on which weights were saved if the validation loss has risen since its best; else empty."""
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""
     return (

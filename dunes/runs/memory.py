@@ -18,16 +18,16 @@ from dunes.train.loss import Loss
 
 Build = Callable[[], Decoder]
 
-STARTED = measure.resident_memory() + 190e6
-"""Bytes of Python and torch: resident now, plus code and workspaces that load with the first steps."""
+PROCESS = measure.resident_memory() + 190e6
+"""Bytes of Python and torch: resident now, plus code and workspaces loaded in the first steps."""
 
-HOLES = 0.45
-"""Fragmentation of glibc's heap after some steps, as a fraction of what training allocates."""
+FRAGMENTATION = 0.45
+"""Fragmentation of glibc's heap after some steps, as a fraction of the allocations of training."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What determines the memory of a step beside the model; `dtype` is that of matrix products."""
+    """The batch of a step, which determines its memory together with the model; `dtype` is for autocast."""
 
     batch: int
     context: int
@@ -37,7 +37,7 @@ class Shape:
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of next-token prediction on windows of ids (B, T + 1)."""
-    assert isinstance(model, Decoder), "runs build nothing else"
+    assert isinstance(model, Decoder), "runs build only decoders"
     return model.loss(batch[:, :-1], batch[:, 1:])
 
 
@@ -58,18 +58,18 @@ def train_allocations(
     build: Build,
     shape: Shape,
     estimated: bool = True,
-    learning: TrainSetup = TrainSetup(),  # noqa: B008  (frozen)
+    setup: TrainSetup = TrainSetup(),  # noqa: B008  (frozen)
 ) -> Allocations:
-    """The allocations of a training step, the second one: the optimizer has its averages then.
+    """The allocations of the second training step, when the optimizer state exists.
 
-    `foreseen`: on tensors without data, in a fraction of a second and no memory, with the same result.
+    `estimated` uses fake tensors: the result is the same, in a fraction of a second and without memory.
     """
     with _tensors(estimated):
         model = build()
         if shape.checkpointing:
             tree.replace(model, "blocks.*", Checkpointed)
-        trainer = Trainer(model, learning.optimizer(model), learning.loss, dtype=shape.dtype)
-        batch = learning.batch(shape)
+        trainer = Trainer(model, setup.optimizer(model), setup.loss, dtype=shape.dtype)
+        batch = setup.batch(shape)
         _step(trainer, batch)
         with measure.allocations(model) as log:
             _step(trainer, batch)
@@ -77,49 +77,49 @@ def train_allocations(
 
 
 def inference_allocations(build: Build, shape: Shape, estimated: bool = True) -> Allocations:
-    """The allocations of a prompt and one generated token, with their cache."""
+    """The allocations of a prompt and one generated token, with the KV cache."""
     with _tensors(estimated):
         model = build_with_dtype(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
         with measure.allocations(model) as log, torch.no_grad():
             cache = cache_for(model, shape.batch, shape.context, measure.device())
-            for new in (ids, ids[:, :1]):
-                real = torch.ones_like(new, dtype=torch.bool)
-                model(new, positions=cache.start(real), cache=cache, last=1)
+            for step_ids in (ids, ids[:, :1]):
+                mask = torch.ones_like(step_ids, dtype=torch.bool)
+                model(step_ids, positions=cache.start(mask), cache=cache, last=1)
     return log
 
 
 def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
-    """The model with weights of this dtype; fake ones cannot be converted."""
-    before = torch.get_default_dtype()
+    """Build the model in this dtype; fake weights cannot be converted."""
+    default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         return build()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default)
 
 
-def process_memory(log: Allocations, learned: int) -> dict[str, float]:
-    """Bytes of a training process, by purpose; `learned` is the size of the trainable weights."""
+def process_memory(log: Allocations, trainable: int) -> dict[str, float]:
+    """Bytes of a training process, by purpose; `trainable` is the size of the trainable weights."""
     parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
         return parts
     weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
-    parts["Python and torch"] = STARTED
-    parts["fragmentation"] = HOLES * (log.peak - weights)
-    parts["copies for saving"] = 3 * learned + averages
+    parts["Python and torch"] = PROCESS
+    parts["fragmentation"] = FRAGMENTATION * (log.peak - weights)
+    parts["copies for saving"] = 3 * trainable + averages
     return parts
 
 
 def describe_memory(parts: Mapping[str, float]) -> str:
-    """The total and the largest parts, in words."""
-    first = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in first)
-    return f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, including {words}"
+    """A sentence with the total and the largest parts."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
+    return f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, including {listed}"
 
 
 def _step(trainer: Trainer, batch: Any) -> None:
-    """A step as the trainer does it, without checking the result, which is fake here."""
+    """A training step without the check for finite values, which fake tensors do not have."""
     trainer.gradients([batch])
     trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)

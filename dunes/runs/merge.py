@@ -22,11 +22,10 @@ from dunes.parts import Decoder
 from dunes.plural import plural
 
 Into = Literal["dequantized", "original"]
-TWICE = 2.0
-"""Allowed distance between original and quantized base, both with the adapter, as a multiple of their distance
-without it. An adapter changes little, so both should be about equal (tests/test_merge.py); this detects an adapter
-that depends on quantization errors."""
-KEPT_APART = ("files", "format", "dunes", "adapter", "base", "structure", "changes")
+MAX_RATIO = 2.0
+"""Allowed distance between original and quantized base with the adapter, as a multiple of their distance without
+it. Both should be about equal (tests/test_merge.py) unless the adapter depends on quantization errors."""
+NOT_INHERITED = ("files", "format", "dunes", "adapter", "base", "structure", "changes")
 """Keys of an adapter's card that the merged model's card does not inherit."""
 
 
@@ -73,13 +72,12 @@ def merge(
     dtype: torch.dtype | None = None,
     any_base: bool = False,
 ) -> Report:
-    """Fold the adapter in `folder` into its base and write `out`, with template, tokenizer and card.
+    """Merge the adapter in `folder` into its base and write `out`, with template, tokenizer and card.
 
-    Of a base that was quantized the dequantized numbers are taken, on which the adapter was trained, or with
-    "original" those that it had before. `dtype` is the base's if none is given. A base that cannot be proven to be
-    the adapter's is taken with `any_base` only, which the card then says. Whole or not at all.
-    Raises ValueError before the work for an `out` that is there and what is no adapter, and after it, with nothing
-    written, if the result is another model.
+    `into` applies to quantized bases: merge into the dequantized weights (the default), on which the adapter was
+    trained, or into the original ones. `dtype` defaults to the base's. `any_base` accepts a base that is not
+    verified to be the adapter's, and the card records it. Raises ValueError if `out` exists, if `folder` is not an
+    adapter, and, with nothing written, if the merged model differs from the unmerged one.
     """
     if not is_adapter(folder):
         raise ValueError(f"{folder}: not an adapter folder, so there is nothing to merge")
@@ -90,41 +88,41 @@ def merge(
     loaded = checkpoint.load(folder, any_base=any_base)
     if any_base:
         loaded = replace(loaded, card=loaded.card | {"any_base": True})
-    model, apart = loaded.model, None
+    model, distances = loaded.model, None
     if into == "original" and any(isinstance(m, Quantized) for m in model.modules()):
         model = load_decoder(open_verified_source(base)).eval()
         attach_adapter(model, folder, any_base=any_base)
-        apart = _apart(model, loaded)
-    kind = dtype or next(augment.base_model(model).parameters()).dtype
+        distances = _check_distance(model, loaded)
+    merged_dtype = dtype or next(augment.base_model(model).parameters()).dtype
     with exclusive_folder(out):
-        return _written(model, loaded, (folder, out), kind, apart)
+        return _write_merged(model, loaded, (folder, out), merged_dtype, distances)
 
 
-def _written(
+def _write_merged(
     model: Decoder,
     loaded: LoadedModel,
-    way: tuple[Path, Path],
+    folders: tuple[Path, Path],
     dtype: torch.dtype,
-    apart: tuple[float, float] | None,
+    distances: tuple[float, float] | None,
 ) -> Report:
-    folder, out = way
+    folder, out = folders
     before = UnmergedLogits.of(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
     errors = augment.merge(model, dtype=dtype).errors
     reports: list[Report] = []
 
     def check(staged: Path) -> dict[str, Any]:
-        reports.append(Report(errors, before.verify(open_source(staged)), *(apart or ())))
+        reports.append(Report(errors, before.verify(open_source(staged)), *(distances or ())))
         return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
 
-    facts = {k: v for k, v in loaded.card.items() if k not in KEPT_APART}
+    facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
     facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
     checkpoint.save(model.to(dtype), out, loaded.tokenizer, loaded.context_length, facts, check)
     return reports[0]
 
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
-    """What was done to the base, in its own folder and before the adapter."""
+    """The changes of the base: those in its own folder, and those before the adapter."""
     return [*checkpoint.describe(base_folder(folder))[2].get("changes", []), *card.get("changes", [])]
 
 
@@ -140,14 +138,14 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
     }
 
 
-def _apart(original: Decoder, trained: LoadedModel) -> tuple[float, float]:
-    """How far the original with the adapter is from what was trained, and how far it may be.
+def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, float]:
+    """The distance between original and trained base, both with the adapter, and its limit.
 
-    Raises ValueError if it is further.
+    Raises ValueError if the distance exceeds the limit.
     """
-    there, here = (model_logits(m, trained.context_length) for m in (trained.model, original))
+    trained_logits, original_logits = (model_logits(m, trained.context_length) for m in (trained.model, original))
     bases = [model_logits(augment.base_model(m), trained.context_length) for m in (trained.model, original)]
-    moved, allowed = _distance(there, here), TWICE * _distance(*bases)
+    moved, allowed = _distance(trained_logits, original_logits), MAX_RATIO * _distance(*bases)
     if not moved <= allowed:
         raise ValueError(
             f"the logits of the original base with this adapter differ by {moved:.1e} from those it was "

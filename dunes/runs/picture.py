@@ -14,7 +14,7 @@ TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
     """Training and validation loss in nats/token over the steps, with bits/byte on the right, as a PNG.
 
-    `records` are lines of metrics.jsonl. `score` is that of the weights that are kept, which are those of `step`.
+    `records` are lines of metrics.jsonl. `score` is that of the saved weights, those of `step`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,14 +30,14 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
     if checks := _checks(records, bits):
         axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
     if is_drawable(score.loss):
-        figures = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+        values = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
         axes.plot(
-            [step], [score.loss], "*", color=VALIDATION, markersize=12, label=f"kept: step {step}, {figures}"
+            [step], [score.loss], "*", color=VALIDATION, markersize=12, label=f"saved: step {step}, {values}"
         )
     axes.set(xlabel="step", ylabel="loss, nats/token")
     if 0 < bits < inf:
-        turned: tuple[Any, Any] = (lambda loss: loss * bits, lambda value: value / bits)
-        axes.secondary_yaxis("right", functions=turned).set_ylabel("bits/byte")
+        conversions: tuple[Any, Any] = (lambda loss: loss * bits, lambda value: value / bits)
+        axes.secondary_yaxis("right", functions=conversions).set_ylabel("bits/byte")
     axes.grid(alpha=0.3)
     axes.spines[["top"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
@@ -46,14 +46,14 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
 def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
     """Steps and validation losses in nats/token; some records have them in bits/byte only."""
-    found = []
+    points = []
     for record in records:
         loss = record.get("validation_loss")
         if loss is None and bits and record.get("bits_per_byte") is not None:
             loss = record["bits_per_byte"] / bits
         if loss is not None and is_drawable(loss):
-            found.append((record["step"], loss))
-    return found
+            points.append((record["step"], loss))
+    return points
 
 
 def is_drawable(loss: float) -> bool:

@@ -16,7 +16,7 @@ EVERY = 10.0
 
 @dataclass
 class Display:
-    """`with Display(console) as show:` then `show.state(...)` after each step and `show.line(text)` between.
+    """`with Display(console) as display:` then `display.state(...)` after each step and `display.line(text)`.
 
     A quiet display shows neither progress nor `detail`, only warnings and results.
     """
@@ -27,7 +27,7 @@ class Display:
     def __enter__(self) -> Self:
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
         self._task = self._bar.add_task("", total=1.0, start=True)
-        self._spoken = -EVERY
+        self._last_line = -EVERY
         if self.console.is_terminal and not self.quiet:
             self._bar.start()
         return self
@@ -39,13 +39,13 @@ class Display:
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
-        """Show the progress, and the fraction that is done."""
+        """Show the progress: a text and the fraction done."""
         if self.quiet:
             return
         if self.console.is_terminal:
             self._bar.update(self._task, description=text, completed=min(1.0, done))
-        elif monotonic() - self._spoken >= EVERY:
-            self._spoken = monotonic()
+        elif monotonic() - self._last_line >= EVERY:
+            self._last_line = monotonic()
             self.line(f"{done:4.0%}  {text}")
 
     def line(self, text: str = "") -> None:
@@ -61,6 +61,6 @@ class Display:
         """Print text with some parts highlighted: in colour, or in brackets where there is none."""
         plain = self.console.color_system is None
         text = Text(f"{title}\n")
-        for words, marked in parts:
-            text.append(f"⟦{words}⟧" if marked and plain else words, style="bold green" if marked else "dim")
+        for part, marked in parts:
+            text.append(f"⟦{part}⟧" if marked and plain else part, style="bold green" if marked else "dim")
         self.console.print(text, soft_wrap=True)

@@ -22,11 +22,11 @@ from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import (
     Warn,
     append_record,
-    keep_lines,
     print_warning,
     read_lines,
     read_records,
     warn_of_damage,
+    write_lines,
 )
 from dunes.runs.stored_state import check_optimizer, check_tensors, read_state, wrong_state
 from dunes.runs.timings import Timings
@@ -36,7 +36,7 @@ from dunes.train import Schedule, Trainer
 
 METRICS = "metrics.jsonl"
 FORMAT = 2
-"""Of plan.json."""
+"""The format number of plan.json."""
 METRIC = "the metrics of a step"
 METRICS_OF_FORMAT_1 = {"norm": "grad_norm", "rate": "lr_scale"}
 """What metrics were called in runs of format 1, and are called now."""
@@ -46,7 +46,7 @@ WARMUP = 20
 
 
 class Task(Protocol):
-    """What a run trains on. `fingerprints` identify its data, `tokens` counts the targets of a full validation."""
+    """The task of a run. `fingerprints` identify its data, `tokens` is the number of validation targets."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -70,7 +70,7 @@ class Task(Protocol):
         ...
 
     def memory_advice(self) -> str:
-        """How much memory the run needs, and what would reduce it, in words."""
+        """A sentence with the memory that the run needs, and how to reduce it."""
         ...
 
     def summary(self, run: "Run") -> str:
@@ -80,18 +80,18 @@ class Task(Protocol):
     def close(self, run: "Run", score: Score, interrupted: bool) -> list[str]:
         """Save the results into the run's folder, and return lines for the final report.
 
-        `interrupted`: the run was asked to stop, so that the rest is kept short.
+        `interrupted`: the run was asked to stop; skip the slow parts of the report.
         """
         ...
 
 
 @dataclass
 class Run:
-    """A run's model and trainer, and its state beside the trainer's own.
+    """A run's model and trainer, and its state besides the trainer's.
 
-    `start_time` is when the run would have started had it never been interrupted. `timings` cover all processes of
-    the run, `data` is the part of them that waited for batches up to the last step, and `warm` says whether this
-    process has taken a step. `checks_since_best` is 0 right after the validation with the best score so far.
+    `start_time` is the present minus the elapsed time of all processes of the run. `timings` cover all of them,
+    `data` is the time spent waiting for batches up to the last step, and `warm` tells whether this process has
+    made a step. `checks_since_best` is 0 right after the validation with the best score so far.
     """
 
     folder: Path
@@ -135,7 +135,7 @@ class Run:
         self.last = score = self.score(limit)
         self.seconds_per_token = (perf_counter() - start) / score.tokens
         self.checks_since_best += 1
-        # A first score that is not a number would be below none.
+        # No score is below NaN.
         if self.best is None or score.bits_per_byte < self.best.bits_per_byte or isnan(self.best.bits_per_byte):
             self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
             self.best_weights = {k: v.detach().cpu().clone() for k, v in trainable_state(self.model).items()}
@@ -143,9 +143,9 @@ class Run:
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """The part of a model's state that training changes, and the buffers that stand beside it.
+    """The part of the state dict that training changes: trainable parameters and buffers.
 
-    What is frozen is not in it: a base that a finetune starts from is found again where it came from.
+    Frozen weights are not included: they are loaded again from the base model.
     """
     names = set()
     for place, module in model.named_modules():
@@ -158,16 +158,16 @@ def trainable_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put back what `trainable_state` gave. Raises ValueError if that was of another model."""
-    there = trainable_state(model)
-    check_tensors(there, weights)
+    """Load the result of `trainable_state`. Raises ValueError if it belongs to another model."""
+    state = trainable_state(model)
+    check_tensors(state, weights)
     with torch.no_grad():
-        for name, tensor in there.items():
+        for name, tensor in state.items():
             tensor.copy_(weights[name])
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule: over `steps`, or open until the clock ends the run."""
+    """The learning-rate schedule: over `steps`, or without an end for a time limit."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
@@ -178,7 +178,7 @@ class FolderInUse(ValueError):
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the run's lock, which is released when a process dies. Raises FolderInUse if another process has it."""
-    lock = folder / "state" / "lock"  # the folder itself is locked by each save
+    lock = folder / "state" / "lock"  # each save locks the folder itself
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     try:
@@ -191,7 +191,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save tokenizer and config. The config comes last: with it the folder contains a run."""
+    """Save tokenizer and config. The config is written last: it makes the folder a run."""
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
     write_config(config, folder)
 
@@ -201,7 +201,7 @@ def write_config(config: RunConfig, folder: Path) -> None:
     write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
 
 
-def read_config(folder: Path, kind: type[T], remedy: str = "choose another --out") -> T | None:
+def read_config(folder: Path, config_class: type[T], remedy: str = "choose another --out") -> T | None:
     """The config of the run in this folder, if there is one.
 
     Raises ValueError, with the remedy, if it belongs to another kind of run, or cannot be read.
@@ -214,12 +214,12 @@ def read_config(folder: Path, kind: type[T], remedy: str = "choose another --out
     except ValueError as error:
         raise ValueError(f"{error}; {remedy}") from None
     try:
-        return kind.of(_of_this_format(stored))
+        return config_class.of(_check_format(stored))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {remedy}") from None
 
 
-def _of_this_format(stored: Any) -> Any:
+def _check_format(stored: Any) -> Any:
     """The stored config without its format number. Raises ValueError for another format than this version's."""
     if not isinstance(stored, dict):
         return stored
@@ -231,7 +231,7 @@ def _of_this_format(stored: Any) -> Any:
 def resolve_config(
     config: T, folder: Path, resume: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
 ) -> T:
-    """The config to use: this one in a new folder, the run's own when resuming.
+    """The config to use: this one in a new folder, that of the run when resuming.
 
     Raises FolderInUse if the folder contains a run and `resume` is not set, ValueError if it contains none, or if
     an option that was `asked` for differs from the run's and is not in `override`. Measured options in `override`
@@ -239,11 +239,11 @@ def resolve_config(
     """
     for path in (folder, folder / "state"):
         if os.path.lexists(path) and not path.is_dir():
-            words = "is a dangling link" if path.is_symlink() else "is not a folder"
-            raise ValueError(f"{path}: {words}; choose another --out")
-    if wrong := sorted(set(override) - set(config.OVERRIDABLE)):
+            problem = "is a dangling link" if path.is_symlink() else "is not a folder"
+            raise ValueError(f"{path}: {problem}; choose another --out")
+    if fixed := sorted(set(override) - set(config.OVERRIDABLE)):
         raise ValueError(
-            f"--override {wrong[0]}: cannot be changed when resuming; only {', '.join(config.OVERRIDABLE)} can"
+            f"--override {fixed[0]}: cannot be changed when resuming; only {', '.join(config.OVERRIDABLE)} can"
         )
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes exclude each other; set one of them")
@@ -267,8 +267,8 @@ def resolve_config(
             f"{folder}: cannot resume with other options: {'; '.join(refused)}; choose another --out, or pass "
             f"--override for any of: {', '.join(config.OVERRIDABLE)}"
         )
-    anew: dict[str, Any] = {name: None for name in override if name in MEASURED}
-    return replace(earlier, **anew | {name: getattr(config, name) for name in differences})
+    remeasured: dict[str, Any] = {name: None for name in override if name in MEASURED}
+    return replace(earlier, **remeasured | {name: getattr(config, name) for name in differences})
 
 
 def _check_new_folder(folder: Path) -> None:
@@ -321,10 +321,9 @@ def restore_run(
         return
     state = read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
-    if others := [
-        name for name, found in run.task.fingerprints.items() if state["fingerprints"].get(name, found) != found
-    ]:
-        differences["corpus"] = f"{' and '.join(others)} changed"
+    stored = state["fingerprints"]
+    if changed := [name for name, value in run.task.fingerprints.items() if stored.get(name, value) != value]:
+        differences["corpus"] = f"{' and '.join(changed)} changed"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{run.folder}: cannot resume: {'; '.join(refused)}; choose another --out, or pass --override "
@@ -338,7 +337,7 @@ def restore_run(
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     run.trainer.load_state_dict(state["trainer"])
-    if not {"steps", "minutes"} & differences.keys():  # else the rate rises again, and decays towards the new end
+    if not {"steps", "minutes"} & differences.keys():  # else warm up again, and decay towards the new end
         run.schedule.records[:] = state["schedule"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = state["best"], state["last"]
@@ -353,7 +352,7 @@ def restore_run(
 
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
-    """What the card records about the training, under that verb."""
+    """The card's record of the training, under the key `verb`."""
     return {
         verb: {
             **asdict(run.config),
@@ -378,7 +377,7 @@ def append_metrics(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_metrics(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl without damaged ones, about which `warn` gets a line."""
+    """The undamaged records of a metrics.jsonl; `warn` gets a line about damaged ones."""
     records = read_records(path, METRIC, lambda record: _is_metric(_renamed(record)), warn)
     return [_renamed(record) for record in records]
 
@@ -389,7 +388,7 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_metric(record: dict[str, Any]) -> bool:
-    """Whether a record has a step number, and numbers wherever readers compute with them."""
+    """Whether a record has a step number, and numbers in all numeric fields."""
     if type(record.get("step")) is not int or not _is_number(record["step"]):
         return False
     if not all(_is_number(record[name]) for name in SCORES if record.get(name) is not None):
@@ -408,6 +407,8 @@ def truncate_metrics(path: Path, step: int, warn: Warn = print_warning) -> None:
     """Remove the metrics after this step, which will be written again, and lines that are not JSON objects."""
     lines = read_lines(path)
     warn_of_damage(path, [line for line in lines if line.record is None], METRIC, warn)
-    kept = [x for x in lines if x.record is not None and not (_is_metric(x.record) and x.record["step"] > step)]
-    if len(kept) < len(lines):
-        keep_lines(path, kept)
+    remaining = [
+        x for x in lines if x.record is not None and not (_is_metric(x.record) and x.record["step"] > step)
+    ]
+    if len(remaining) < len(lines):
+        write_lines(path, remaining)

@@ -1,4 +1,4 @@
-"""How text is sampled, read by the command line without torch."""
+"""Sampling options, read by the command line without importing torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +27,7 @@ class SamplingOptions:
     """Random seed."""
 
     def sampler(self) -> "Sampler":
-        """Raises ValueError for settings without a meaning."""
+        """The sampler with these options. Raises ValueError for invalid ones."""
         if self.tokens < 1:
             raise ValueError(f"--tokens is {self.tokens}; it must be at least 1")
         from dunes.generate import sampler

@@ -1,4 +1,4 @@
-"""Saving states while training continues: a snapshot is taken at a step and written by another thread."""
+"""Save training states in the background: a thread writes a snapshot taken between steps."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +18,8 @@ class Saver:
     it raises OSError at the next call instead.
     """
 
-    def __init__(self, told: Callable[[str], None], strict: bool = False) -> None:
-        self.told, self.strict = told, strict
+    def __init__(self, warn: Callable[[str], None], strict: bool = False) -> None:
+        self.warn, self.strict = warn, strict
         self._pool = ThreadPoolExecutor(1, "saver")
         self._pending: Future[Path] | None = None
 
@@ -46,7 +46,7 @@ class Saver:
         )
         return True
 
-    def look(self) -> None:
+    def report_failure(self) -> None:
         """Report a failed save, if there was one."""
         if not self.busy:
             self.wait()
@@ -67,11 +67,11 @@ class Saver:
         except (OSError, ValueError) as error:
             if self.strict:
                 raise
-            self.told(f"warning: saving the state failed: {error}; the previous state is kept")
+            self.warn(f"warning: saving the state failed: {error}; the previous state is kept")
             return False
 
 
-def _write(folder: Path, step: int, taken: checkpoint.Snapshot) -> Path:
+def _write(folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
     if (folder / METRICS).exists():
         fsync_path(folder / METRICS)  # a state includes the losses up to it
-    return checkpoint.save_state(folder, step, taken)
+    return checkpoint.save_state(folder, step, snapshot)

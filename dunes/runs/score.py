@@ -18,20 +18,19 @@ def score_folder(
 ) -> tuple[Score, int]:
     """The score on all text in the sources, and the number of files.
 
-    `any_base` is as in `checkpoint.load`, `how` are options of `collect`.
-
-    Without sources: on the validation split of the model's own training. Raises ValueError if the model's card
-    does not record it, or if there is no text.
+    Without sources, the score on the validation split of the model's own training. `any_base` is as in
+    `checkpoint.load`, `options` are those of `collect_corpus`. Raises ValueError if the model's card does not
+    record its validation split, or if there is no text.
     """
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     try:
-        ids, files = held_out(tokenizer, loaded.card, sources, **options)
+        ids, files = evaluation_tokens(tokenizer, loaded.card, sources, **options)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return evaluate(loaded.model, ids, widths(tokenizer.token_bytes()), loaded.context_length), files
 
 
-def held_out(
+def evaluation_tokens(
     tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = (), **options: Any
 ) -> tuple[TokenIds, int]:
     """The token ids of all text in the sources, and the number of files; without sources, of the validation split
@@ -42,20 +41,20 @@ def held_out(
         return _ids(tokenizer, corpus.valid + corpus.train, True), len(corpus.valid + corpus.train)
     if trained.get("split") not in ("files", "tails"):
         raise ValueError("does not record its validation files; pass the sources to score")
-    told = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
-    corpus = collect_corpus(trained["sources"], **told | options)
-    whole = trained["split"] == "files"
-    documents = corpus.valid if whole else corpus.train + corpus.valid
-    return _ids(tokenizer, documents, whole), len(documents)
+    recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
+    corpus = collect_corpus(trained["sources"], **recorded | options)
+    full = trained["split"] == "files"
+    documents = corpus.valid if full else corpus.train + corpus.valid
+    return _ids(tokenizer, documents, full), len(documents)
 
 
-def _ids(tokenizer: Tokenizer, documents: Sequence[Document], whole: bool) -> TokenIds:
-    """The token ids of the documents, or of their last tenths, as in training."""
-    # Where a document begins after the end of the one before, that end is there already.
-    begin = [i for i in tokenizer.document_start if i != tokenizer.eos] if whole else []
-    found = []
+def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool) -> TokenIds:
+    """The token ids of the documents (`full`), or of their last tenths, as in training."""
+    # An EOS that starts documents is the end of the previous document, which is there already.
+    begin = [i for i in tokenizer.document_start if i != tokenizer.eos] if full else []
+    parts = []
     for text in (text for document in documents for text in document.texts()):
-        parts = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
-        ids = np.concatenate([np.array(begin, np.int32), *parts, np.array([tokenizer.eos], np.int32)])
-        found.append(ids if whole else ids[tail_start(0, len(ids)) :].copy())
-    return np.concatenate(found) if found else np.array([], np.int32)
+        pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
+        ids = np.concatenate([np.array(begin, np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
+        parts.append(ids if full else ids[tail_start(0, len(ids)) :].copy())
+    return np.concatenate(parts) if parts else np.array([], np.int32)

@@ -14,8 +14,8 @@ from dunes.runs.evaluate import Score
 from dunes.train import Record
 
 
-def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
-    """The state in a folder `step-000123`, with config (of this kind), scores and schedule as objects.
+def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
+    """The state in a folder `step-000123`, with config (of class `config_class`), scores and schedule as objects.
 
     Raises ValueError that names the folder and the first invalid entry.
     """
@@ -28,7 +28,7 @@ def read_state(folder: Path, kind: type[RunConfig]) -> dict[str, Any]:
     if state["number"] != int(folder.name.removeprefix("step-")):
         raise wrong_state(folder, f"it belongs to step {state['number']}")
     try:
-        config = kind.of(state["config"])
+        config = config_class.of(state["config"])
     except ValueError as error:
         raise wrong_state(folder, str(error)) from None
     scores = {name: state[name] and Score(*state[name]) for name in ("best", "last")}
@@ -49,7 +49,7 @@ def _is_count(value: object) -> bool:
 
 
 def is_score(value: Any) -> bool:
-    """[nats, tokens, bytes]; the nats of a diverged model may be NaN."""
+    """[loss_sum, tokens, bytes]; the loss of a diverged model may be NaN."""
     return value is None or (
         isinstance(value, list) and len(value) == 3 and type(value[0]) is float and value[1] > 0
         and all(map(_is_count, value[1:]))
@@ -65,7 +65,7 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values())
 
 
-_SCORE = ("[nats, tokens, bytes] or null", is_score)
+_SCORE = ("[loss_sum, tokens, bytes] or null", is_score)
 _TENSORS = ("tensors by their names", _is_tensors)
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "config": ("the run's config", lambda v: isinstance(v, dict)),
@@ -87,7 +87,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless names, shapes and dtypes are equal and the stored values finite."""
+    """Raise ValueError unless names, shapes and dtypes are equal and all stored values are finite."""
     if odd := sorted(expected.keys() ^ stored.keys()):
         raise ValueError(
             f"the state belongs to another model: {odd[0]} is in only one of them ({len(odd)} such names)"
@@ -99,8 +99,8 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) 
 def _check_tensor(name: str, tensor: Tensor, expected: Tensor) -> None:
     for what in ("shape", "dtype"):
         if getattr(tensor, what) != getattr(expected, what):
-            found, wanted = getattr(tensor, what), getattr(expected, what)
-            raise ValueError(f"the state belongs to another model: the {what} of {name} is {found}, not {wanted}")
+            actual, wanted = getattr(tensor, what), getattr(expected, what)
+            raise ValueError(f"the state belongs to another model: the {what} of {name} is {actual}, not {wanted}")
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} contains values that are not finite")
 
@@ -147,13 +147,13 @@ def _same_options(fresh: dict[str, Any], stored: Any) -> bool:
     if not isinstance(stored, dict) or stored.get("params") != fresh["params"]:
         return False
     options = [(value, stored[name]) for name, value in fresh.items() if name != "params" and name in stored]
-    return "lr" in stored and all(_alike(*pair) for pair in options)
+    return "lr" in stored and all(_same_type(*pair) for pair in options)
 
 
-def _alike(fresh: Any, stored: Any) -> bool:
-    """Whether an option has the same type. Choices of kernels, true or none, may differ between machines."""
+def _same_type(fresh: Any, stored: Any) -> bool:
+    """Whether an option has the same type. Kernel options (a bool or None) may differ between machines."""
     if _is_number(fresh):
         return _is_number(stored)
     if isinstance(fresh, tuple):
-        return isinstance(stored, tuple) and len(fresh) == len(stored) and all(map(_alike, fresh, stored))
+        return isinstance(stored, tuple) and len(fresh) == len(stored) and all(map(_same_type, fresh, stored))
     return stored is None or type(stored) is type(fresh) or isinstance(stored, bool)

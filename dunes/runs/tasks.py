@@ -24,8 +24,9 @@ def run_tasks(
 ) -> dict[str, Any]:
     """The harness's results for tasks, groups or tags by name; also written to `out`, with every sample.
 
-    `task_folder` holds YAML files of more tasks; `limit` is the maximum number of documents per task; `any_base`
-    is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder or setting.
+    `task_folder` contains YAML files of more tasks; `limit` is the maximum number of documents per task;
+    `any_base` is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder
+    or setting.
     """
     lm_eval = extra("lm_eval", "eval")
     if limit is not None and limit < 1:
@@ -34,7 +35,7 @@ def run_tasks(
         if path is not None and not path.is_dir():
             raise ValueError(f"{option}: {path} is not a folder")
     manager = extra("lm_eval.tasks", "eval").TaskManager(include_path=task_folder and str(task_folder))
-    _known(tasks, manager.all_tasks)
+    _check_names(tasks, manager.all_tasks)
     from dunes.runs.harness import Harness
 
     with display:
@@ -42,40 +43,39 @@ def run_tasks(
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model=model, tasks=list(tasks), task_manager=manager, limit=limit
         )
-        if model.cut:
+        if model.truncated:
             display.line(
-                f"{plural(model.cut, 'time')} a text exceeded the context length of {model.max_length} "
-                "tokens and was "
-                "truncated on the left"
+                f"{plural(model.truncated, 'text')} truncated on the left to the context length of "
+                f"{model.max_length} tokens"
             )
     if out is not None:
         write_file(out, json.dumps(results, indent=1, default=str).encode())
     return results
 
 
-def _known(tasks: Sequence[str], names: Sequence[str]) -> None:
+def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
     """Raise ValueError for the first task that is not among the names."""
     for task in tasks:
         if task not in names:
-            near = get_close_matches(task, names, n=1)
+            similar = get_close_matches(task, names, n=1)
             raise ValueError(
-                f"--tasks: unknown task {task!r}{f'; did you mean {near[0]!r}?' if near else ''}; "
-                "`lm-eval ls tasks` lists its own, --task-folder adds the YAML files of a folder"
+                f"--tasks: unknown task {task!r}{f'; did you mean {similar[0]!r}?' if similar else ''}; "
+                "`lm-eval ls tasks` lists all tasks, --task-folder adds those of a folder"
             )
 
 
 def table(results: Mapping[str, Any]) -> list[str]:
-    """The results as lines of text, one for each metric of each task or group."""
+    """The results as lines of text, one per metric of each task or group."""
     rows = [("task", "shots", "documents", "metric", "value", "standard error")]
     for task, measured in results["results"].items():
         shots = str(results["n-shot"].get(task, ""))
         documents = str(results["n-samples"].get(task, {}).get("effective", ""))
         for key, value in measured.items():
-            metric, _, how = key.partition(",")
-            if not how or metric.endswith("_stderr"):
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr"):
                 continue
-            name = metric if how == "none" else f"{metric} ({how})"
-            error = _number(measured.get(f"{metric}_stderr,{how}"))
+            name = metric if filter_name == "none" else f"{metric} ({filter_name})"
+            error = _number(measured.get(f"{metric}_stderr,{filter_name}"))
             rows.append((task, shots, documents, name, _number(value), error))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]

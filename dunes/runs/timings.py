@@ -17,22 +17,22 @@ class Timings:
     seconds: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Iterator[None]:
         start = perf_counter()
         try:
             yield
         finally:
-            self.add(what, perf_counter() - start)
+            self.add(phase, perf_counter() - start)
 
-    def add(self, what: str, seconds: float) -> None:
-        """Add seconds to a phase; negative ones remove what was counted elsewhere."""
-        self.seconds[what] += seconds  # type: ignore[assignment]
+    def add(self, phase: str, seconds: float) -> None:
+        """Add seconds to a phase; negative ones subtract time that is counted elsewhere."""
+        self.seconds[phase] += seconds  # type: ignore[assignment]
 
-    def each(self, what: str, items: Iterable[T]) -> Iterator[T]:
+    def each(self, phase: str, items: Iterable[T]) -> Iterator[T]:
         """The items, timing how long each takes to arrive."""
         stream = iter(items)
         while True:
-            with self(what):
+            with self(phase):
                 try:
                     item = next(stream)
                 except StopIteration:
@@ -43,6 +43,6 @@ class Timings:
 def lines(seconds: Mapping[str, float]) -> list[str]:
     """A plain table of phases with their seconds and shares."""
     total = sum(seconds.values()) or 1.0
-    most = sorted(seconds.items(), key=lambda item: -item[1])
-    wide = max(map(len, seconds), default=0)
-    return [f"{what:{wide}}  {taken:8.1f} s  {taken / total:6.1%}" for what, taken in most]
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    width = max(map(len, seconds), default=0)
+    return [f"{phase:{width}}  {time_spent:8.1f} s  {time_spent / total:6.1%}" for phase, time_spent in longest]

@@ -36,9 +36,9 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 
     Returns and raises what `execute_run` does.
     """
-    going = RunOptions(**options)
+    run_options = RunOptions(**options)
 
-    def prepared(config: TrainConfig, timings: Timings) -> Make | None:
+    def prepare_data(config: TrainConfig, timings: Timings) -> Make | None:
         with timings("reading data"):
             corpus = gather(config)
         for line in (corpus.report(), *corpus.notes):
@@ -48,21 +48,21 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             config, reasons = autosize_run(config, sum(d.size for d in corpus.train))
         for line in reasons:
             display.detail(line)
-        if words := size_warning(config):
-            display.line(words)
-        if going.dry_run:
+        if warning := size_warning(config):
+            display.line(warning)
+        if run_options.dry_run:
             return None
         with timings("tokenizing"):
-            tokens = tokenize(config, corpus, folder / "state" if going.resume else None, display)
+            tokens = tokenize(config, corpus, folder / "state" if run_options.resume else None, display)
         return lambda: prepare(config, folder, tokens)
 
-    return execute_run(config, folder, display, going, prepared)
+    return execute_run(config, folder, display, run_options, prepare_data)
 
 
 def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
-    """A run at its first step, for a config that leaves nothing open."""
-    assert config.dtype, "chosen before"
-    assert config.threads, "chosen before"
+    """A run at step 0, for a complete config."""
+    assert config.dtype, "set by `autosize_run`"
+    assert config.threads, "set by `autosize_run`"
     torch.set_num_threads(config.threads)
     device, dtype = measure.device(), getattr(torch, config.dtype)
     model_config = config_for(config, tokens.tokenizer.vocab)
@@ -110,7 +110,7 @@ class TrainTask:
 
     def summary(self, run: Run) -> str:
         config = self.config
-        assert config.threads, "chosen before"
+        assert config.threads, "set by `autosize_run`"
         return (
             f"{config.family}, {format_count(tree.count(run.model))} parameters; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.tokenizer.vocab}; "

@@ -1,4 +1,4 @@
-"""What training from scratch is configured with, read by the command line without torch."""
+"""Options of training from scratch, read by the command line without importing torch."""
 
 import re
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import tyro
 from dunes.runs.config import Optimization, RunConfig, flag
 
 SMALLEST = 10_000
-"""Parameters of the smallest model that a size may ask for: fewer are a unit forgotten."""
+"""The smallest valid --size: for smaller numbers the unit was probably forgotten."""
 
 WIDTH_STEP = 32
-"""What widths are multiples of: the smallest head."""
+"""Widths are multiples of this, the smallest head."""
 
 Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 Tokenization = Literal["bpe", "bytes", "chars"]
@@ -58,7 +58,7 @@ class TrainOptimization(Optimization):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
-    """What training from scratch is asked (what is left open: `runs/autosize.py`)."""
+    """Options of training from scratch (`runs/autosize.py` chooses open ones)."""
 
     OVERRIDABLE = ("sources", "corpus", *RunConfig.OVERRIDABLE)
     PATHS = ("sources",)
@@ -76,7 +76,7 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """Depth and width, where the size says these."""
+        """Depth and width, if --size has the form LAYERSxWIDTH."""
         return parse_shape(self.size)
 
     @property
@@ -89,9 +89,9 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
 
 
 def parse_size(text: str) -> int:
-    """'3m' is three million parameters; k, m and b are understood.
+    """The number of parameters in text like '3m', with the units k, m and b.
 
-    Raises ValueError for anything else, and below SMALLEST, where a unit was left out.
+    Raises ValueError for any other text, and below SMALLEST.
     """
     units = {"k": 1e3, "m": 1e6, "b": 1e9}
     number, unit = text.lower()[:-1], text.lower()[-1:]
@@ -108,9 +108,9 @@ def parse_size(text: str) -> int:
 
 
 def parse_shape(text: str) -> tuple[int, int] | None:
-    """The depth and width of '4x256'; None for what is not written like that.
+    """The depth and width of text like '4x256'; None for other text.
 
-    Raises ValueError for a model without layers, and widths that heads do not divide.
+    Raises ValueError for a depth of 0, and for a width that is not a multiple of WIDTH_STEP.
     """
     if (match := re.fullmatch(r"(\d{1,4})x(\d{1,6})", text.lower())) is None:
         return None

@@ -33,8 +33,8 @@ def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int 
 def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: str, limit: int = 48) -> str:
     """Complete the line that the prefix ends in, by greedy decoding, without the newline (\\n, \\r\\n or \\r).
 
-    A prefix that fits the context starts a document. Token healing: the last tokens are removed, and the model
-    must start with their bytes.
+    A prefix that fits the context is the start of a document. Token healing: the last tokens are removed, and
+    generation is constrained to start with their bytes.
     """
     pieces = tokenizer.token_bytes()
     room = max(context // 2, context - limit)
@@ -53,7 +53,7 @@ def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: 
 def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
     """The ids without those at the end that could be part of one longer token, and the bytes of the removed ones.
 
-    Text that continues may be one token where the text up to the cursor is several.
+    Text that ends in several tokens may continue as one longer token.
     """
     for cut in range(max(0, len(ids) - 8), len(ids)):
         tail = b"".join(pieces[i] for i in ids[cut:])

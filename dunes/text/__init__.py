@@ -1,4 +1,4 @@
-"""Between characters and ids."""
+"""Tokenizers and chat templates."""
 
 from dunes.text.decode_stream import DecodeStream
 from dunes.text.tokenizer import END, KINDS, SPECIAL, Tokenizer

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for, by a tokenizer's decoder: byte-level letters, or pieces with ▁ for a space."""
+"""The bytes of tokens by a tokenizer's decoder: byte-level characters, or pieces with ▁ for a space."""
 
 import codecs
 import json
@@ -13,17 +13,17 @@ from dunes.text.byte_pairs import CHAR_TO_BYTE
 
 SPACE = "▁"
 FIRST_TOKEN = -1
-"""All spaces of the first token are stripped: the decoder that splits at spaces does so."""
+"""All spaces of the first token are stripped, as by the Metaspace decoder."""
 
-# sentencepiece writes U+FFFD for each byte that is in no character, Python one for several.
+# sentencepiece writes U+FFFD for each invalid byte, Python one for several.
 codecs.register_error("each-byte", lambda error: ("\ufffd", getattr(error, "start", 0) + 1))
 
 
 @dataclass(frozen=True)
 class ByteDecoder:
-    """How a tokenizer spells bytes: `byte_level` as letters, `metaspace` with ▁ for a space, else as plain text.
+    """The spelling of bytes: `byte_level` as characters, `metaspace` with ▁ for a space, else as plain text.
 
-    With `byte_fallback` a token `<0xNN>` is that byte. `strip` spaces are taken from the beginning of a text.
+    With `byte_fallback` a token `<0xNN>` is that byte. `strip` spaces are removed from the beginning of a text.
     """
 
     byte_level: bool = False
@@ -33,11 +33,11 @@ class ByteDecoder:
 
     @property
     def errors(self) -> str:
-        """How broken UTF-8 is shown, as a name of Python's codecs."""
+        """The codec error handler for broken UTF-8."""
         return "each-byte" if self.metaspace else "replace"
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes that a token of the vocabulary stands for."""
+        """The bytes of a token of the vocabulary."""
         if self.byte_level:
             return bytes(CHAR_TO_BYTE[c] for c in token)
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
@@ -45,7 +45,7 @@ class ByteDecoder:
         return (token.replace(SPACE, " ") if self.metaspace else token).encode()
 
     def strip_leading(self, token: bytes, strip: int) -> tuple[bytes, int]:
-        """The next token of a text without the spaces that are still to be stripped, and how many are left."""
+        """The next token of a text without leading spaces, and the number of spaces left to strip."""
         if strip == FIRST_TOKEN:
             return token.replace(b" ", b""), 0 if token else FIRST_TOKEN
         rest = token[min(strip, len(token) - len(token.lstrip(b" "))) :]
@@ -53,7 +53,7 @@ class ByteDecoder:
 
 
 def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
-    """What the tokenizer's decoder does, in these terms."""
+    """The `ByteDecoder` that is equivalent to the tokenizer's decoder."""
     steps = _steps(json.loads(inner.decoder.__getstate__())) if inner.decoder is not None else []
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:

@@ -1,4 +1,4 @@
-"""What byte-pair tokenizers share: letters that stand for bytes, merging by score, splitting lookalikes."""
+"""Helpers for byte-pair tokenizers: byte-level characters, merging by score, splitting lookalikes."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 
 
 def _bytes_to_chars() -> dict[int, str]:
-    """The printable letter that byte-level BPE writes for each byte, by GPT-2's rule."""
+    """The printable character that byte-level BPE writes for each byte, by GPT-2's rule."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -21,7 +21,7 @@ CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 def merge_pairs(
     symbols: list[str], score: Callable[[str], float | None]
 ) -> tuple[list[str], tuple[str, str] | None]:
-    """What is left after all merges of neighbours, highest score first and then leftmost, and the last merge."""
+    """The symbols after all merges of neighbours, highest score first and then leftmost, and the last merge."""
     last = None
     scores = [score(a + b) for a, b in pairwise(symbols)]
     while True:
@@ -38,9 +38,9 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Splits words that are spelled like a token which merges do not reach: the whole word is not looked up then.
+    """Splits words that are spelled like a token that merges do not produce, so that they are not looked up whole.
 
-    `lookalikes` are these tokens with the parts that merges make of their spelling.
+    `lookalikes` maps these tokens to the parts into which merges encode their spelling.
     """
     splits = []
     for text, parts in lookalikes.items():
@@ -53,7 +53,7 @@ def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokeni
 
 
 def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = None) -> None:
-    """Make these the special tokens; `begin` is the one that stands in front of a text if asked for."""
+    """Add special tokens; `begin` is put before a text when special tokens are requested."""
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
     if begin is not None:
         special = [(begin, inner.token_to_id(begin))]

@@ -1,9 +1,8 @@
 """A model folder's chat template: from messages to the text that the model was trained on.
 
-The template is a program of somebody else's, so it is rendered in a short-lived process of its own, in jinja2's
-sandbox and with limits on time, memory and output (https://huggingface.co/docs/transformers/chat_templating).
-A bound on operators, filters and loops does not replace the process: lists in lists that share their parts take
-exponential time to compare or to write.
+The template is an untrusted program, so it is rendered in a short-lived process, in jinja2's sandbox and with
+limits on time, memory and output (https://huggingface.co/docs/transformers/chat_templating). Limits on operators,
+filters and loops would not suffice: nested lists with shared parts take exponential time to compare or to print.
 """
 
 import json
@@ -25,7 +24,7 @@ SECONDS = 5
 """Wall-clock limit of a rendering process."""
 
 Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool]
-"""Messages, and whether the text is to end where an answer begins."""
+"""Messages, and whether to add the generation prompt."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which messages hold reasoning; templates read the first two."""
@@ -38,13 +37,13 @@ LIMITS = {
     "RLIMIT_NPROC": 0,
     "RLIMIT_CORE": 0,
 }
-"""Limits of the rendering process: seconds, bytes, no files, no processes; as far as the system has them."""
+"""Limits of the rendering process: seconds, bytes, no files, no processes; as far as the system supports them."""
 
 
 def read_template(folder: Path | str) -> str | None:
     """The chat template of a model folder: chat_template.jinja, else the default of tokenizer_config.json.
 
-    None if it has none. Raises ValueError that names the file for what is not a template, or too large.
+    None if it has none. Raises ValueError that names the file for an invalid or too large template.
     """
     path = next((p for name in (JINJA, CONFIG) if (p := Path(folder) / name).is_file()), None)
     if path is None:
@@ -68,13 +67,13 @@ def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
 
 
 def _default_template(value: Any, path: Path) -> str:
-    """A chat_template is a text, or a list of named ones."""
+    """A chat_template is a string, or a list of named templates."""
     named = value if isinstance(value, list) else [{"name": "default", "template": value}]
     names = [each.get("name") if isinstance(each, dict) else None for each in named]
     template = named[names.index("default")].get("template") if "default" in names else None
     if not isinstance(template, str):
         raise ValueError(
-            f"{path}: chat_template is neither a text nor a list with one named 'default': {names[:9]}"
+            f"{path}: chat_template is neither a string nor a list with one named 'default': {names[:9]}"
         )
     return template
 
@@ -92,10 +91,10 @@ def render(
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text that the template makes of the messages, as transformers' `apply_chat_template` makes it.
+    """The text of the messages, as transformers' `apply_chat_template` renders it.
 
-    `variables` are more names for the template, such as `bos_token` or `tools`. Raises ValueError if the
-    template refuses the messages, fails, or passes a limit.
+    `variables` are more variables for the template, such as `bos_token` or `tools`. Raises ValueError if the
+    template refuses the messages, fails, or exceeds a limit.
     """
     (text,) = render_many(template, [(messages, add_generation_prompt)], variables)
     if isinstance(text, ValueError):
@@ -108,9 +107,9 @@ def render_many(
     requests: Sequence[Request],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str | ValueError]:
-    """`render` for many requests in one process; a ValueError stands for a conversation that the template refuses.
+    """`render` for many requests in one process; a refused conversation gives a ValueError.
 
-    The limits are those of one conversation: when all together exceed them, halves are tried.
+    The limits are those of one conversation: if all together exceed them, they are rendered in halves.
     """
     contexts = [
         {
@@ -145,7 +144,7 @@ def _render_in_process(template: str, contexts: Sequence[dict[str, Any]]) -> lis
     try:
         answer = _run_process(json.dumps(request, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the chat template cannot be given these messages: {error}") from None
+        raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
     if "answers" not in answer:
         raise _render_error(answer)
     return [str(each["text"]) if "text" in each else _render_error(each) for each in answer["answers"]]
@@ -157,16 +156,16 @@ def _render_error(answer: Mapping[str, Any]) -> ValueError:
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates get it: without keys that are None, and reasoning under both of its names."""
+    """A message for templates: without keys that are None, and with reasoning under both of its names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a mapping with 'role' and 'content', found {type(message).__name__}")
-    kept = {k: v for k, v in message.items() if v is not None}
-    reasoning = next((kept[k] for k in REASONING_KEYS if k in kept), None)
-    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    present = {k: v for k, v in message.items() if v is not None}
+    reasoning = next((present[k] for k in REASONING_KEYS if k in present), None)
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 def _run_process(request: str) -> dict[str, Any]:
-    """The answer of `template_process.py`, run without site-packages, environment and anything else of ours."""
+    """The answer of `template_process.py`, run without site-packages and environment."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
     environment = {k: v for k, v in os.environ.items() if k in ("SYSTEMROOT", "TZ")}
     try:

@@ -1,4 +1,4 @@
-"""Text from ids while they come."""
+"""Decode ids to text incrementally."""
 
 from codecs import getincrementaldecoder
 
@@ -8,7 +8,7 @@ from dunes.text.tokenizer import Tokenizer
 
 
 class DecodeStream:
-    """Takes one id after the other and returns the text that is complete, never half a character."""
+    """Decodes one id at a time and returns complete characters only."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.byte_decoder = tokenizer, tokenizer.byte_decoder
@@ -18,10 +18,10 @@ class DecodeStream:
         self.strip, self.other = self.byte_decoder.strip, decoders.DecodeStream(skip_special_tokens=True)
 
     def step(self, token: int) -> str:
-        """The text that this id completes; empty while a character is still missing bytes."""
+        """The text that this id completes; empty while a character is incomplete."""
         if self.token_bytes is None:
             return self.other.step(self.tokenizer.inner, token) or ""
-        # The library's stream takes a U+FFFD that was written for half a character, and keeps it back.
+        # The library's stream mistakes a real U+FFFD for an incomplete character, and withholds it.
         data = self.token_bytes[token] if token < len(self.token_bytes) else b""
         data, self.strip = self.byte_decoder.strip_leading(data, self.strip)
         return self.utf8.decode(data)

@@ -1,4 +1,4 @@
-"""JSON objects from files of others, with limits on size; what is refused is refused in one line."""
+"""Read JSON objects from untrusted files, with limits on size and errors in one line."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 MAX_BYTES = 64 << 20
 """The index of a published model of 90,000 tensors has nine megabytes."""
 MAX_CONFIG_BYTES = 8 << 20
-"""Of a config file; most have a kilobyte."""
+"""Limit for a config file; most have a kilobyte."""
 MAX_ITEMS = 2_000_000
 """Commas and brackets: each may be an object, which takes twenty times its size in the file."""
 
 
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most so many bytes.
+    """The object in a JSON file of at most `largest` bytes.
 
-    Raises ValueError for anything else, also for a key that is there twice.
+    Raises ValueError for anything else, also for a duplicate key.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -30,7 +30,7 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in the text of a JSON file that messages call `path`. Raises ValueError like `read`."""
+    """The object in the text of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
     if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
         raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
@@ -45,10 +45,10 @@ def parse(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, as a hook of the JSON parser. Raises ValueError for a key that is there twice."""
+    """The object of these pairs, as a hook of the JSON parser. Raises ValueError for a duplicate key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         seen: set[str] = set()
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} is there twice")
+        raise ValueError(f"the key {twice[:80]!r} occurs twice")
     return content

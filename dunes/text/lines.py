@@ -1,6 +1,6 @@
-"""Lines as editors count them, and long texts in parts: lines end at \\n, \\r\\n or \\r, and nowhere else.
+"""Split text into lines and parts: lines end at \\n, \\r\\n or \\r, and nowhere else.
 
-The Language Server Protocol has the same; `str.splitlines` also ends lines at form feeds, U+0085 and U+2028.
+That is the rule of the Language Server Protocol; `str.splitlines` also splits at form feeds, U+0085 and U+2028.
 https://microsoft.github.io/language-server-protocol/specifications/lsp/3.17/specification/#textDocuments
 """
 
@@ -16,9 +16,9 @@ def split_lines(text: str) -> list[str]:
 
 
 def decode_text(data: bytes, source: str) -> str:
-    """The text of a UTF-8 file with its line ends as they are, without a byte order mark, which no editor shows.
+    """The text of a UTF-8 file with its line ends, without a byte order mark.
 
-    Raises ValueError that names the source and the byte for what is not UTF-8.
+    Raises ValueError that names the source and the byte if it is not UTF-8.
     """
     try:
         return data.decode().removeprefix("\ufeff")
@@ -27,7 +27,7 @@ def decode_text(data: bytes, source: str) -> str:
 
 
 def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Parts of about so many characters that end at \\n, where tokens end too; a line is never cut."""
+    """Parts of about `size` characters that end at \\n, where tokens end too; lines are never split."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + size)

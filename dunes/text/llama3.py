@@ -1,12 +1,11 @@
 """Llama 3's own `tokenizer.model` as a tokenizer of the `tokenizers` library.
 
-Not sentencepiece's form but tiktoken's: a line for each token, its bytes in base64 and its rank
-(https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The pattern and the special tokens are in
-Llama's code, not in the file. 256 special tokens follow the others, and their ids are what a model knows. Their
-spelling is not the same everywhere: of Llama 3 (https://github.com/meta-llama/llama3, llama/tokenizer.py) only
-those of texts and turns have names, 3.1 named three more that were reserved, and later code
-(https://github.com/meta-llama/llama-models, models/llama3) two more again. The file does not say of which
-model it is; the spelling here is that of the 3.1 folders on the Hub, for all of them.
+The format is tiktoken's, not sentencepiece's: a line for each token, its bytes in base64 and its rank
+(https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The pattern and the special tokens are in Llama's
+code, not in the file. 256 special tokens follow the others. Their spelling varies: Llama 3
+(https://github.com/meta-llama/llama3, llama/tokenizer.py) names only those of texts and turns, 3.1 three more, and
+later code (https://github.com/meta-llama/llama-models, models/llama3) another two. The file does not name its
+version; here all are spelled as in the 3.1 folders on the Hub.
 """
 
 import base64
@@ -23,7 +22,7 @@ PATTERN = (
 )
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 TURNS = ("<|eom_id|>", "<|eot_id|>")
-"""What ends a message and a turn: a model stops at these, too."""
+"""The ends of a message and a turn: a model stops at these, too."""
 SPECIAL = (
     *(BEGIN, END, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>"),
     *("<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", *TURNS, "<|python_tag|>"),
@@ -32,14 +31,14 @@ SPECIAL = (
 
 
 def is_tiktoken_file(data: bytes) -> bool:
-    """Whether a `tokenizer.model` is of this form: it begins with a token in base64 and a number."""
+    """Whether a `tokenizer.model` has this format: it begins with a token in base64 and a number."""
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
 
 
 def convert(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer that gives the ids Llama 3's code gives for this file; BEGIN stands in front if asked for.
+    """The tokenizer with the same ids as Llama 3's code; BEGIN is added before a text with special tokens.
 
-    Raises ValueError, without the file's name, for what is not such a file or passes a limit.
+    Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
     """
     tokens = _read(data)
     return build_bpe(PATTERN, tokens, {t: len(tokens) + i for i, t in enumerate(SPECIAL)}, 0, BEGIN)

@@ -1,11 +1,11 @@
 """A sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7) as a tokenizer of the `tokenizers` library.
 
-The file is one protobuf message, of which the few fields that decide ids are read here
+The file is a protobuf message, of which only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
-https://protobuf.dev/programming-guides/encoding/). Byte pairs: sentencepiece merges the two neighbours
-whose merged piece has the highest score, the leftmost first. A piece is only ever reached by the merge
-that comes last when it is encoded alone, so one merge a piece, ordered by score, gives the same ids.
-Unigram models, and models that normalize characters, are refused: no LLaMA or Mistral is one.
+https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
+piece has the highest score, the leftmost first. The last merge in encoding a piece alone is the only one that
+produces it, so one merge per piece, ordered by score, gives the same ids. Unigram models, and models that
+normalize characters, are refused: LLaMA and Mistral use neither.
 """
 
 import math
@@ -22,12 +22,12 @@ from dunes.text.byte_pairs import add_special, merge_pairs, split_lookalikes
 
 SPACE = "▁"
 MAX_BYTES, MAX_PIECES, MAX_PIECE, MAX_WORK = 1 << 26, 1 << 20, 512, 100_000_000
-"""Largest file, most pieces, longest piece in bytes, and what all pieces' squared lengths may add up to."""
+"""Limits on the file's bytes, the number of pieces, a piece's bytes, and the sum of the squared lengths."""
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 _MARK = " "
-"""Stands for the space put in front until the spaces of the text are `SPACE`."""
+"""Placeholder for the dummy prefix until the spaces of the text are `SPACE`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Model:
-    """What decides the ids of a text."""
+    """The settings that determine the ids of a text."""
 
     pieces: tuple[Piece, ...]
     byte_fallback: bool
@@ -55,11 +55,10 @@ class Model:
 
 
 def convert(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer that gives the ids sentencepiece gives for this model.
+    """The tokenizer with the same ids as sentencepiece.
 
-    Control symbols (`<s>`, `[INST]`) are special tokens; `<s>` stands in front when
-    special tokens are asked for. Raises ValueError, without the file's name, for what is not such a model,
-    passes a limit, or has a setting whose ids could not be made equal.
+    Control symbols (`<s>`, `[INST]`) are special tokens; `<s>` is added before a text with special tokens. Raises
+    ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an unsupported setting.
     """
     model = read(data)
     inner = tokenizers.Tokenizer(_bpe(model))
@@ -112,33 +111,33 @@ def read(data: bytes) -> Model:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of a message: an integer, or the bytes of whatever else it is."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    """(field number, value) of a message: an integer, or bytes for any other type."""
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         wire_type = key & 7
         if wire_type == 0:
-            value, at = _varint(data, at)
+            value, offset = _varint(data, offset)
             yield key >> 3, value
             continue
         if wire_type not in (1, 2, 5):
-            raise ValueError(f"not a sentencepiece model: wire type {wire_type} before byte {at}")
-        size, at = _varint(data, at) if wire_type == 2 else (8 if wire_type == 1 else 4, at)
-        if size > len(data) - at:
+            raise ValueError(f"not a sentencepiece model: wire type {wire_type} before byte {offset}")
+        size, offset = _varint(data, offset) if wire_type == 2 else (8 if wire_type == 1 else 4, offset)
+        if size > len(data) - offset:
             raise ValueError(
-                f"not a sentencepiece model: a field of {plural(size, 'byte')} at byte {at} passes the end"
+                f"not a sentencepiece model: a field of {plural(size, 'byte')} at byte {offset} passes the end"
             )
-        yield key >> 3, data[at : at + size]
-        at += size
+        yield key >> 3, data[offset : offset + size]
+        offset += size
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
     value = 0
-    for i, byte in enumerate(data[at : at + 10]):
+    for i, byte in enumerate(data[offset : offset + 10]):
         value |= (byte & 127) << 7 * i
         if byte < 128:
-            return value, at + i + 1
-    raise ValueError(f"not a sentencepiece model: a number at byte {at} has no end")
+            return value, offset + i + 1
+    raise ValueError(f"not a sentencepiece model: a number at byte {offset} has no end")
 
 
 def _bytes(value: int | bytes) -> bytes:
@@ -175,13 +174,13 @@ def _check(model: Model) -> None:
     texts, types = [p.text for p in model.pieces], {p.type for p in model.pieces}
     problem = ""
     if len(set(texts)) != len(texts):
-        problem = f"{plural(len(texts) - len(set(texts)), 'piece is', 'pieces are')} there twice"
+        problem = f"{plural(len(texts) - len(set(texts)), 'piece occurs', 'pieces occur')} twice"
     elif len(model.texts(UNKNOWN)) != 1:
         problem = f"{len(model.texts(UNKNOWN))} unknown pieces, expected one"
     elif not all(math.isfinite(p.score) for p in model.pieces):
         problem = "a score is not finite"
     elif sum(len(t) ** 2 for t in texts) > MAX_WORK:
-        problem = "the pieces are too long in all"
+        problem = "the pieces are too long in total"
     elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
         problem = f"types of pieces {sorted(types)}; normal ones are needed, {UNUSED} (unused) is not supported"
     elif model.byte_fallback and model.texts(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
@@ -202,7 +201,7 @@ def _bpe(model: Model) -> models.BPE:
             if not {*last} <= scores.keys():
                 raise ValueError(f"not a sentencepiece model that can be read: {text!r} is made of unknown pieces")
             merges.append(last)
-    # Pieces of one score (Mistral's runs of spaces) are merged from the left, longer ones first.
+    # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer ones first.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
     return models.BPE(
         {p.text: i for i, p in enumerate(model.pieces)},
@@ -218,7 +217,7 @@ def _bpe(model: Model) -> models.BPE:
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.remove_extra_whitespaces:
-        # The first space stays where one is put in front: "first" below looks at the text's beginning.
+        # The first space is kept with a dummy prefix: "first" below depends on the beginning of the text.
         prefix = " " if model.add_dummy_prefix else ""
         steps += [
             normalizers.Replace(Regex(pattern), text)
@@ -232,7 +231,7 @@ def _normalizer(model: Model) -> normalizers.Normalizer:
 def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if model.add_dummy_prefix:
-        # One space before the text, not before what follows a special token, also if a space is there already.
+        # One space before the text, even if it begins with one, but none after special tokens.
         steps = [
             pre_tokenizers.Metaspace(_MARK, "first", split=False),
             pre_tokenizers.Metaspace(SPACE, "never", split=False),
@@ -245,7 +244,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
 
 
 def _lookalikes(model: Model) -> dict[str, list[str]]:
-    """Tokens that a text spelled like them does not become, with the tokens that it does become."""
+    """Tokens whose spelling is encoded as other tokens, with those tokens."""
     scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
     merged = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
     return {text: parts for text, parts in merged.items() if len(parts) > 1}

@@ -1,4 +1,4 @@
-"""Which ids begin a text and which end it, by the files beside a tokenizer."""
+"""Read the BOS, EOS and stop ids from the files beside a tokenizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from dunes.text import json_file
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that a folder's files name; None where they name none.
+    """The ids in a folder's config files, None if there are none.
 
-    `bos` stand before a text, `eos` after it, and each of `stops` ends what a model writes.
+    `bos` is put before a text, `eos` after it, and generation stops at each of `stops`.
     """
 
     bos: tuple[int, ...] | None = None
@@ -23,7 +23,7 @@ class SpecialTokens:
 def read_special_tokens(folder: Path, token_id: Callable[[str], int | None]) -> SpecialTokens:
     """From tokenizer_config.json, generation_config.json and config.json.
 
-    Raises ValueError that names the file and the key for what is neither a token nor ids.
+    Raises ValueError that names the file and the key for an invalid token or id.
     """
     path = folder / "tokenizer_config.json"
     config = json_file.read_if_present(path)
@@ -37,7 +37,7 @@ def read_special_tokens(folder: Path, token_id: Callable[[str], int | None]) -> 
 
 
 def token_text(config: dict[str, Any], key: str) -> str | None:
-    """A token as tokenizer_config.json spells it: a text, or an object with its `content`."""
+    """A token in tokenizer_config.json: a string, or an object with its `content`."""
     token = config.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

@@ -1,8 +1,8 @@
 """Mistral's `tekken.json` (NeMo, Pixtral, Mistral Small 3) as a tokenizer of the `tokenizers` library.
 
-Byte-level byte pairs as tiktoken does them (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a
-pattern splits the text; a word that is a token is that token, else the neighbours whose merged bytes
-have the lowest rank are merged. Special tokens take the first ids
+It is byte-level BPE as in tiktoken (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a pattern splits the
+text; a word that is a token is that token, else the neighbours whose merged bytes have the lowest rank are merged.
+Special tokens have the first ids
 (https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py).
 """
 
@@ -18,7 +18,7 @@ from dunes.plural import plural
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 
 MAX_BYTES, MAX_VOCAB, MAX_TOKEN, MAX_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
-"""Largest file, most tokens, longest token in bytes, and what all tokens' squared lengths may add up to."""
+"""Limits on the file's bytes, the number of tokens, a token's bytes, and the sum of the squared lengths."""
 
 DEFAULT_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -29,9 +29,9 @@ DEFAULT_SPECIAL = [
 
 
 def convert(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer that gives the ids mistral-common gives for this file; `<s>` stands in front if asked for.
+    """The tokenizer with the same ids as mistral-common; `<s>` is added before a text with special tokens.
 
-    Raises ValueError, without the file's name, for what is not such a file or passes a limit.
+    Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
     """
     pattern, special, tokens = _read(data)
     begin = "<s>" if "<s>" in special else None
@@ -41,14 +41,13 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
 def build_bpe(
     pattern: str, tokens: Sequence[str], special: Mapping[str, int], first: int, begin: str | None
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer of tokens by rank, whose ids count from `first`.
+    """A byte-level BPE tokenizer of tokens by rank, whose ids start at `first`.
 
-    `begin` is the special token that stands in front of a text if asked for. Raises ValueError for tokens
-    that are there twice.
+    `begin` is put before a text with special tokens. Raises ValueError for duplicate tokens.
     """
     vocab = {**special, **{text: first + i for i, text in enumerate(tokens)}}
     if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
-        raise ValueError("not a list of tokens: one is there twice, or spelled like a special one")
+        raise ValueError("not a list of tokens: one occurs twice, or is spelled like a special one")
     merges, parts = _merges(tokens)
     inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -103,9 +102,9 @@ def _token(token: Mapping[str, Any], rank: int) -> str:
 
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
-    """The last merge of each token that merges reach, by rank, and what merges make of any text."""
+    """The last merge of each token that merges produce, by rank, and the function that merges any text."""
     if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
-        raise ValueError("not a list of tokens that can be read: they are too long in all")
+        raise ValueError("not a list of tokens that can be read: they are too long in total")
     scores = {token: -rank for rank, token in enumerate(tokens)}
     merged = (merge_pairs(list(token), scores.get) for token in tokens)
     merges = [last for parts, last in merged if len(parts) == 1 and last is not None]

@@ -1,9 +1,8 @@
-"""A process of its own, run by `chat_template.render`: one chat template, within limits. Imports nothing of ours.
+"""The process in which `chat_template.render` renders a chat template, within limits. Imports nothing of dunes.
 
-A template comes with a model, so it is a stranger's program. jinja2's sandbox keeps it from Python's
-objects, this process's limits from the machine's time and memory. A request is a line of JSON on
-standard input, the answer one on standard output: {"answers": [...]}, each {"text": ...} or
-{"error": ...}.
+A template comes with a model, so it is untrusted. jinja2's sandbox protects Python's objects, the limits of this
+process protect the machine's time and memory. The request is JSON on standard input, the answer JSON on standard
+output: {"answers": [...]}, each {"text": ...} or {"error": ...}.
 https://jinja.palletsprojects.com/en/stable/sandbox/
 """
 
@@ -16,7 +15,7 @@ from typing import Any
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Set this process's limits by their names in `resource`; those that the system lacks are left out."""
+    """Set this process's limits by their names in `resource`; unsupported ones are ignored."""
     try:
         import resource
     except ImportError:  # Windows
@@ -29,7 +28,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def render(template: str, variables: dict[str, Any], limit: int) -> str:
-    """The text that the template makes of these variables."""
+    """The text that the template renders with these variables."""
     parts, length = [], 0
     for part in compile_template(template).generate(variables):
         length += len(part)
@@ -41,12 +40,12 @@ def render(template: str, variables: dict[str, Any], limit: int) -> str:
 
 @cache
 def compile_template(template: str) -> Any:
-    """The template in the environment that transformers gives to chat templates, compile_template once."""
+    """The template in the environment that transformers provides to chat templates; compiled once."""
     from jinja2 import TemplateError, ext, nodes, sandbox, utils
     from jinja2.exceptions import SecurityError
 
     class Generation(ext.Extension):
-        """`{% generation %}` marks what an assistant wrote; it renders its body."""
+        """`{% generation %}` marks the assistant's text; it renders its body."""
 
         tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
@@ -59,7 +58,7 @@ def compile_template(template: str) -> Any:
             return str(caller())
 
     class Namespace(utils.Namespace):
-        """Without names that begin with an underscore, which lead to Python's objects."""
+        """A namespace without names that begin with an underscore, which give access to Python's objects."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *rest = args
@@ -99,7 +98,7 @@ def compile_template(template: str) -> Any:
         "raise_exception": fail,
         "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         "namespace": Namespace,
-        # A function: a class would show its attributes.
+        # A function, since a class would expose its attributes.
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
     }
     return environment.from_string(template)
@@ -117,7 +116,8 @@ def main() -> None:
     """Read a request from standard input, write the answer to standard output."""
     request = json.load(sys.stdin)
     sys.path += request["path"]
-    # No file can be opened under the limits: modules that jinja2 imports late, also on errors, are imported now.
+    # No file can be opened under the limits, so modules that jinja2 imports late, also on errors, are imported
+    # now.
     for name in ("jinja2.debug", "pprint", "encodings.unicode_escape"):
         import_module(name)
     render("{{ 'ö' }}{{ strftime_now('%d %b') }}{{ [1] | tojson }}", {}, 99)

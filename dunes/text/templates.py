@@ -1,10 +1,10 @@
-"""Chat templates: how a conversation is written for a model, by a named template or the model's own, in Jinja.
+"""Chat templates in Jinja: named templates, and those that come with a model.
 
-A template turns a conversation into segments. Each is tokenized by itself and the ids are put in a row, so that
-a prompt has the same ids in training and afterwards, whatever the answer begins with. Special tokens are
-segments of their own, put in by their ids: what a user wrote is never searched for them.
+A template turns a conversation into segments. Each is tokenized separately and the ids are concatenated, so that a
+prompt has the same ids in training and generation, whatever the answer begins with. Special tokens are separate
+segments that are inserted as ids: they are never parsed from a user's text.
 
-A named template is rendered in this process, since it is ours; a model's own in a process with limits.
+A named template is rendered in this process, a model's own template in a process with limits.
 
 Sources: Alpaca's two prompts are quoted from https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py,
 llama2 follows https://github.com/meta-llama/llama/blob/main/llama/generation.py, llama3
@@ -40,15 +40,15 @@ ALONE = (
 """Alpaca's prompts, with and without an input."""
 
 MAX_TEXTS, MAX_CHARS = 2048, 1 << 19
-"""How many texts one process renders, and of how many characters: its time limits are those of one text."""
+"""Limits on the texts, and on their characters, that one process renders within its time limit."""
 
 SURROGATE, SURROGATES = 0xDC00, 1024
-"""Two lone surrogates from here on, which are in no text, stand for a special token that a user wrote."""
+"""Two lone surrogates from here on, which are in no valid text, escape a special token in a user's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. `input` is Alpaca's second field of a task; an answer that is not `trained` is only context."""
+    """One message. `input` is Alpaca's input field; an answer that is not `trained` is only context."""
 
     role: str
     text: str
@@ -57,18 +57,18 @@ class Turn:
 
     @property
     def full_text(self) -> str:
-        """The text with its input, for templates that have no place of its own for that."""
+        """The text with its input, for templates without a separate input."""
         return f"{self.text}\n\n{self.input}" if self.input else self.text
 
 
 Conversation = tuple[Turn, ...]
 ANSWER_ROLES = ("assistant", "text")
-"""The roles of what a model is to write."""
+"""The roles of turns that a model generates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A text that is tokenized by itself or, if `special`, the spelling of one special token."""
+    """A text that is tokenized separately or, if `special`, the spelling of one special token."""
 
     text: str
     trained: bool = False
@@ -76,14 +76,14 @@ class Segment:
 
 
 BEGIN, END = Segment("{begin}", special=True), Segment("{end}", special=True)
-"""The tokenizer's `document_start` and its `eos`, whatever these are."""
+"""Placeholders for the tokenizer's `document_start` and its `eos`."""
 
 
 class Template(ABC):
     """A Jinja chat template with its special tokens, and the one of them that ends an answer.
 
-    An answer begins where the rendered text before it, with the generation prompt, ends, and goes up to the token
-    that ends it. `special_tokens` says of each whether it takes the spaces to its left and right.
+    An answer begins at the end of the rendered text before it, including the generation prompt, and ends with that
+    token. `special_tokens` maps each token to whether it strips the spaces to its left and right.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Template(ABC):
     end: str
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises ValueError if this tokenizer lacks what the template needs."""
+        """Raise ValueError if this tokenizer lacks tokens that the template needs."""
         self.stop_id(tokenizer)
 
     def stop_id(self, tokenizer: Tokenizer) -> int:
@@ -106,16 +106,16 @@ class Template(ABC):
     def render(
         self, conversations: Sequence[Conversation], add_generation_prompt: bool = False
     ) -> Iterator[list[Segment]]:
-        """The segments of each conversation, with `add_generation_prompt` up to where an answer begins.
+        """The segments of each conversation, with `add_generation_prompt` up to the beginning of an answer.
 
-        Raises ValueError at the conversation that the template has no form for.
+        Raises ValueError at a conversation that the template does not support.
         """
         for group in _groups(conversations):
             yield from self._render_group(group, add_generation_prompt)
 
     @abstractmethod
     def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
-        """The text of each conversation, or what is wrong with it."""
+        """The text of each conversation, or an error."""
 
     def _message(self, turn: Turn) -> dict[str, str]:
         return {"role": turn.role, "content": self._escape(turn.full_text)}
@@ -144,7 +144,7 @@ class Template(ABC):
             yield self._segments(_checked_text(full), [len(_prefix(b, full)) for b in before], trained)
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
-        """The text in segments, split where answers begin and end."""
+        """The text in segments, split at the beginning and end of answers."""
         segments: list[Segment] = []
         stop = 0
         for start, turn in zip(starts, answers, strict=True):
@@ -158,7 +158,7 @@ class Template(ABC):
         return [*segments, *self._split(text[stop:], False, stop > 0)]
 
     def _split(self, text: str, trained: bool, after_answer: bool) -> Iterator[Segment]:
-        """A part of the text, split at special tokens; what follows the end of an answer may lose its spaces."""
+        """A part of the text, split at special tokens; after an answer, leading spaces may be stripped."""
         start, strip_left = 0, after_answer and self.special_tokens[self.end][1]
         for match in self._pattern.finditer(text):
             left, right = self.special_tokens[match[0]]
@@ -175,9 +175,9 @@ class Template(ABC):
             yield Segment(text, trained)
 
     def _escape(self, text: str) -> str:
-        """The text with two lone surrogates for each special token that is spelled in it."""
+        """The text with each spelling of a special token replaced by two lone surrogates."""
         if match := re.search("[\ud800-\udfff]", text):
-            raise ValueError(f"half of a surrogate pair at character {match.start()}; remove it")
+            raise ValueError(f"lone surrogate at character {match.start()}; remove it")
         return self._pattern.sub(lambda match: _encode_number(self._spellings.index(match[0])), text)
 
 
@@ -191,10 +191,10 @@ def _decode_number(surrogates: str) -> int:
 
 
 class NamedTemplate(Template):
-    """A template of ours. `needs` are its special tokens; `words` must not be special tokens of the tokenizer.
+    """A built-in template. `needs` are its special tokens; `words` must not be special tokens of the tokenizer.
 
-    The last of `needs` ends an answer, or the tokenizer's eos where there is none; BEGIN and END in the source
-    stand for the tokenizer's `document_start` and `eos`. With `inputs` a task's input is a key of its own.
+    The last of `needs` ends an answer, or the tokenizer's eos if there are none; BEGIN and END in the source are
+    the tokenizer's `document_start` and `eos`. With `inputs` a task's input is a separate key.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class NamedTemplate(Template):
         special = [t for t in self.words if t in _special_tokens(tokenizer)]
         if special:
             raise ValueError(
-                f"template {self.name} writes {', '.join(special)} as words, which the tokenizer has as special "
-                "tokens; use the model's own chat template"
+                f"template {self.name} writes {', '.join(special)} as text, but they are special tokens of the "
+                "tokenizer; use the model's own chat template"
             )
         super().check_tokenizer(tokenizer)
 
@@ -242,9 +242,9 @@ class NamedTemplate(Template):
 
 
 class ModelTemplate(Template):
-    """The chat template that came with a model; what ends its answers is seen by rendering one.
+    """The chat template that came with a model; its stop token is determined by rendering an answer.
 
-    Raises ValueError if the template fails on a question and an answer, or ends it with no special token.
+    Raises ValueError if the template fails on a question and an answer, or ends it without a special token.
     """
 
     name = "the model's own"
@@ -255,7 +255,7 @@ class ModelTemplate(Template):
         self.end = self._find_end()
 
     def _find_end(self) -> str:
-        """The special token after the answer of a conversation of two words."""
+        """The special token after the answer of a short conversation."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         text = chat_template.render(self.source, probe, variables=self.tokenizer.special_tokens_map)
         match = self._pattern.search(text, text.rfind("answer"))
@@ -277,7 +277,7 @@ def _text_or_error(
 
 
 def _groups(conversations: Sequence[Conversation]) -> Iterator[Sequence[Conversation]]:
-    """The conversations in groups that one process renders, each of one at least."""
+    """The conversations in groups that one process renders, at least one in each."""
     start, texts, chars = 0, 0, 0
     for i, turns in enumerate(conversations):
         renders = 1 + sum(turn.role in ANSWER_ROLES for turn in turns)
@@ -307,7 +307,7 @@ def _prefix(before: str | ValueError, full: str | ValueError) -> str:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
-    """The special tokens, and whether each takes the spaces to its left and right."""
+    """The special tokens, and whether each strips the spaces to its left and right."""
     added = tokenizer.inner.get_added_tokens_decoder().values()
     return {t.content: (t.lstrip, t.rstrip) for t in added if t.special}
 
@@ -315,7 +315,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
 def encode_segments(
     segments: Sequence[Segment], tokenizer: Tokenizer, train_all: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The ids of the segments in a row, and which of them are trained on; with `train_all` all but the start.
+    """The ids of the segments, and which of them are trained on; with `train_all`, all but the BOS token.
 
     Raises ValueError for a special token that the tokenizer lacks.
     """
@@ -340,16 +340,16 @@ def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> 
 
 
 def encode_prompt(template: Template, turns: Conversation, tokenizer: Tokenizer) -> list[int]:
-    """The ids after which a model answers: the same as before this answer in training."""
+    """The ids of a prompt, which are the same as before its answer in training."""
     template.check_tokenizer(tokenizer)
     (segments,) = template.render([turns], add_generation_prompt=True)
     return encode_segments(segments, tokenizer)[0]
 
 
 def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the template and its stop token in its extra files, where other tools look for them.
+    """The tokenizer with the template and its stop token in its extra files, for other tools.
 
-    Raises ValueError if it lacks what the template needs.
+    Raises ValueError if it lacks tokens that the template needs.
     """
     template.check_tokenizer(tokenizer)
     other = tokenizer.with_stop(template.stop_id(tokenizer))
@@ -363,9 +363,9 @@ def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
-    """The template of a model: the one that its card names, else its own, if it came with one.
+    """The template of a model: the one that its card names, else its own, if any.
 
-    Raises ValueError if the tokenizer lacks what it needs, or it ends no answer.
+    Raises ValueError if the tokenizer lacks tokens that it needs, or it has no stop token.
     """
     name = card.get("template")
     if isinstance(name, str) and name in TEMPLATES:
@@ -379,12 +379,12 @@ def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | N
 
 
 def _quote(text: str) -> str:
-    """The text as a string of jinja, which reads the same escapes as Python."""
+    """The text as a jinja string, which has the same escapes as in Python."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
 def _pair(name: str, *roles: str) -> str:
-    """Refuses what is not one instruction with or without its answer, or one of these."""
+    """Raises for anything but one instruction, with or without its answer, or one of these sequences of roles."""
     return (
         "{% set roles = messages | map(attribute='role') | join(', ') %}"
         f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"
@@ -406,7 +406,7 @@ def _alpaca(name: str, tail: str) -> str:
 
 
 def _spoken(name: str) -> str:
-    """Begins, and goes through the messages."""
+    """Writes BEGIN, and opens the loop over the messages."""
     return (
         "{{ BEGIN }}{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
         f"{{{{ raise_exception('template {name}: expected messages, found plain text; its template is plain') }}}}"
@@ -415,7 +415,7 @@ def _spoken(name: str) -> str:
 
 
 def _turns(name: str) -> str:
-    """Takes the system off the messages, and goes through the others."""
+    """Separates the system message, and opens the loop over the others."""
     return (
         "{% if messages and messages[0]['role'] == 'system' %}"
         "{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"

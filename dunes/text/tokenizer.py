@@ -1,10 +1,9 @@
-"""Tokenizers, of others and trained here, all kept as a tokenizer.json that Hugging Face's tools open.
+"""Tokenizers, loaded or trained, all saved as a tokenizer.json that Hugging Face's tools open.
 
-Three kinds are trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe`
-(byte-level byte pairs, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end (\\n,
-\\r\\n or \\r), so that a line can be completed without a token that reaches into the next one, and text
-can be encoded line by line with the same result; inside a line they merge across spaces, which
-spares a fifth of the tokens of Python code.
+Three kinds are trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe` (byte-level
+BPE, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end (\\n, \\r\\n or \\r), so that a line
+can be completed without a token that extends into the next one, and text can be encoded line by line with the same
+result; inside a line they merge across spaces, which saves a fifth of the tokens of Python code.
 """
 
 import json
@@ -51,7 +50,7 @@ EXTRA_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-"""Files that say which tokens are special, which end a text, and how a conversation is written."""
+"""Files with special tokens, stop ids and the chat template."""
 
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _T = TypeVar("_T")
@@ -67,9 +66,9 @@ class Tokenizer:
         self.inner, self._special = inner, special
         self.extra_files: dict[str, bytes] = {}
         self.config_path = Path("tokenizer_config.json")
-        # A document that happens to contain "<|endoftext|>" has not ended there.
+        # "<|endoftext|>" in the text of a document is plain text.
         self.inner.encode_special_tokens = True
-        # Some files cut each text at a length that has nothing to do with it.
+        # Some files truncate each text.
         self.inner.no_truncation()
         self.inner.no_padding()
 
@@ -97,22 +96,22 @@ class Tokenizer:
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
-        # Built again from what was learned, now with the special tokens, which get the last ids.
+        # Built again from the trained vocabulary with the special tokens, which get the last ids.
         return cls(_byte_level(models.BPE(inner.get_vocab(), _merges(inner))))
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
         """From `folder`/tokenizer.json, else a tokenizer.model (of sentencepiece or Llama 3), else a tekken.json.
 
-        Raises ValueError if all are missing or the first of them is not a tokenizer, and for special tokens in
-        the files beside it that are none.
+        Raises ValueError if all are missing or the first of them is not a tokenizer, and for invalid special
+        tokens in the files beside it.
         """
         folder = Path(folder)
         path = cls.find_file(folder)
         if path is None:
             raise ValueError(
-                f"{folder}: no tokenizer.json, tokenizer.model or tekken.json, and text needs a tokenizer; "
-                "put there the one that the model was trained with"
+                f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; "
+                "put the tokenizer that the model was trained with there"
             )
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {MAX_BYTES}")
@@ -131,7 +130,7 @@ class Tokenizer:
     def with_stop(self, stop: int) -> "Tokenizer":
         """The same tokenizer for a model that also ends its answers with this id.
 
-        A generation_config.json in `extra_files` says so to other tools, and to `load`.
+        It is listed in a generation_config.json in `extra_files`, which `load` and other tools read.
         """
         other = Tokenizer(self.inner, replace(self._special, stops=frozenset({*self.stops, stop})))
         other.config_path, name = self.config_path, "generation_config.json"
@@ -140,7 +139,7 @@ class Tokenizer:
         }
         if name in self.extra_files:
             config = json_file.parse(self.extra_files[name], self.config_path.with_name(name))
-        # The end of a text comes first: where no other file names it, the first id is taken for it.
+        # EOS comes first: the first id is EOS unless another file names one.
         stop_ids = [self.eos, *sorted(other.stops - {self.eos})]
         content = json.dumps(config | {"eos_token_id": stop_ids}, indent=2) + "\n"
         other.extra_files = self.extra_files | {name: content.encode()}
@@ -164,32 +163,32 @@ class Tokenizer:
 
     @cached_property
     def vocab(self) -> int:
-        """How many ids there are, special tokens included: one more than the highest."""
+        """The number of ids, special tokens included: one more than the highest id."""
         return 1 + max(self.inner.get_vocab().values(), default=-1)
 
     @property
     def bos(self) -> list[int]:
-        """What the tokenizer itself puts before every text, such as LLaMA's `<s>`; often nothing."""
+        """The ids that the tokenizer puts before every text, such as LLaMA's `<s>`; often none."""
         return self._default_bos if self._special.bos is None else list(self._special.bos)
 
     @property
     def document_start(self) -> list[int]:
-        """What a document begins with: `bos`, or `eos`, as the end of another, where it was trained here."""
+        """The ids that begin a document: `bos`, or for a tokenizer trained here `eos`, the end of another one."""
         return [self.eos] if self.line_separable and self._special.bos is None else self.bos
 
     @cached_property
     def _default_bos(self) -> list[int]:
-        plain, whole = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
-        starts = range(len(whole) - len(plain) + 1)
-        return list(whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)])
+        plain, full = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
+        starts = range(len(full) - len(plain) + 1)
+        return list(full[: next((i for i in starts if full[i : i + len(plain)] == plain), 0)])
 
     @property
     def eos(self) -> int:
         """The id that ends a document. Raises ValueError if the tokenizer has none."""
         if self._eos is None:
             raise ValueError(
-                f"{self.config_path}: no token ends a text: neither an eos_token nor any of {', '.join(ENDS)}; "
-                'name one of the tokenizer there: "eos_token": "..."'
+                f"{self.config_path}: no EOS token: neither an eos_token nor any of {', '.join(ENDS)}; "
+                'set one of the tokenizer\'s tokens there: "eos_token": "..."'
             )
         return self._eos
 
@@ -203,18 +202,18 @@ class Tokenizer:
 
     @property
     def stops(self) -> set[int]:
-        """The ids that end what a model writes."""
+        """The ids at which generation stops."""
         turns = [i for i in map(self.inner.token_to_id, llama3.TURNS) if i is not None]
         return {self.eos, *self._special.stops, *turns}
 
     @property
     def configured_ids(self) -> set[int]:
-        """The ids that the extra files name."""
+        """The ids in the extra files."""
         return {*(self._special.bos or ()), *self._special.stops}
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
-        """Its special tokens by the names of Hugging Face's special_tokens_map.json; those that it has."""
+        """Its special tokens by the names in Hugging Face's special_tokens_map.json."""
         begin = [i for i in self.document_start if i != self._eos]
         ids = {"eos": self._eos, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
         tokens = {name: self._token(i) for name, i in ids.items() if i is not None}
@@ -223,14 +222,13 @@ class Tokenizer:
     def prompt(self, text: str) -> list[int]:
         """The ids of a prompt: the text after `bos`, or the start of a document if it is empty; at least one id.
 
-        A model trained here gets no end token before a text: that would say that a document begins with it, as
-        hardly any does with a prompt.
+        For a tokenizer trained here, no EOS is put before a text: prompts are rarely the beginning of a document.
         """
         return [*(self.bos if text else self.document_start), *self.encode(text)] or [self.eos]
 
     @cached_property
     def line_separable(self) -> bool:
-        """Whether a text may be encoded in parts that end at line ends, as with all tokenizers trained here."""
+        """Whether a text can be encoded line by line, as with all tokenizers trained here."""
         pre_tokenizer = self.inner.pre_tokenizer
         return pre_tokenizer is not None and pre_tokenizer.__getstate__() in _OWN_PRE_TOKENIZERS
 
@@ -242,9 +240,9 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, in which nothing counts as a special token.
+        """Ids of the text, without parsing special tokens.
 
-        Raises ValueError if the tokenizer fails on the text: a pattern in a tokenizer.json may never end.
+        Raises ValueError if the tokenizer fails on the text: a regex in a tokenizer.json may backtrack too much.
         """
         ids: list[int] = _reraise(
             "the tokenizer fails", lambda: self.inner.encode(text, add_special_tokens=False).ids
@@ -252,7 +250,7 @@ class Tokenizer:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Ids of a text that follows other text: without the space that some tokenizers put in front."""
+        """Ids of a text that continues another: without the space that some tokenizers put before a text."""
         ids: list[int] = self._without_prefix.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -266,7 +264,7 @@ class Tokenizer:
         return inner
 
     def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
-        """Ids of a document that comes in blocks of lines; as a whole where tokens may reach across these."""
+        """Ids of a document in blocks of lines; blocks are joined unless `line_separable`."""
         yield from map(self.encode, blocks if self.line_separable else ["".join(blocks)])
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -275,7 +273,7 @@ class Tokenizer:
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens and ids without a token give none, broken UTF-8 gives U+FFFD."""
+        """The text of the ids; special tokens and ids without a token are skipped, broken UTF-8 gives U+FFFD."""
         if not self.byte_decoder.metaspace:
             return str(self.inner.decode(list(ids)))
         table, strip, text = self.token_bytes(), self.byte_decoder.strip, []
@@ -285,7 +283,7 @@ class Tokenizer:
         return b"".join(text).decode(errors=self.byte_decoder.errors)
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes that each id stands for; empty for special tokens and for ids that no token has."""
+        """The bytes of each id; empty for special tokens and for ids without a token."""
         return self._token_bytes
 
     @cached_property
@@ -300,12 +298,12 @@ class Tokenizer:
 
     @cached_property
     def byte_decoder(self) -> ByteDecoder:
-        """How its tokens spell bytes."""
+        """The decoder from tokens to bytes."""
         return byte_decoder(self.inner)
 
 
 def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer of a tokenizer.json without the step that puts a space in front of a text."""
+    """A normalizer or pre-tokenizer of a tokenizer.json without the step that puts a space before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     for key in ("normalizers", "pretokenizers"):
@@ -317,7 +315,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _load_json(path: Path) -> tokenizers.Tokenizer:
-    """From any tokenizer.json. Raises ValueError for impossible ids and for what expands a text too much."""
+    """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
     data = path.read_bytes()
     # First, since building a tokenizer normalizes its added tokens.
     tokenizer_limits.check_expansion(tokenizer_limits.parse_json(data))
@@ -332,13 +330,13 @@ def _load_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """A tokenizer_config.json for a tokenizer.json made here: other classes would take only its tokens."""
-    kept = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
-    return json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
+    """A tokenizer_config.json for a converted tokenizer.json: other classes would use only its tokens."""
+    others = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
+    return json.dumps(others | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
 def _check_built(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer, once what it makes of a text is within the limits."""
+    """The tokenizer. Raises ValueError if it expands a text too much."""
     tokenizer_limits.check_expansion(tokenizer_limits.pipeline(inner))
     return inner
 
@@ -355,9 +353,9 @@ _LOADERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
 
 
 def _reraise(message: str, make: Callable[[], _T]) -> _T:
-    """What `make` returns, or a ValueError that begins with the message.
+    """The result of `make`; any error in it becomes a ValueError that begins with the message.
 
-    The library raises bare Exception, and a panic in it is not even that.
+    The library raises bare Exception, and a panic in it is not an Exception.
     """
     try:
         return make()
@@ -384,9 +382,9 @@ def _split_chars() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
-# The last one, for which only \n ended a line, is that of older runs.
+# The last one, which splits lines at \n only, is that of older runs.
 _OWN_PRE_TOKENIZERS = [
-    made.__getstate__() for made in (_split_lines(), _split_chars(), _split_lines(r"\n|[^\n]+"))
+    pre_tokenizer.__getstate__() for pre_tokenizer in (_split_lines(), _split_chars(), _split_lines(r"\n|[^\n]+"))
 ]
 
 

@@ -1,7 +1,7 @@
-"""Limits on a foreign tokenizer's pipeline: what expands a text too much is refused before it runs.
+"""Limits on an untrusted tokenizer's pipeline: one that expands a text too much is refused before it runs.
 
-How much longer a text can become is bounded from the settings of each step. What these cannot tell, as Unicode's
-rules and patterns interact, is tried on single characters, step by step.
+The growth of a text is bounded from the settings of each step. Interactions of Unicode rules and patterns are
+tested on single characters, step by step.
 """
 
 import json
@@ -17,16 +17,16 @@ from tokenizers import models
 Step: TypeAlias = Mapping[str, Any]
 
 MAX_GROWTH = 100
-"""Bytes made of one byte, ids made of one id. Published pipelines stay below 50."""
+"""Maximum growth of a text in bytes or ids. Published pipelines stay below 50."""
 MAX_STEPS = 100
 MAX_ADDED_CHARS = 2_000_000
 """Characters in all added tokens: the library takes 70 bytes for each."""
 MAX_SPECIAL_IDS = 1000
-"""Ids set around a text."""
+"""Special ids added to a text."""
 MAX_AFFIX, MAX_WORD = 100, 1000
-"""Characters of what is added to words, and of words that are looked up by trying all their parts."""
+"""Characters of a prefix or suffix of words, and of words that are looked up by trying all their parts."""
 UNICODE_GROWTH = 33
-"""Bytes that Unicode makes of one character, U+FDFA, in normal form."""
+"""Bytes of the longest Unicode normalization of one character, U+FDFA."""
 MAX_ITEMS = 16_000_000
 """Commas and brackets in a file. A vocabulary of 262,144 with its merges has two million."""
 
@@ -40,20 +40,20 @@ def parse_json(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(content, dict):
-        raise ValueError(f"an object is expected, found {type(content).__name__}")
+        raise ValueError(f"expected an object, found {type(content).__name__}")
     return content
 
 
 def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:
-    """What works on texts and ids, as tokenizer.json spells it."""
+    """The steps that process texts and ids, in the format of tokenizer.json."""
     parts = {name: getattr(inner, name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
     return {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
 
 
 def check_expansion(content: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the part of a tokenizer.json which makes more of a text than MAX_GROWTH allows.
+    """Raise ValueError that names the part of a tokenizer.json that expands a text more than MAX_GROWTH.
 
-    Parts that the library does not know, or finds damaged, are left for it to refuse.
+    Unknown or damaged parts are left to the library to refuse.
     """
     normalizer, cuts, decoder, marks = (
         list(_steps(content, part)) for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")
@@ -74,7 +74,7 @@ def _check_growth(part: str, growth: float) -> None:
 
 
 def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
-    """The steps of a part in order, out of the sequences that they may lie in."""
+    """The steps of a part in order, with sequences flattened."""
     stack, count = [content.get(part)], 0
     while stack:
         step = stack.pop()
@@ -90,7 +90,7 @@ def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
 
 
 def _chain_growth(steps: Sequence[Step]) -> float:
-    """How many times as long the steps make a text, each working on what others wrote only if it may find it."""
+    """The growth of a text by all steps; factors multiply if a step may match the output of an earlier one."""
     grown: list[float] = []
     for step in steps:
         before = [g for g, earlier in zip(grown, steps, strict=False) if _may_rewrite(step, earlier)]
@@ -99,7 +99,7 @@ def _chain_growth(steps: Sequence[Step]) -> float:
 
 
 def _may_rewrite(step: Step, earlier: Step) -> bool:
-    """Whether a step may change what an earlier one wrote: not if it looks for none of those characters."""
+    """Whether a step may change the output of an earlier one: not if its pattern has none of those characters."""
     pattern, written = step.get("pattern"), earlier.get("content")
     sought = pattern.get("String") if isinstance(pattern, dict) and "content" in step else None
     if not (isinstance(sought, str) and isinstance(written, str)):
@@ -109,11 +109,11 @@ def _may_rewrite(step: Step, earlier: Step) -> bool:
 
 SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 TYPES = {"ByteLevel": 2.0, "Metaspace": 4.0, "BPEDecoder": 2.0, "CTC": 2.0}
-"""Bytes of one: a letter for each byte, ▁ for a space or before a letter, a space after each letter."""
+"""Growth by type: a character for each byte, ▁ for a space or before a character, a space after each character."""
 
 
 def _growth(step: Step) -> float:
-    """How many times as long, in bytes, a step can make a text, by all its keys: old files have no types."""
+    """The growth of a text in bytes by a step, from all its keys, since old files have no types."""
     growth = TYPES.get(str(step.get("type")), 1.0)
     if isinstance(content := step.get("content"), str) and isinstance(pattern := step.get("pattern"), dict):
         text, size = pattern.get("String"), _size(content)
@@ -132,7 +132,7 @@ def _size(text: str) -> int:
 
 
 def _check_templates(steps: Sequence[Step]) -> None:
-    """Raise ValueError for templates that repeat a text, or set too many ids around it."""
+    """Raise ValueError for templates that repeat a text, or add too many special ids."""
     ids = 1
     for step in steps:
         special = {name: len(mark["ids"]) for name, mark in step.get("special_tokens", {}).items()}
@@ -145,10 +145,10 @@ def _check_templates(steps: Sequence[Step]) -> None:
 
 
 def _check_tokens(content: Mapping[str, Any]) -> None:
-    """Raise ValueError for added tokens, affixes and words of a size that takes much memory or time."""
+    """Raise ValueError for added tokens, affixes and words whose size takes much memory or time."""
     size = sum(len(token["content"]) for token in content.get("added_tokens") or [])
     if size > MAX_ADDED_CHARS:
-        raise ValueError(f"its added_tokens hold {size:,} characters; {MAX_ADDED_CHARS:,} is the limit")
+        raise ValueError(f"its added_tokens have {size:,} characters; {MAX_ADDED_CHARS:,} is the limit")
     model = content.get("model") or {}
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if len(model.get(key) or "") > MAX_AFFIX:
@@ -158,33 +158,33 @@ def _check_tokens(content: Mapping[str, Any]) -> None:
 
 
 def _check_samples(steps: Sequence[Step]) -> None:
-    """Raise ValueError if a normalizer makes much of single characters, or of what its own steps write."""
-    works = list(map(_normalizer_of, steps))
-    written = [(i, text) for i, step in enumerate(steps) for text in _sample_texts(step)]
+    """Raise ValueError if a normalizer expands single characters, or the output of its own steps, too much."""
+    normalizers = list(map(_normalizer_of, steps))
+    samples = [(i, text) for i, step in enumerate(steps) for text in _sample_texts(step)]
     for begin, text in [
         *((0, c) for c in string.printable),
-        *((i, text) for at, text in written for i in (0, at)),
+        *((i, text) for step_index, text in samples for i in (0, step_index)),
     ]:
-        given = longer = 3 * text
-        for work in works[begin:]:
-            longer = work(longer)
-            if _size(longer) > MAX_GROWTH * _size(given):
+        sample = output = 3 * text
+        for normalize in normalizers[begin:]:
+            output = normalize(output)
+            if _size(output) > MAX_GROWTH * _size(sample):
                 raise ValueError(
-                    f"its normalizer makes {_size(longer):,} bytes of {ascii(given)[:40]}; "
+                    f"its normalizer makes {_size(output):,} bytes of {ascii(sample)[:40]}; "
                     f"{MAX_GROWTH} times as many is the limit"
                 )
 
 
 def _sample_texts(step: Step) -> list[str]:
-    """What a step looks for and what it writes."""
+    """The strings that a step matches and writes."""
     pattern = step.get("pattern")
     texts = [step.get("content"), pattern.get("String") if isinstance(pattern, dict) else None]
     return [text[:MAX_AFFIX] for text in texts if isinstance(text, str) and text]
 
 
 def _normalizer_of(step: Step) -> Callable[[str], str]:
-    shell = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
-    normalizer = tokenizers.Tokenizer.from_str(json.dumps(shell | {"normalizer": step})).normalizer
+    empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+    normalizer = tokenizers.Tokenizer.from_str(json.dumps(empty | {"normalizer": step})).normalizer
     assert normalizer is not None
-    work: Callable[[str], str] = normalizer.normalize_str
-    return work
+    normalize: Callable[[str], str] = normalizer.normalize_str
+    return normalize
