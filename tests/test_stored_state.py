@@ -16,7 +16,7 @@ from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import run_lock
+from dunes.runs.run import read_metrics, run_lock
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -277,7 +277,16 @@ def test_a_run_of_an_earlier_version_is_refused_with_the_remedy(run):
     for words in (refused(resumed, run), refused(train, toy(run.parent), run, display()[0])):
         assert words.startswith(f"{path}: written by another version of dunes (format 1, this version reads 2)")
         assert words.endswith("choose another --out")
-    assert str(path) in refused(page, run)
+    told = refused(page, run)
+    assert str(path) in told
+    assert "dunes bench plot" in told
+
+
+def test_metrics_of_an_earlier_version_are_read(tmp_path):
+    line = {"step": 3, "loss": 2.0, "count": 8, "norm": 1.5, "rate": 0.5, "skipped": False, "seconds": 0.1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (record["grad_norm"], record["lr_scale"]) == (1.5, 0.5)
 
 
 def out_folders(tmp_path):

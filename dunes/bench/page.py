@@ -77,7 +77,8 @@ def page(run: Path) -> str:
 def _config(run: Path) -> RunConfig | None:
     """The config of a training or finetuning run, if any. Raises ValueError for a damaged one."""
     path = run / "state" / "plan.json"
-    return read_config(run, FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig)
+    kind = FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig
+    return read_config(run, kind, f"`dunes bench plot {run}` plots its losses without it")
 
 
 def _cards(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> list[tuple[str, str]]:

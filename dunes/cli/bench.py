@@ -48,11 +48,11 @@ def _benchmark_command(name: str, about: str) -> Callable[..., int]:
         """"""
         if not by_module and picture:
             raise ValueError("--picture needs --by-module; plot measurements with dunes bench plot FILE")
-        if by_module and (rounds or out):
+        if by_module and (rounds is not None or out):
             raise ValueError("--by-module profiles a single run; omit --rounds and --out")
         if by_module:
             return _by_module(name, model, picture, as_json)
-        return _race(name, model, rounds or 10, out, as_json)
+        return _race(name, model, 10 if rounds is None else rounds, out, as_json)
 
     command.__doc__ = f"""{about}
 
@@ -165,6 +165,8 @@ def plot(
 
     if over not in ("minutes", "tokens", "steps"):
         raise ValueError(f"--over is {over!r}; it must be minutes, tokens or steps")
+    if not paths:
+        raise ValueError("nothing to plot; pass files of measurements or folders of training runs")
     laps = [row for p in paths if not p.is_dir() for row in rows.read_rows(p)]
     by_benchmark = {row["benchmark"]: [r for r in laps if r["benchmark"] == row["benchmark"]] for row in laps}
     plotted = [path for rows_of_one in by_benchmark.values() for path in plots.draw_all(rows_of_one, out)]

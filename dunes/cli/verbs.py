@@ -69,6 +69,8 @@ def finetune(
         out: Output folder for the adapter (with full: the model), its metrics and its training state.
         show: Print this many tokenized examples, with the tokens that are trained on highlighted.
     """
+    if show < 0:
+        raise ValueError(f"--show is {show}; it must be at least 0")
     config = FinetuneConfig(**vars(data), **vars(adapter), **vars(optimization), **vars(hardware))
     from dunes.runs.finetune import finetune as work
 
@@ -239,7 +241,8 @@ def evaluate(
     if names:
         _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
-    if unused := [f"--{k}" for k, v in {"task-folder": task_folder, "limit": limit, "out": out}.items() if v]:
+    of_tasks = {"task-folder": task_folder, "limit": limit, "out": out}
+    if unused := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
         raise ValueError(f"{unused[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
     from dunes.plural import plural

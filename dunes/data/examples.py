@@ -336,7 +336,7 @@ def split_records(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Rec
     with every tokenizer. Without two different records none is for validation.
     """
     if not 0 <= share < 1:
-        raise ValueError(f"the validation share is at least 0 and below 1, not {share}")
+        raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
     hashes = [split_hash(row.turns) for row in rows]
     different = sorted(set(hashes))
     if not share or len(different) < 2:

@@ -107,6 +107,8 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 def _source_path(source: str | Path) -> Path:
     if str(source) == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"]).resolve()
+    if str(source) == "":  # Path would take it for the current folder
+        raise ValueError("a source is an empty string; pass a file or a folder, . for the current one")
     path = Path(source).expanduser()
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")

@@ -38,6 +38,8 @@ METRICS = "metrics.jsonl"
 FORMAT = 2
 """The format number of plan.json."""
 METRIC = "the metrics of a step"
+METRICS_OF_FORMAT_1 = {"norm": "grad_norm", "rate": "lr_scale"}
+"""What metrics were called in runs of format 1, and are called now."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
 WARMUP = 20
@@ -199,10 +201,10 @@ def write_config(config: RunConfig, folder: Path) -> None:
     write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
 
 
-def read_config(folder: Path, config_class: type[T]) -> T | None:
+def read_config(folder: Path, config_class: type[T], remedy: str = "choose another --out") -> T | None:
     """The config of the run in this folder, if there is one.
 
-    Raises ValueError if it belongs to another kind of run, or cannot be read.
+    Raises ValueError, with the remedy, if it belongs to another kind of run, or cannot be read.
     """
     path = folder / "state" / "plan.json"
     if not path.is_file():
@@ -210,11 +212,11 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
     try:
         stored = json_file.read(path)
     except ValueError as error:
-        raise ValueError(f"{error}; choose another --out") from None
+        raise ValueError(f"{error}; {remedy}") from None
     try:
         return config_class.of(_check_format(stored))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; choose another --out") from None
+        raise ValueError(f"{path}: {error}; {remedy}") from None
 
 
 def _check_format(stored: Any) -> Any:
@@ -376,7 +378,13 @@ def append_metrics(folder: Path, record: dict[str, Any]) -> None:
 
 def read_metrics(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
     """The undamaged records of a metrics.jsonl; `warn` gets a line about damaged ones."""
-    return read_records(path, METRIC, _is_metric, warn)
+    records = read_records(path, METRIC, lambda record: _is_metric(_renamed(record)), warn)
+    return [_renamed(record) for record in records]
+
+
+def _renamed(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with today's names."""
+    return {METRICS_OF_FORMAT_1.get(name, name): value for name, value in record.items()}
 
 
 def _is_metric(record: dict[str, Any]) -> bool:
