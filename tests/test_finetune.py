@@ -624,7 +624,7 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     """To the byte, but for activations: without numbers padding cannot be left out."""
     data = ready(base, examples, method=method)
     config = data.config
-    rows = lesson_module._rows(config)
+    rows = lesson_module._full_batch(config)
     learning = TrainSetup(
         lambda model: optimizer(config, model),
         answer_loss,

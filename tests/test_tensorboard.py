@@ -148,7 +148,7 @@ def test_a_full_disk_ends_the_mirroring_and_not_the_run(code, tmp_path, monkeypa
         assert train(toy(code), tmp_path / "run", show, tensorboard=True) == 0
     assert (
         out.getvalue().count(
-            "warning: writing to TensorBoard failed: [Errno 28] No space left on device; training goes on"
+            "warning: writing to TensorBoard failed: [Errno 28] No space left on device; training continues"
         )
         == 1
     )
