@@ -671,7 +671,7 @@ def test_a_split_leaves_something_on_both_sides():
         assert [len(side) for side in split_records(two, share)] == [1, 1]
     assert split_records(two, 0) == (two, [])
     assert split_records(two[:1] * 3, 0.5) == (two[:1] * 3, [])
-    with pytest.raises(ValueError, match="at least 0 and below 1, not 1"):
+    with pytest.raises(ValueError, match="--val-fraction is 1; it must be at least 0 and below 1"):
         split_records(two, 1)
 
 

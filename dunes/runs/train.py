@@ -43,12 +43,12 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             corpus = gather(config)
         for line in (corpus.report(), *corpus.notes):
             display.detail(line)
-        config = replace(config, split=corpus.split)
+        config, chosen = replace(config, split=corpus.split), not config.size
         with timings("choosing the size"):
             config, reasons = autosize_run(config, sum(d.size for d in corpus.train))
         for line in reasons:
             display.detail(line)
-        if warning := size_warning(config):
+        if not chosen and (warning := size_warning(config)):
             display.line(warning)
         if run_options.dry_run:
             return None
