@@ -123,7 +123,7 @@ def _write_merged(
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
     """The changes of the base: those in its own folder, and those before the adapter."""
-    return [*checkpoint.describe(base_folder(folder))[2].get("changes", []), *card.get("changes", [])]
+    return [*checkpoint.describe(base_folder(folder)).card.get("changes", []), *card.get("changes", [])]
 
 
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:
