@@ -12,9 +12,9 @@ from pathlib import Path
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
 from dunes.runs.chat import load_chat_engine
+from dunes.runs.export import merge
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.merge import merge
 from dunes.runs.progress import Display
 from dunes.text.templates import Turn
 

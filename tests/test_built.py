@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 import torch
-from dunes.checkpoint.architecture import function_name
 from torch import nn
 
 from dunes import checkpoint
+from dunes.checkpoint.architecture import function_name
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.models import llama
@@ -311,7 +311,10 @@ def test_a_card_of_format_1_is_read(kept):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"family": {"function": "a:b"}}, "dunes.json: family must be a family's name with its config, or a function"),
+        (
+            {"family": {"function": "a:b"}},
+            "dunes.json: family must be a family's name with its config, or a function",
+        ),
         (
             {"family": {"function": 3, "arguments": {}}},
             "dunes.json: family must be a family's name with its config, or a function",

@@ -3,20 +3,19 @@
 import itertools
 import json
 
-import expansion
 import pytest
 import torch
-from adapters import IDS, build, difference
 
+import expansion
+from adapters import IDS, build, difference
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Adapted, Change, apply_change, base_model
 from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
 from dunes.runs.export import export
-from dunes.text import Tokenizer
 from dunes.train import next_token
 
-TOKENIZER = Tokenizer.train("bytes", [])
+pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 KINDS = {
     "lora": ("lora", {"rank": 2}),
     "dora": ("lora", {"rank": 2, "dora": True}),
@@ -31,7 +30,7 @@ REFUSED = {
     ("int8", "expand"): "already quantized", ("nf4", "expand"): "already quantized",
     ("expand", "expand"): None,
 }  # fmt: skip
-CONFIG = FAMILIES["llama"].Config.from_size(TOKENIZER.vocab, 32, 2, 32)
+CONFIG = FAMILIES["llama"].Config.from_size(50, 32, 2, 32)
 PAIRS = list(itertools.product(KINDS, repeat=2))
 
 
@@ -41,15 +40,12 @@ def expand(monkeypatch):
 
 
 def changed(*kinds):
-    """A model after these changes and five steps of training of what each of them brought, and its architecture."""
-    model, changes = FAMILIES["llama"].build(CONFIG), []
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+    """A model after these changes and five steps of training of what each brought, and its architecture."""
+    model, changes = build(), []
     for number, kind in enumerate(kinds):
         name, request = KINDS[kind]
         request = request | ({"adapter": f"a{number}"} if name == "lora" else {})
-        before = model(IDS).detach()
+        before = base_model(model)(IDS).detach() if name == "lora" else model(IDS).detach()
         changes.append(apply_change(model, name, **request))
         if name != "quantize":
             assert difference(model(IDS), before) == 0.0, "nothing changes until it is trained"
@@ -62,7 +58,7 @@ def train(model, new):
         p.requires_grad_(any(tree.matches(glob, name) for glob in new))
     learning = [p for p in model.parameters() if p.requires_grad]
     if learning:
-        optimizer = torch.optim.SGD(learning, 0.5)
+        optimizer = torch.optim.SGD(learning, 0.05)
         for _ in range(5):
             optimizer.zero_grad()
             total, count = next_token(model, IDS)
@@ -75,7 +71,7 @@ def train(model, new):
 def test_every_pair_of_changes_is_saved_loaded_and_exported(pair, tmp_path):
     model, architecture = changed(*pair)
     logits = model(IDS)
-    checkpoint.save(model, tmp_path / "a", TOKENIZER, 32, architecture=architecture)
+    checkpoint.save(model, tmp_path / "a", None, 32, architecture=architecture)
     loaded = checkpoint.load(tmp_path / "a")
     assert torch.equal(loaded.model(IDS), logits), "bit for bit"
     assert loaded.architecture == architecture
@@ -105,7 +101,7 @@ def test_a_pair_that_makes_no_sense_is_refused_by_name(pair):
 
 def test_loading_computes_nothing_again(tmp_path, monkeypatch):
     model, architecture = changed("nf4", "lora")
-    checkpoint.save(model, tmp_path, TOKENIZER, 32, architecture=architecture)
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
     for entry in CHANGES.values():
         monkeypatch.delattr(entry, "fill")
         monkeypatch.delattr(entry, "decide")
@@ -117,8 +113,7 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
     config = checkpoint.hf_config_of(model, 32).config
     change = apply_change(model, "quantize", kind="int8")
     checkpoint.save(model, tmp_path, None, 32, architecture=Architecture("llama", config, (change,)))
-    with pytest.warns(UserWarning, match="tokenizer is None"):
-        loaded = checkpoint.load(tmp_path)
+    loaded = checkpoint.load(tmp_path)
     assert torch.equal(loaded.model(IDS), model(IDS))
     assert loaded.model.blocks[0].attn.q.dtype == torch.bfloat16
 
@@ -132,14 +127,17 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
         (lambda c: c["changes"][0]["request"].pop("kind"), "'kind'"),
         (lambda c: c["changes"].pop(), "is not a weight of this model"),
         (lambda c: c["changes"][0]["request"].update(kind="nf4"), "codes"),
-        (lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}), "builds a different model|selects"),
+        (
+            lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}),
+            "q: this model has no such",
+        ),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
     ],
 )
 def test_an_edited_card_is_refused_before_a_weight_is_read(edit, words, tmp_path):
     model, architecture = changed("int8")
-    checkpoint.save(model, tmp_path, TOKENIZER, 32, architecture=architecture)
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
     card = json.loads((tmp_path / "dunes.json").read_text())
     edit(card)
     (tmp_path / "dunes.json").write_text(json.dumps(card))
@@ -149,7 +147,7 @@ def test_an_edited_card_is_refused_before_a_weight_is_read(edit, words, tmp_path
 
 
 def test_an_architecture_of_another_model_is_refused_at_once(tmp_path):
-    model, architecture = changed("int8")
+    model, _ = changed("int8")
     with pytest.raises(ValueError, match="llama builds a different model"):
         checkpoint.save(model, tmp_path / "a", None, 32, architecture=Architecture("llama", CONFIG))
     with pytest.raises(ValueError, match="no family describes this model"):
@@ -159,7 +157,7 @@ def test_an_architecture_of_another_model_is_refused_at_once(tmp_path):
 
 def test_a_model_of_ones_own_function_is_changed_and_saved_too(tmp_path):
     def make(depth):
-        config = FAMILIES["llama"].Config.from_size(TOKENIZER.vocab, 32, depth, 32)
+        config = FAMILIES["llama"].Config.from_size(50, 32, depth, 32)
         model = FAMILIES["llama"].build(config)
         model.blocks[0].mlp.act = torch.sin
         return model
@@ -168,7 +166,7 @@ def test_a_model_of_ones_own_function_is_changed_and_saved_too(tmp_path):
     change = apply_change(model, "quantize", kind="nf4")
     architecture = Architecture.of_function(make, depth=2)
     architecture = Architecture(architecture.family, architecture.config, (change,), make)
-    checkpoint.save(model, tmp_path, TOKENIZER, 32, architecture=architecture)
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
     assert torch.equal(checkpoint.load(tmp_path, build=make).model(IDS), model(IDS))
     with pytest.raises(ValueError, match="not imported automatically"):
         checkpoint.load(tmp_path)

@@ -11,8 +11,8 @@ from torch import nn
 from adapters import IDS, build, difference, trained
 from dunes import checkpoint, tree
 from dunes.augment import (
-    Change,
     Adapted,
+    Change,
     adapter_active,
     attach,
     base_model,

@@ -18,7 +18,7 @@ from dunes.checkpoint.source import open_source
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.runs.chat import load_chat_engine
-from dunes.runs.merge import merge
+from dunes.runs.export import export as merge
 from dunes.runs.write import write
 from dunes.text import Tokenizer
 

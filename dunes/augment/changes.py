@@ -33,14 +33,20 @@ def apply_change(model: nn.Module, name: str, **request: Any) -> Change:
 def make_change(model: nn.Module, change: Change) -> None:
     """Make a change that was decided before: its structure and its first weights."""
     entry, weights = _entry(change), model.state_dict()
-    entry.shape(model, change)
+    repeat_structure(model, change)
     if hasattr(entry, "fill"):
         entry.fill(model, change, weights)
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:
-    """Make the structure of a change; its weights come from a file. Raises ValueError for an unknown change."""
-    _entry(change).shape(model, change)
+    """Make the structure of a change; its weights come from a file.
+
+    Raises ValueError for an unknown change, and for a record that does not fit the model.
+    """
+    try:
+        _entry(change).shape(model, change)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"the record of the change {change.name} is damaged: {error!r}") from None
 
 
 def _entry(change: Change) -> Any:

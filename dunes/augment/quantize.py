@@ -221,7 +221,9 @@ def shape(model: nn.Module, change: Change) -> None:
         layer = Int8(base) if request["kind"] == "int8" else NF4(base, request["double"])
         return layer.train(base.training)
 
-    tree.replace(model, [*change.places], make, lambda m: isinstance(m, nn.Linear), "inner")
+    changed = tree.replace(model, [*change.places], make, lambda m: isinstance(m, nn.Linear), "inner")
+    if missing := sorted({*change.places} - {*changed}):
+        raise ValueError(f"{missing[0]}: this model has no such dense linear layer; was it quantized already?")
     for name, module in _quantized(model).items():
         if dtype := change.places.get(name, {}).get("dtype"):
             module.dtype = getattr(torch, dtype)

@@ -119,7 +119,8 @@ def save_adapter(
     `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer and the
     context length are those to use with the adapter. `facts` go into the card; its "changes" are records of
     earlier changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the
-    original base. The save is atomic, like `save`. Raises ValueError that names the module for what PEFT's format cannot express.
+    original base. The save is atomic, like `save`. Raises ValueError that names the module for what PEFT's format
+    cannot express.
     """
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config

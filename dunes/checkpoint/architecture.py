@@ -129,11 +129,10 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
 
 
 def compare_structure(
-    architecture: Architecture, card: Mapping[str, Any], files: Weights, path: Path
+    model: nn.Module, architecture: Architecture, card: Mapping[str, Any], files: Weights, path: Path
 ) -> list[Difference]:
     """Every difference of the model that this architecture gives from the saved one."""
     modules, tied = (_name_table(card.get("structure"), key, path) for key in ("modules", "tied"))
-    model = architecture.outline()
     return [*tensor_differences(model, files, tied, architecture), *_module_differences(model, modules)]
 
 

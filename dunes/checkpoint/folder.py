@@ -298,7 +298,7 @@ def load_decoder(source: Source) -> Decoder:
 
     Raises ValueError that lists every difference before any weight is read.
     """
-    weights, model = source.weights(), source.architecture.outline()
+    weights, model = source.weights(), source.outline()
     if source.own is None:
         weights = _to_one_dtype(source, weights)
         model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dunes import tree
+from dunes.augment.quantize import Quantized
 from dunes.checkpoint import card
 from dunes.checkpoint.folder import check_vocabulary
+from dunes.checkpoint.header import quote
 from dunes.checkpoint.lazy_tensor import Weights
 from dunes.checkpoint.source import Source
-from dunes.models.meta import build_on_meta
 from dunes.plural import plural
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count
@@ -59,6 +60,9 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"
     yield f"family      {source.family}, {source.format} format: {size}"
     yield f"config      {', '.join(f'{f.name} {_format(getattr(config, f.name))}' for f in fields(config))}"
+    for change in source.architecture.changes:
+        settings = ", ".join(f"{name} {quote(value)}" for name, value in change.request.items())
+        yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
     yield from _parameters(source)
     dtypes = Counter[str]()
     for w in files.values():
@@ -87,12 +91,16 @@ def _count_kinds(differences: list[Any]) -> str:
 
 
 def _parameters(source: Source) -> Iterator[str]:
-    model = build_on_meta(source.family, source.config)
-    total = tree.count(model)
+    model = source.architecture.outline()
+    total = tree.count(model) + sum(
+        m.in_features * m.out_features for m in model.modules() if isinstance(m, Quantized)
+    )
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"
     yield f"parameters  {total:,} ({format_count(total)}): {parts}"
-    yield f"memory      {', '.join(f'{name} {format_bytes(total * bits // 8)}' for name, bits in BITS.items())}"
+    if source.own is None:
+        sizes = ", ".join(f"{name} {format_bytes(total * bits // 8)}" for name, bits in BITS.items())
+        yield f"memory      {sizes}"
     attn = model.get_submodule("blocks.0.attn")
     cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
     yield f"KV cache    {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"

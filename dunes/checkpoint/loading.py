@@ -193,8 +193,6 @@ def make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[
         changes = list(map(Change.of, _changes(card)))
         for change in changes:
             make_change(model, change)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / cards.CARD}: the record of a change is damaged: {error!r}") from None
     except ValueError as error:
         raise ValueError(f"{folder / cards.CARD}: {error}") from None
     return changes

@@ -17,6 +17,7 @@ from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import Names, match_indices, substitute, to_theirs
+from dunes.parts import Decoder
 from dunes.text import json_file
 
 CONFIG = "config.json"
@@ -77,6 +78,13 @@ class Source:
         """The rows of the embedding; None if a function builds the model."""
         return None if self.architecture.function else self.config.vocab
 
+    def outline(self) -> Decoder:
+        """The model's structure, on the meta device unless a function builds it."""
+        if self.own is None:
+            return self.architecture.outline()
+        with _naming_errors(self.folder / cards.CARD):
+            return self.own.outline()
+
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
         """The tensors that the config describes, by the model's names, without values.
@@ -85,7 +93,7 @@ class Source:
         """
         if self.architecture.function is None:
             self._check_size(self.files.values())
-        return in_memory(self.architecture.outline().state_dict(), self.format)
+        return in_memory(self.outline().state_dict(), self.format)
 
     def _check_size(self, files: Iterable[LazyTensor]) -> None:
         """Raise ValueError if these files have far fewer parameters than the config describes."""
@@ -114,7 +122,9 @@ class Source:
         """The files' tensors by the model's names, and their differences from this model."""
         if self.own is not None:
             _ = self.expected  # raises before a far too large model is built
-            return dict(self.files), compare_structure(self.own, self.card, self.files, self.folder / cards.CARD)
+            return dict(self.files), compare_structure(
+                self.outline(), self.own, self.card, self.files, self.folder / cards.CARD
+            )
         return compare(self.expected, self.files, self.names, self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
