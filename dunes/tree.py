@@ -36,6 +36,15 @@ def linear(module: nn.Module) -> bool:
     return hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
+def linears(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers, each with its wrappers; not larger modules that also have in_features."""
+    if linear(module) and not any(True for _ in innermost(module).children()):
+        yield module
+    else:
+        for child in module.children():
+            yield from linears(child)
+
+
 def matches(where: Where, name: str) -> bool:
     """Whether the glob, or the ordered list of globs, selects this place."""
     chosen = False
@@ -165,8 +174,12 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """The number of parameters; one that is used at several places counts once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+    """The number of parameters, those in few bits too; one that is used at several places counts once."""
+    dense = sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+    codes = {
+        m for m in map(innermost, linears(model)) if not trainable and all(p.dim() < 2 for p in m.parameters())
+    }
+    return dense + sum(m.in_features * m.out_features for m in codes)  # type: ignore[operator,misc]
 
 
 @contextmanager
