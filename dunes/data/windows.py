@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dunes.plural import plural
+from dunes.units import plural
 
 ROUNDS = 4
 
