@@ -29,9 +29,9 @@ from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer
+from dunes.units import plural
 
 READY = ".ready"
 MAX_RETRIES = 10

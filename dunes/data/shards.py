@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data.document import BLOCK, Document
-from dunes.plural import plural
 from dunes.staging import folder_lock, staging_folder
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
+from dunes.units import plural
 
 FORMAT = 2
 

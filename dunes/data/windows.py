@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dunes.ops.cross_entropy import IGNORE
-from dunes.plural import plural
+from dunes.units import plural
 
 ROUNDS = 4
 

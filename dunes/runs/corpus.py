@@ -22,10 +22,10 @@ from dunes.data import (
     default_cache,
     token_shard,
 )
-from dunes.plural import plural
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from dunes.units import plural
 
 SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on; more hardly changes it."""

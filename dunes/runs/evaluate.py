@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from dunes import tree
 from dunes.data import SeparateDocuments, TokenIds
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.train import IGNORE
+from dunes.units import plural
 
 BATCH = 16
 

@@ -19,7 +19,6 @@ from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
 from dunes.generate import generate, limit_vocab, sampler
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, score_batches, widths
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
@@ -31,7 +30,7 @@ from dunes.runs.run import Run, card_facts
 from dunes.runs.stored_state import read_score
 from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Conversation
-from dunes.units import format_count
+from dunes.units import format_count, plural
 
 ANSWERED = 3
 """Validation examples that are answered before and after."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import (
@@ -33,6 +32,7 @@ from dunes.runs.timings import Timings
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 from dunes.train import Schedule, Trainer
+from dunes.units import plural
 
 METRICS = "metrics.jsonl"
 FORMAT = 2
