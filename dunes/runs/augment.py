@@ -12,9 +12,8 @@ from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, model_logits
-from dunes.plural import plural
 from dunes.runs.export import NOT_INHERITED
-from dunes.units import format_bytes
+from dunes.units import format_bytes, plural
 
 
 def augment_folder(folder: Path, out: Path, name: str, **request: Any) -> list[str]:
