@@ -101,6 +101,7 @@ def save(
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # `known` first for its place in the file, and last because facts must not override it.
         card = {**known, "context_length": context_length, "changes": [], **facts, **known}
+        (staged / CARD).write_text(json.dumps(card))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
@@ -149,7 +150,11 @@ def _publish(staged: Path, ready: Path) -> None:
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write the card of a folder whose other files are complete: `facts`, and each file's size and SHA-256."""
-    files = {f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)} for f in sorted(folder.iterdir())}
+    files = {
+        f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
+        for f in sorted(folder.iterdir())
+        if f.name != CARD
+    }
     card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
     (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dunes import tree
-from dunes.augment.quantize import Quantized
 from dunes.checkpoint import card
 from dunes.checkpoint.folder import check_vocabulary
 from dunes.checkpoint.header import quote
@@ -57,7 +56,7 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     yield f"family      {source.family}, {source.format} format: {size}"
     yield f"config      {', '.join(f'{f.name} {_format(getattr(config, f.name))}' for f in fields(config))}"
     for change in source.architecture.changes:
-        settings = ", ".join(f"{name} {quote(value)}" for name, value in change.request.items())
+        settings = ", ".join(f"{k} {quote(v)}" for k, v in change.request.items() if k != "where")
         yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
     yield from _parameters(source)
     dtypes = Counter[str]()
@@ -88,9 +87,7 @@ def _count_kinds(differences: list[Any]) -> str:
 
 def _parameters(source: Source) -> Iterator[str]:
     model = source.architecture.outline()
-    total = tree.count(model) + sum(
-        m.in_features * m.out_features for m in model.modules() if isinstance(m, Quantized)
-    )
+    total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"
     yield f"parameters  {total:,} ({format_count(total)}): {parts}"

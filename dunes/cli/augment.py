@@ -31,14 +31,11 @@ def merge(
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.export import export, is_plain
+    from dunes.runs.export import export
     from dunes.text import templates
 
     torch_dtype = None if dtype is None else getattr(torch, dtype)
-    folder = checkpoint.locate_model(model).folder
-    if is_plain(folder):
-        raise ValueError(f"{folder}: not an adapter folder, so there is nothing to merge")
-    for line in export(folder, out, into, torch_dtype, any_base).lines():
+    for line in export(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base).lines():
         print(line)
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:

@@ -98,6 +98,8 @@ def export(
     differs from the model in `folder`.
     """
     folder = readable_folder(folder)
+    if is_plain(folder):
+        raise ValueError(f"{folder}: neither an adapter nor a quantized model, so there is nothing to merge")
     require_new_folder(folder, out)
     if is_adapter(folder):
         require_new_folder(base_folder(folder), out)

@@ -11,6 +11,7 @@ from torch import nn
 
 from dunes import tree
 from dunes.augment import CHANGES, Change, lora, make_change, repeat_structure
+from dunes.augment.quantize import Quantized
 from dunes.data.examples import Records
 from dunes.parts import Decoder
 from dunes.runs.finetune_config import FinetuneConfig
@@ -93,6 +94,10 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
     """
     method, changes = METHODS[config.method], list[Change]()
     if method.adapter is None:
+        if codes := next(
+            (p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), Quantized)), ""
+        ):
+            raise ValueError(f"{codes}: quantized, and --method {config.method} trains weights; use --method lora")
         set_trainable(model, config.target_modules or ("**",))
         return changes
     requests = {"quantize": method.quantize, "lora": _request(config) | {**method.adapter}}
