@@ -331,8 +331,9 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     printed = capsys.readouterr().out
     for line in ("LoRA, rank 4, alpha 32", "q_proj 2 times", "template    chatml", str(tmp_path / "base")):
         assert line in printed
-    with pytest.raises(ValueError, match="dunes augment merge"):
-        verbs.export(str(folder), tmp_path / "out")
+    verbs.export(str(folder), tmp_path / "out")
+    assert "merged into" in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / "out").architecture.changes == ()
 
 
 def test_the_structure_is_the_same_in_another_process(made):
