@@ -32,6 +32,7 @@ from dunes.parts import Decoder
 from dunes.runs import score
 from dunes.runs.evaluate import evaluate, widths
 from dunes.runs.json_lines import append_record, read_records
+from dunes.runs.memory import next_token_loss
 from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw
 
@@ -110,8 +111,8 @@ def batches(sweep: Sweep, loaded: LoadedModel) -> tuple[Batches, Batches]:
 
 
 def answer_loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    loss: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
-    return loss
+    total, count, _ = next_token_loss(model, batch)
+    return total, count
 
 
 @torch.no_grad()

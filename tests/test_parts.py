@@ -90,7 +90,7 @@ def test_from_a_fresh_start_all_learn_within_two_steps():
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
         for _ in range(2):
-            total, count = model.loss(tokens(9)[:, :-1], tokens(9)[:, 1:])
+            total, count, _ = model(tokens(9)[:, :-1], targets=tokens(9)[:, 1:])
             (total / count).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -195,7 +195,7 @@ def test_bfloat16_weights_do_train():
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(20):
-        total, count = model.loss(tokens()[:, :-1], tokens()[:, 1:])
+        total, count, _ = model(tokens()[:, :-1], targets=tokens()[:, 1:])
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
@@ -234,7 +234,7 @@ def test_a_decoder_of_own_parts_learns(attention):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(30):
-        total, count = model.loss(tokens()[:, :-1], tokens()[:, 1:])
+        total, count, _ = model(tokens()[:, :-1], targets=tokens()[:, 1:])
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()

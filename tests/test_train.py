@@ -237,9 +237,11 @@ def test_a_loss_gives_one_element_and_one_number(shape, count):
 
 
 LOSSES = {
-    "a mean": (lambda total, n: total / n, r"returned a tensor of torch.float32 and shape \(\); expected a pair"),
-    "three": (lambda total, n: (total, n, n), "returned 3 values; expected a pair"),
-    "none": (lambda total, n: None, "returned a NoneType; expected a pair"),
+    "a mean": (lambda total, n: total / n, r"returned a tensor of torch.float32 and shape \(\); expected \(sum"),
+    "three": (lambda total, n: (total, n, n), "the loss returned a tensor of .* as the metric ''; expected"),
+    "numbers": (lambda total, n: (total, n, {"x": (1, 2)}), "the loss returned 2 values as the metric 'x'"),
+    "its own": (lambda total, n: (total, n, {"loss": (n, n)}), "none of which is 'loss'"),
+    "none": (lambda total, n: None, "returned a NoneType; expected "),
     "item": (lambda total, n: (total.item(), n), "the sum that the loss returned is a float; expected a tensor"),
     "many": (lambda total, n: (total.expand(4), n), r"the sum that the loss returned is .* shape \(4,\)"),
     "mask": (lambda total, n: (total, torch.ones(4, 8)), r"the count that the loss returned is .* shape \(4, 8\)"),
