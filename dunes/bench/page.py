@@ -115,7 +115,7 @@ def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapp
     for name in sorted({name for point in points for name in point if name.startswith("metrics/")}):
         pictures.append((name, plot.over_tokens([p for p in points if name in p], name, name)))
     shown = "\n".join(
-        f'<img alt="{name}" src="data:image/svg+xml;base64,{_to_base64(p)}">' for name, p in pictures
+        f'<img alt="{escape(name)}" src="data:image/svg+xml;base64,{_to_base64(p)}">' for name, p in pictures
     )
     return f'<div class="pictures">{shown}</div>'
 

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from numbers import Integral, Real
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,6 +53,8 @@ class Trainer:
     that random numbers drawn between steps change nothing. A step whose loss or gradient is not finite, or whose
     count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every
     other step, modules with a method `after_step` are called: what must hold then, such as a mask of weights.
+    With several ranks of torch.distributed, sums and counts are over the batches of all; the model has to be
+    sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
     Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss or
     lr_scale.
     """
@@ -86,6 +90,14 @@ class Trainer:
         if parameter is None:
             raise ValueError("nothing to train: the model has no parameters")
         self.device = parameter.device
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self.sync = getattr(model, "set_requires_gradient_sync", None)
+        if self.ranks > 1 and not self.sync:
+            raise ValueError(
+                f"torch.distributed has {self.ranks} ranks, but the model is not sharded over them; call "
+                "torch.distributed.fsdp.fully_shard(model) before building the optimizer"
+            )
 
     @property
     def consumed(self) -> int:
@@ -170,7 +182,9 @@ class Trainer:
         """
         sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.optimizer.zero_grad(set_to_none=True)
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(batches, len(batches) * self.rank):
+            if self.sync:
+                self.sync((i + 1) % len(batches) == 0)
             with _seeded(self.device, (int(self.seed), self.number, i)), self._autocast():
                 loss, counted, metrics = _checked(self.loss(self.model, _to_device(batch, self.device)))
             if loss.requires_grad:
@@ -181,6 +195,9 @@ class Trainer:
                 total, n = (t.detach().to(self._float64_device, torch.float64) for t in pair)
                 total_before, n_before = sums.get(name, (0.0, 0.0))
                 sums[name] = total_before + total, n_before + n
+        if self.ranks > 1:
+            for t in chain.from_iterable(sums.values()):
+                dist.all_reduce(t)
         return sums
 
     @property
@@ -194,8 +211,10 @@ class Trainer:
             raise ValueError("no parameter received a gradient: does the loss depend on trained parameters?")
         if not grads:
             return torch.zeros_like(count)
-        norm = torch.nn.utils.get_total_norm(grads).to(count) / count
-        scale = 1 / count
+        norm = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):  # sharded over ranks, which average their gradients
+            norm = norm.full_tensor()
+        norm, scale = norm.to(count) * self.ranks / count, self.ranks / count
         if self.clip is not None:
             scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))
