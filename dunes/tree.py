@@ -1,4 +1,4 @@
-"""Find, replace, freeze, watch and count the modules of any `nn.Module`.
+"""Find, replace, insert, remove, repeat, freeze, watch and count the modules of any `nn.Module`.
 
 A *place* is a module's dotted name without its wrappers: a module with a `.base` (LoRA, for example) is
 transparent, so `blocks.3.attn.q` names the same place before and after a change. Places are selected by globs,
@@ -9,6 +9,7 @@ the last match wins.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -33,6 +34,15 @@ def anything(module: nn.Module) -> bool:
 def linear(module: nn.Module) -> bool:
     """Whether the module maps `in_features` to `out_features`, whatever its class."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def linears(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers, each with its wrappers; not larger modules that also have in_features."""
+    if linear(module) and not any(True for _ in innermost(module).children()):
+        yield module
+    else:
+        for child in module.children():
+            yield from linears(child)
 
 
 def matches(where: Where, name: str) -> bool:
@@ -104,6 +114,55 @@ def replace(
     return [place.name for place in targets]
 
 
+def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
+    """Insert the module before entry `index` of the ModuleList at `where`, and return its place.
+
+    The entries from there on are renumbered, and so are the names of their tensors. Raises ValueError if `where`
+    selects no ModuleList or several, if the index is not from 0 to its length, or if the model has the module.
+    """
+    lists = find(model, where, lambda m: isinstance(innermost(m), nn.ModuleList))
+    entries = innermost(lists[0].module)
+    assert isinstance(entries, nn.ModuleList), "as selected"
+    if len(lists) > 1 or not 0 <= index <= len(entries):
+        names = ", ".join(p.name for p in lists)
+        raise ValueError(f"{names}: insert at {index}; expected one ModuleList and an index from 0 to its length")
+    if any(m is module for m in model.modules()):
+        raise ValueError(f"{lists[0].name}: the model already has this {type(module).__name__}; insert a copy")
+    entries.insert(index, module)
+    return f"{lists[0].name}.{index}"
+
+
+def remove(model: nn.Module, where: Where) -> list[str]:
+    """Remove entries of ModuleLists, and return the places they had; the others are renumbered as in `insert`.
+
+    Raises ValueError if `where` selects anything but such entries.
+    """
+    selected = _entries(model, where)
+    for place in reversed(selected):
+        del place.parent[int(place.key)]  # type: ignore[operator]
+    return [place.name for place in selected]
+
+
+def repeat(model: nn.Module, where: Where, times: int = 1) -> list[str]:
+    """Insert `times` copies after each selected entry of a ModuleList, and return their places.
+
+    A copy shares no tensor with the model. Raises ValueError as `remove` does.
+    """
+    copies = []
+    for place in reversed(_entries(model, where)):
+        for _ in range(times):
+            copies.append(deepcopy(place.module))
+            place.parent.insert(int(place.key) + 1, copies[-1])  # type: ignore[operator]
+    return [place.name for place in places(model) if any(place.module is c for c in copies)]
+
+
+def _entries(model: nn.Module, where: Where) -> list[Place]:
+    selected = find(model, where)
+    if others := [p.name for p in selected if not isinstance(p.parent, nn.ModuleList)]:
+        raise ValueError(f"{others[0]}: no entry of a ModuleList; select only entries, like 'blocks.3'")
+    return selected
+
+
 def freeze(model: nn.Module, where: Where = "**") -> list[str]:
     """Set requires_grad=False on the parameters whose dotted names are selected, and return those names."""
     names = [name for name, _ in model.named_parameters() if matches(where, name)]
@@ -115,8 +174,12 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """The number of parameters; one that is used at several places counts once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+    """The number of parameters, those in few bits too; one that is used at several places counts once."""
+    dense = sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+    codes = {
+        m for m in map(innermost, linears(model)) if not trainable and all(p.dim() < 2 for p in m.parameters())
+    }
+    return dense + sum(m.in_features * m.out_features for m in codes)  # type: ignore[operator,misc]
 
 
 @contextmanager

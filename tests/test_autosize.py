@@ -11,11 +11,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dunes import measure
-from dunes.models import arcee, llama
+from dunes.augment import adapted, attach, quantize, set_adapter
+from dunes.models import arcee, llama, mixtral
 from dunes.ops import attention
+from dunes.parts import Checkpointed
 from dunes.runs import autosize
 from dunes.runs.autosize import (
     Machine,
+    activation_bytes,
     autosize_run,
     choose_size,
     estimate_memory,
@@ -27,7 +30,8 @@ from dunes.runs.autosize import (
     size_warning,
 )
 from dunes.runs.train_config import TrainConfig, parse_size
-from dunes.tree import count
+from dunes.tree import count, find, linear
+from dunes.tree import replace as replace_modules
 
 MACHINE = Machine(threads=2, dtype="bfloat16", matmul=1.2e12, read=27e9)
 STDLIB = 11_800_000
@@ -98,6 +102,79 @@ def test_flops_are_what_pytorch_counts(tied, monkeypatch):
     with FlopCounterMode(display=False) as counter:
         torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
     assert counter.get_total_flops() == 64 * flops(model, 32)
+
+
+def toy_arcee():
+    torch.manual_seed(0)
+    return arcee.build(arcee.Config.from_size(300, 64, 3, 32))
+
+
+def counted(model, monkeypatch):
+    """FLOPs per token of a forward pass, as PyTorch counts them."""
+    monkeypatch.setattr(attention, "form", lambda q, k: attention.plain)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(300, (2, 32)))
+    return counter.get_total_flops() / 64
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantized_model_computes_what_the_dense_one_does(kind, monkeypatch):
+    model = toy_arcee()
+    before, bytes_before = flops(model, 32), activation_bytes(model, 32)
+    parameters = count(model)
+    quantize(model, kind=kind)
+    assert flops(model, 32) == before == 3 * counted(model, monkeypatch)
+    assert activation_bytes(model, 32) == bytes_before
+    assert count(model) == parameters
+    assert muon_flops(model) == 0, "codes are not trained"
+
+
+@pytest.mark.parametrize("base", [None, "int8", "nf4"])
+@pytest.mark.parametrize("init", ["lora", "pissa"])
+def test_an_adapter_adds_its_two_small_products_while_it_is_active(base, init, monkeypatch):
+    model = toy_arcee()
+    if base:
+        quantize(model, kind=base)
+    before = flops(model, 32)
+    attach(model, rank=2, ranks={"**.attn.q": 5}, init=init)
+    ranks = {p.name: 5 if p.name.endswith(".q") else 2 for p in find(model, "blocks.**", linear)}
+    sides = {p.name: p.module.in_features + p.module.out_features for p in find(model, "blocks.**", linear)}
+    factors = 2 if init == "pissa" else 1
+    added = sum(factors * ranks[name] * sides[name] for name in ranks)
+    assert flops(model, 32) - before == 6 * added > 0
+    if init == "lora":
+        # The fused form adds in place, which PyTorch does not count.
+        monkeypatch.setattr(adapted, "_fusable", lambda *_: False)
+        assert 3 * counted(model, monkeypatch) == flops(model, 32)
+    attach(model, rank=3, adapter="second")
+    assert flops(model, 32) - before == 6 * 3 * sum(sides.values()), "the other one is idle"
+    set_adapter(model, None)
+    assert flops(model, 32) == before
+
+
+def test_an_adapter_of_experts_works_on_their_tokens_and_one_of_an_embedding_looks_up():
+    model = mixtral.build(mixtral.Config.from_size(300, 64, 1, 32))
+    before, moe = flops(model, 32), model.blocks[0].mlp
+    attach(model, where="**.experts.*.up", rank=2)
+    assert flops(model, 32) - before == pytest.approx(6 * moe.top_k * 2 * (64 + moe.experts[0].up.out_features))
+    model = llama.build(replace(llama.Config.from_size(300, 64, 1, 32), tied=False))
+    before = flops(model, 32)
+    attach(model, where="embed.token", rank=2)
+    assert flops(model, 32) - before == 6 * 2 * 64
+
+
+def test_any_module_with_inputs_and_outputs_is_counted_once():
+    class Own(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.in_features, self.out_features, self.matrix = base.in_features, base.out_features, base.weight
+
+    model = toy_arcee()
+    before = flops(model, 32), activation_bytes(model, 32), muon_flops(model), count(model)
+    replace_modules(model, "blocks.*.mlp.*", Own, linear)
+    assert (flops(model, 32), activation_bytes(model, 32), muon_flops(model), count(model)) == before
+    replace_modules(model, "blocks.*", Checkpointed)
+    assert flops(model, 32) == before[0]
 
 
 def test_orthogonalising_is_what_muon_computes():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import display, toy
 from dunes import bench, measure
+from dunes.augment import attach, quantize
+from dunes.augment.quantize import NF4
 from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.page import page
@@ -30,6 +33,7 @@ from dunes.runs import timings
 from dunes.runs.memory import next_token_loss
 from dunes.runs.train import train
 from dunes.train import Trainer, adamw, cross_entropy
+from dunes.tree import find, linear
 
 TINY = run.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
 
@@ -122,6 +126,44 @@ def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
         assert benchmarks.weight_bytes(model) == everything - left_out
     heads = tied.blocks[0].attn.k.out_features
     assert benchmarks.cache_elements_per_token(tied) == 2 * heads * len(tied.blocks)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_weights_to_read_of_few_bits_are_codes_and_scales(double):
+    model = of_shape("llama", 200_000, 32).model()
+    dense = benchmarks.weight_bytes(model)
+    quantize(model, kind="nf4", double=double)
+    assert model.head is None
+    read = [model.embed.token.weight, *(p for p in model.blocks.parameters()), model.norm.weight]
+    for place in find(model, "blocks.**", lambda m: isinstance(m, NF4)):
+        layer, size = place.module, place.module.in_features * place.module.out_features
+        read += [t for t in (layer.codes, layer.scale, layer.outer, layer.middle) if t is not None]
+        assert (layer.codes.nbytes, len(layer.scale)) == (-(-size // 2), -(-size // 64))
+    assert benchmarks.weight_bytes(model) == sum(t.nbytes for t in read) < dense
+    attach(model, where="**.attn.q", rank=2)
+    adapter = [t for t in model.parameters() if t.requires_grad and 2 in t.shape]
+    assert len(adapter) == 2 * len(model.blocks)
+    assert benchmarks.weight_bytes(model) == sum(t.nbytes for t in (*read, *adapter))
+
+
+def test_a_case_of_a_quantized_model_has_its_parameters_and_stored_bytes():
+    dense = of_shape("llama", 200_000, 32)
+
+    def outline() -> Decoder:
+        model = dense.outline()
+        quantize(model, kind="int8")
+        return model
+
+    setting = Setting(1, 32, "bfloat16", 1)
+    plain, few = (
+        run._case(benchmarks.BENCHMARKS["save"], replace(dense, outline=o), setting)
+        for o in (dense.outline, outline)
+    )
+    linears = [p.module for p in find(outline(), "blocks.**", linear)]
+    assert few.parameters == plain.parameters
+    saved = sum(m.in_features * m.out_features - 2 * m.out_features for m in linears)  # a byte each, scales of two
+    assert plain.bytes - few.bytes == saved
+    assert plain.bytes == 2 * plain.parameters
 
 
 def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:

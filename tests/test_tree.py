@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dunes import tree
-from dunes.models import qwen3
+from dunes.models import mixtral, qwen3
 
 
 class Wrapped(nn.Module):
@@ -85,3 +85,97 @@ def test_mode_is_put_back_part_by_part(model):
         assert not any(m.training for m in model.modules())
     assert model.training
     assert not model.blocks[1].training
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def storages(module: nn.Module) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+
+
+def test_an_expansion_with_silent_copies_and_their_removal_leave_the_model_as_it_was(model):
+    """LLaMA Pro: after each group of four blocks a copy of the last, whose output projections are zero."""
+    ids, before = torch.randint(0, 50, (2, 9)), {k: v.clone() for k, v in model.state_dict().items()}
+    logits = model(ids)
+    new = tree.repeat(model, ["blocks.3", "blocks.7", "blocks.11"])
+    assert new == ["blocks.4", "blocks.9", "blocks.14"]
+    for name in new:
+        block = model.get_submodule(name)
+        assert torch.equal(block.attn.q.weight, model.blocks[int(name[7:]) - 1].attn.q.weight)
+        nn.init.zeros_(block.attn.out.weight)
+        nn.init.zeros_(block.mlp.down.weight)
+    assert torch.equal(model(ids), logits)
+    assert set(model.state_dict()) == set(qwen3.build(qwen3.Config.from_size(50, 32, 15, 16)).state_dict())
+    assert tree.remove(model, new) == new
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(model(ids), logits)
+
+
+def test_copies_share_nothing_with_their_originals_and_keep_mode_and_trainability(model):
+    tree.replace(model, "blocks.2.attn.q", Wrapped, tree.linear)
+    tree.freeze(model, "blocks.2.mlp.**")
+    model.blocks[2].mlp.eval()
+    new = tree.repeat(model, "blocks.2", times=2)
+    assert new == ["blocks.3", "blocks.4"]
+    original, *copies = model.blocks[2:5]
+    assert len(storages(original) | storages(copies[0]) | storages(copies[1])) == 3 * len(storages(original))
+    assert [p.requires_grad for p in copies[0].parameters()] == [p.requires_grad for p in original.parameters()]
+    assert [m.training for m in copies[0].modules()] == [m.training for m in original.modules()]
+    assert type(copies[0].attn.q) is Wrapped
+
+
+def test_an_insertion_renumbers_what_follows_and_moves_no_parameter(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    held, old = [id(p) for p in optimizer.param_groups[0]["params"]], names_of(model)
+    other = qwen3.build(qwen3.Config.from_size(50, 32, 2, 16))
+    assert tree.insert(model, "blocks", 5, other.blocks[0]) == "blocks.5"
+    assert model.blocks[5] is other.blocks[0]
+    new = names_of(model)
+    follow = lambda name: f"blocks.{int(name.split('.')[1]) + 1}." + name.split(".", 2)[2]
+    moved = {k: follow(v) if v.startswith("blocks.") and int(v.split(".")[1]) >= 5 else v for k, v in old.items()}
+    assert {k: v for k, v in new.items() if k in moved} == moved
+    assert {v for k, v in new.items() if k not in moved} == {
+        f"blocks.5.{k}" for k, _ in other.blocks[0].named_parameters()
+    }
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == held
+    assert [name for name in model.state_dict() if name.startswith("blocks.")] == sorted(
+        (name for name in model.state_dict() if name.startswith("blocks.")),
+        key=lambda name: int(name.split(".")[1]),
+    )
+    assert tree.insert(model, "blocks", 13, other.blocks[1]) == "blocks.13"
+
+
+def test_blocks_are_removed_by_globs_and_the_rest_computes_what_they_compute(model):
+    ids, kept = torch.randint(0, 50, (1, 7)), [0, 1, 2, 6, 7, 8, 9]
+    blocks = [model.blocks[i] for i in kept]
+    assert tree.remove(model, ["blocks.[3-5]", "blocks.1?"]) == [f"blocks.{i}" for i in (3, 4, 5, 10, 11)]
+    assert list(model.blocks) == blocks
+    assert model(ids).shape == (1, 7, 50)
+
+
+def test_entries_inside_of_entries_are_repeated_too():
+    model = mixtral.build(mixtral.Config.from_size(50, 32, 2, 16))
+    count = len(model.blocks[0].mlp.experts)
+    new = tree.repeat(model, "blocks.*.mlp.experts.1")
+    assert new == ["blocks.0.mlp.experts.2", "blocks.1.mlp.experts.2"]
+    assert len(model.blocks[1].mlp.experts) == count + 1
+
+
+def test_what_is_no_entry_or_no_list_is_refused_with_its_place(model):
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn: no entry of a ModuleList"):
+        tree.remove(model, ["blocks.0", "blocks.0.attn"])
+    with pytest.raises(ValueError, match="norm: no entry of a ModuleList"):
+        tree.repeat(model, "norm")
+    block = qwen3.build(qwen3.Config.from_size(50, 32, 2, 16)).blocks[0]
+    with pytest.raises(ValueError, match=r"'norm' selects nothing; the places of that kind are: blocks"):
+        tree.insert(model, "norm", 0, block)
+    for index in (-1, 13):
+        with pytest.raises(ValueError, match=f"blocks: insert at {index}; expected"):
+            tree.insert(model, "blocks", index, block)
+    with pytest.raises(ValueError, match="blocks: the model already has this Block; insert a copy"):
+        tree.insert(model, "blocks", 0, model.blocks[4])
+    assert dict(model.named_modules()) == before

@@ -152,6 +152,12 @@ class Adapted(nn.Module):
         """The active adapter, if this place has one of that name."""
         return self[self.active] if self.active is not None and self.active in self.adapters else None
 
+    @property
+    def added_products(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of the matrices that the active adapter multiplies each token by."""
+        factors = self.active_adapter.factors() if self.active_adapter else ()
+        return [(f.shape[1], f.shape[0]) for f in factors[int(is_embedding(self)) :]]  # ids are looked up
+
     def __getitem__(self, name: str) -> Adapter:
         return cast(Adapter, self.adapters[name])
 

@@ -14,11 +14,11 @@ benchmarks of gpt-fast and nanochat.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from dunes import checkpoint, measure
+from dunes import checkpoint, measure, tree
 from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
 from dunes.data import collect_corpus
@@ -90,7 +90,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
         model(ids, positions=cache.start(torch.ones_like(ids, dtype=torch.bool)), cache=cache, last=1)
 
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
-    head = 2.0 * model.embed.token.weight.numel()
+    head = 2.0 * _table(model).numel()
     work = tokens * flops(model, setting.context) / 3 - (tokens - setting.batch) * head
     return Work(run, tokens, setup=setup, flops=work, bytes=weight_bytes(model), model=model)
 
@@ -115,7 +115,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
 
     steps, middle = count - 1, half + count / 2
     work = setting.batch * steps * flops(model, int(middle)) / 3
-    cached = setting.batch * middle * cache_elements_per_token(model) * model.embed.token.weight.element_size()
+    cached = setting.batch * middle * cache_elements_per_token(model) * _table(model).element_size()
     size = steps * (weight_bytes(model) + cached)
     return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model)
 
@@ -164,10 +164,14 @@ def save(subject: Subject, setting: Setting) -> Work:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that each forward pass reads: all but embeddings, of which it reads a few rows."""
-    embeddings = sum(p.nbytes for p in model.embed.parameters())
-    tied = model.embed.token.weight.nbytes if model.head is None else 0
-    return sum(p.nbytes for p in model.parameters()) - embeddings + tied
+    """Bytes that each forward pass reads of weights, codes and scales: of embeddings only a few rows."""
+    tied = _table(model).nbytes if model.head is None else 0
+    whole, embeddings = (sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (model, model.embed))
+    return whole - embeddings + tied
+
+
+def _table(model: Decoder) -> torch.Tensor:
+    return cast(torch.Tensor, tree.innermost(model.embed.token).weight)
 
 
 def cache_elements_per_token(model: Decoder) -> int:

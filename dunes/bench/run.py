@@ -124,8 +124,11 @@ def _subjects(request: Request) -> Iterator[Subject]:
 
 def _case(named: Benchmark, subject: Subject, setting: Setting) -> Case:
     with torch.device("meta"):
-        parameters = tree.count(subject.outline())
-    size = parameters * (4 if named.memory is train_allocations else getattr(torch, setting.dtype).itemsize)
+        model = subject.outline()
+    parameters = tree.count(model)
+    dtype = torch.float32 if named.memory is train_allocations else getattr(torch, setting.dtype)
+    stored = (*model.parameters(), *model.buffers())
+    size = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in stored)
     if named.memory is None:
         return Case(subject, setting, parameters, size, size, None)
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dunes.plural import plural
+from dunes.units import plural
 
 
 class Cache:

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from dunes import measure, tree
+from dunes.augment.adapted import sides
 from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
-from dunes.plural import plural
 from dunes.runs.config import Dtype, T
 from dunes.runs.memory import Shape, describe_memory, process_memory, train_allocations
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
-from dunes.units import format_count
+from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
 """Of BPE with a few thousand tokens on code; `bytes` and `chars` have one."""
@@ -213,36 +213,42 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 
 
 def flops(model: nn.Module, context: int) -> float:
-    """Training FLOPs per token: six per matrix weight, and attention's.
+    """Training FLOPs per token, as if all were trained: six per weight of a matrix, and attention's.
 
     Attention is counted without its mask, as it is computed; the optimizer is not counted.
     """
-    weights = sum(share * m.weight.numel() for m, share in linears(model))
+    weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
     if isinstance(model, Decoder) and model.head is None:
-        weights += model.embed.token.weight.numel()
+        weights += model.embed.token.num_embeddings * model.embed.token.embedding_dim
     across = sum(m.q.out_features for m in model.modules() if isinstance(m, Attention))
     return 6.0 * weights + 12.0 * across * context
 
 
-def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, float]]:
-    """Every linear layer, and the fraction of tokens it processes (less than 1 for experts)."""
+def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
+    """Inputs and outputs of every matrix, and the fraction of tokens that it multiplies (below 1 for experts).
+
+    A wrapper of a linear layer names those that it adds as `added_products`.
+    """
     shares = {
         e: m.top_k / len(m.experts) for m in model.modules() if isinstance(m, MoE) for e in m.experts.modules()
     }
+    for m in tree.linears(model):
+        yield *sides(m), shares.get(m, 1.0)
     for m in model.modules():
-        if isinstance(m, nn.Linear):
-            yield m, shares.get(m, 1.0)
+        for added in getattr(m, "added_products", ()):
+            yield *added, shares.get(m, 1.0)
 
 
 def muon_flops(model: nn.Module) -> float:
-    """FLOPs per step of Muon's five iterations over all matrices."""
-    sides = (sorted(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
-    return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sides)
+    """FLOPs per step of Muon's five iterations over all trained matrices of linear layers."""
+    trained = [p for m in tree.linears(model) for p in m.parameters() if p.requires_grad and p.dim() == 2]
+    sorted_sides = (sorted(p.shape) for p in trained)
+    return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sorted_sides)
 
 
 def activation_bytes(model: nn.Module, context: int) -> float:
     """Bytes of activations per token in a forward pass, at two bytes each."""
-    linear = sum(share * (m.in_features + m.out_features) for m, share in linears(model))
+    linear = sum(share * (inputs + outputs) for inputs, outputs, share in products(model))
     scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
     vocab = model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
     return 2.0 * (linear + scores + vocab)

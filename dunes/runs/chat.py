@@ -21,9 +21,9 @@ from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler, generate, limit_vocab
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.text import DecodeStream, Tokenizer
 from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
+from dunes.units import plural
 
 NONE = "none"
 """The name of the base model without an adapter."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import nn
 
 from dunes.generate import Sampler, force_prefix, generate, limit_vocab, sampler
-from dunes.plural import plural
 from dunes.text import DecodeStream, Tokenizer
 from dunes.text.lines import decode_text, split_lines
+from dunes.units import plural
 
 LINE_END = re.compile(rb"[\r\n]")
 

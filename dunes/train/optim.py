@@ -6,7 +6,7 @@ if no parameter is trainable, and for rates that are negative or not finite.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,19 +109,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 def _heads(model: nn.Module) -> list[nn.Module]:
     """The output layers: linear layers whose outputs no other takes as inputs, or else the last one."""
-    linears = list(_linears(model))
+    linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
     unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
     return unread or linears[-1:]
-
-
-def _linears(module: nn.Module) -> Iterator[nn.Module]:
-    """Linear layers, each with its wrappers; not larger modules that also have in_features."""
-    if tree.linear(module) and not any(True for _ in tree.innermost(module).children()):
-        yield module
-    else:
-        for child in module.children():
-            yield from _linears(child)
 
 
 class Muon(Optimizer):
