@@ -91,7 +91,7 @@ class TrainTask:
     def tokens(self) -> int:
         return len(self.text.valid)
 
-    def batches(self, start: int) -> Iterator[Tensor]:
+    def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         return Windows(self.text.train, self.config.context_length, self.config.batch, self.config.seed).batches(
             start
         )
