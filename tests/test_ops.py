@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dunes.ops import attention, cross_entropy, gated, low_rank, rms_norm, rotary
 
