@@ -53,7 +53,7 @@ def taught(module, batches, how=loss.next_token):
     module.zero_grad()
     total, count = 0.0, 0
     for batch in batches:
-        nats, counted = how(module, batch)
+        nats, counted, *_ = how(module, batch)
         nats.backward()
         total, count = total + nats.item(), count + int(counted)
     return total, count, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])

@@ -341,7 +341,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     trained = {}
 
     def broken(model, batch):
-        total, counted = real(model, batch)
+        total, counted, _ = real(model, batch)
         if len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 7:
             trained.setdefault("weights", {k: v.clone() for k, v in model.state_dict().items()})
             total = total * float("nan")
