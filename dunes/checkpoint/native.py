@@ -5,13 +5,14 @@ https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, combine
 from dunes.models.config_values import check_supported, number, quotient, size
 from dunes.models.names import Layout, Names, identity, name
 
@@ -216,25 +217,12 @@ def join_shards(shards: Sequence[Weights], shapes: Mapping[str, tuple[int, ...]]
     return {key: _join([shard[key] for shard in shards if key in shard], shapes.get(key)) for key in keys}
 
 
-def _join(parts: list[LazyTensor], expected: tuple[int, ...] | None) -> LazyTensor:
+def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> LazyTensor:
     first = parts[0]
-    if len(parts) == 1 or expected is None or first.shape == expected:
+    if len(parts) == 1 or expected in (None, first.shape) or len({part.dtype for part in parts}) > 1:
         return first
-    dim = next((d for d in range(len(first.shape)) if _concatenated_shape(parts, d) == expected), 0)
-
-    def release() -> None:
-        for part in parts:
-            part.release()
-
-    shape = _concatenated_shape(parts, dim) or first.shape
-
-    return LazyTensor(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], dim), release)
-
-
-def _concatenated_shape(parts: Sequence[LazyTensor], dim: int) -> tuple[int, ...] | None:
-    """The shape of the parts concatenated along a dimension, or None if they do not fit."""
-    others = {(p.shape[:dim], p.shape[dim + 1 :], p.dtype) for p in parts if len(p.shape) > dim}
-    if len(others) != 1 or any(len(p.shape) <= dim for p in parts):
-        return None
-    shape = parts[0].shape
-    return (*shape[:dim], sum(p.shape[dim] for p in parts), *shape[dim + 1 :])
+    for dim in range(len(first.shape)):
+        with suppress(RuntimeError, IndexError):  # they do not fit along this dimension
+            if (joined := combine(partial(torch.cat, dim=dim), parts)).shape == expected:
+                return joined
+    return first
