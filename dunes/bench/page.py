@@ -93,6 +93,8 @@ def _images(run: Path, lines: Sequence[Mapping[str, Any]], points: Sequence[Mapp
     pictures.append(
         ("learning rate", plot.over_tokens(points, "lr_scale", "learning rate, share of its peak", keep=0.0))
     )
+    for name in sorted({name for point in points for name in point if name.startswith("metrics/")}):
+        pictures.append((escape(name), plot.over_tokens([p for p in points if name in p], name, name)))
     images = ((name, base64.b64encode(plot.to_svg(picture)).decode()) for name, picture in pictures)
     return "\n".join(f'<img alt="{name}" src="data:image/svg+xml;base64,{image}">' for name, image in images)
 
