@@ -149,7 +149,7 @@ def _naming_errors(path: Path) -> Iterator[None]:
     except KeyError as key:
         raise ValueError(f"{path}: {key} is missing") from None
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        reason = " ".join(str(error).split()).removeprefix(f"{CONFIG}: ").removeprefix(f"{native.PARAMS}: ")
+        reason = " ".join(str(error).split()).removeprefix(f"{CONFIG}: ")
         raise ValueError(f"{path}: {reason if len(reason) < 400 else reason[:400] + '...'}") from None
 
 

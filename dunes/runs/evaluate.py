@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import tree
-from dunes.data import SeparateDocuments, TokenIds
+from dunes.data import PackedText, TokenIds
 from dunes.parts import Decoder
+from dunes.runs.memory import next_token_loss
 from dunes.train import IGNORE
 from dunes.units import plural
 
@@ -57,7 +58,7 @@ def evaluate(
     limit: int | None = None,
 ) -> Score:
     """Score the tokens in windows of `context`; each token is predicted from those before it in its window,
-    and of `SeparateDocuments` in its document.
+    and of `PackedText` in its document.
 
     A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
     than two tokens.
@@ -81,12 +82,12 @@ def score_batches(
     width: NDArray[np.int64],
     dtype: torch.dtype = torch.float32,
 ) -> Score:
-    """The score on batches: ids, targets (B, T), and the other arguments of `Decoder.loss`."""
+    """The score on batches as in `next_token_loss`."""
     loss_sum, count, size = 0.0, 0, 0
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         for batch in batches:
-            total, counted = model.loss(*(part.to(device) for part in batch))
+            total, counted, _ = next_token_loss(model, [part.to(device) for part in batch])
             loss_sum, count = loss_sum + float(total), count + int(counted)
             targets = batch[1].numpy()
             size += int(width[targets[targets != IGNORE]].sum())
@@ -98,7 +99,7 @@ def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[to
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
     batch: tuple[torch.Tensor, ...] = window[:, :-1], window[:, 1:]
-    if isinstance(tokens, SeparateDocuments):
+    if isinstance(tokens, PackedText):
         batch = tokens.batch(window, index)
     ids, targets, *positions = batch
     return ids, targets.masked_fill(torch.from_numpy(index[:, 1:] >= len(tokens)), IGNORE), *positions
