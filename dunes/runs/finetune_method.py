@@ -95,9 +95,7 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
     method, changes = METHODS[config.method], list[Change]()
     if method.adapter is None:
         if any(isinstance(module, Quantized) for module in model.modules()):
-            raise ValueError(
-                f"--method {config.method} trains weights, and these are quantized; use --method lora"
-            )
+            raise ValueError("--method full trains all weights, and these are quantized; use --method lora")
         set_trainable(model, config.target_modules or ("**",))
         return changes
     requests = {"quantize": method.quantize, "lora": _request(config) | {**method.adapter}}
