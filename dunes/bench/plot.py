@@ -225,64 +225,24 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def flame(report: Report) -> Any:
-    """A flame graph of modules: widths are times, callees are above callers, equal blocks are merged."""
+def module_bars(report: Report) -> Any:
+    """The time of each module with its submodules, by phase; equal blocks are summed."""
     p = _plotnine()
-    boxes: list[dict[str, Any]] = []
-    seconds = report.inside()
-    _boxes(seconds, "", 0.0, boxes)
-    boxes.append(
-        {"x": sum(seconds[""].values()), "wide": report.between, "level": 0, "name": "Python", "phase": "waiting"}
-    )
-    total = report.wall
+    modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
-        {
-            "left": 1e3 * b["x"],
-            "right": 1e3 * (b["x"] + b["wide"]),
-            "low": float(b["level"]),
-            "high": b["level"] + 0.94,
-            "middle": 1e3 * (b["x"] + b["wide"] / 2),
-            "centre": b["level"] + 0.47,
-            "phase": b["phase"],
-            "label": b["name"] if b["wide"] > 0.008 * (1 + len(b["name"])) * total else "",
-        }
-        for b in boxes
-        if b["wide"] > 0.001 * total
+        {"module": name or "all", "phase": phase, "milliseconds": 1e3 * seconds}
+        for name, by_phase in modules.items()
+        for phase, seconds in by_phase.items()
     ]
-    levels = 1 + max(b["level"] for b in boxes)
     shades = dict(zip((*PHASES, "waiting"), ("#56B4E9", "#E69F00", "#009E73", "#CCCCCC"), strict=True))
     return (
-        _base(_frame(records), wide=9, high=1.4 + 0.5 * levels)
-        + p.geom_rect(
-            p.aes(xmin="left", xmax="right", ymin="low", ymax="high", fill="phase"), color="white", size=0.3
-        )
-        + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
-        + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
-        + p.labs(
-            title=f"{format_seconds(total)} by module",
-            x="milliseconds ((outside): outside any module, such as the loss)",
-            y="",
-        )
-        + p.theme(axis_text_y=p.element_blank(), panel_grid_major_y=p.element_blank())
+        _base(_frame(records), wide=9, high=1.4 + 0.25 * len(modules), x="module", y="milliseconds", fill="phase")
+        + p.geom_col(width=0.8)
+        + p.scale_x_discrete(limits=[name or "all" for name in reversed(modules)])
+        + p.scale_fill_manual(shades)
+        + p.coord_flip()
+        + p.labs(title=f"{format_seconds(report.wall)} by module", x="", y="milliseconds")
     )
-
-
-def _boxes(inside: Mapping[str, Mapping[str, float]], name: str, x: float, boxes: list[dict[str, Any]]) -> float:
-    """Add the boxes of a module, one per phase, and of its submodules, from x on; returns their right end."""
-    level = 0 if not name else name.count(".") + 1
-    prefix = f"{name}." if name else ""
-    parts = [n for n in inside if n.startswith(prefix) and n != name and "." not in n[len(prefix) :]]
-    short = name.rpartition(".")[2] or "model"
-    for phase in PHASES:
-        wide = inside[name].get(phase, 0.0)
-        if not wide:
-            continue
-        boxes.append({"x": x, "wide": wide, "level": level, "name": short, "phase": phase})
-        left = x
-        for part in parts:
-            left = _boxes({n: {phase: v.get(phase, 0.0)} for n, v in inside.items()}, part, left, boxes)
-        x += wide
-    return x
 
 
 def memory(log: Allocations, resolution: int = 400) -> Any:
