@@ -96,11 +96,8 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
         + p.geom_line(p.aes(y="fit"), size=0.8)
         + p.geom_point(size=3)
-        + p.scale_x_log10(labels=_round, breaks=_log_ticks(r["x"] for r in records))
-        + p.scale_y_log10(
-            labels=lambda v: [format_value(t) for t in v],
-            breaks=_log_ticks(r[c] for r in records for c in ("y", "fit")),
-        )
+        + p.scale_x_log10(labels=_round)
+        + p.scale_y_log10(labels=lambda v: [format_value(t) for t in v])
         + p.scale_color_manual(COLOURS * 4)
         + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
         + p.labs(title=f"{results[0]['benchmark']}: {NAMES[of]} over {axis}", x=axis, y="")
@@ -111,31 +108,18 @@ def _round(values: Sequence[float]) -> list[str]:
     return [format_count(v) for v in values]
 
 
-def _log_ticks(values: Any) -> list[float]:
-    """1, 2 and 5 times powers of ten around the values; powers of ten alone for a wide range."""
-    values = list(values)
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    steps = (1, 2, 5) if max(values) < 300 * min(values) else (1,)
-    marks = [m * 10.0**e for e in range(low, high + 1) for m in steps]
-    return [m for m in marks if min(values) / 2 <= m <= max(values) * 2]
-
-
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
     """A bar chart of rates with their values, and intervals unless `interval` is empty.
 
     Takes records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
     """
     p = _plotnine()
-    records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in results]
-    for record in records:
-        assert isinstance(record["rate"], float), "converted above"
-        record["label"] = "  " + format_count(record["rate"])
+    frame = _frame([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
     order = [str(f["name"]) for f in reversed(results)]
-    frame = _frame(records)
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
     unit = results[0]["unit"] + (f"/s (line: {interval})" if interval else "/s")
     return (
-        _base(frame, high=1.2 + 0.42 * len(records), x="name", y="rate")
+        _base(frame, high=1.2 + 0.42 * len(results), x="name", y="rate")
         + p.geom_col(fill=COLOURS[0], width=0.65)
         + ([ends] if interval else [])
         + p.geom_text(p.aes(label="label", y="high"), ha="left", size=9)
