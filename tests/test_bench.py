@@ -269,7 +269,7 @@ def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
 
 def test_files_that_are_none_are_refused(tmp_path):
     bad = tmp_path / "bad.jsonl"
-    for text, words in (("", "has no measurements"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
+    for text, words in (("", "has no measurements"), ('{"a": 1}\n', "has no measurements"), ("\0\n", "has no")):
         bad.write_text(text)
         with pytest.raises(ValueError, match=words):
             rows.read_rows(bad)
@@ -464,11 +464,11 @@ def test_where_time_and_memory_go_can_be_drawn(tmp_path):
     subject = of_shape("arcee", 20_000, 32)
     setting = Setting(2, 32, "float32", 1)
     report, _ = profile_work(benchmarks.BENCHMARKS["train"].make(subject, setting))
-    plot.save_plot(plot.flame(report), tmp_path / "flame.svg")
+    plot.save_plot(plot.module_bars(report), tmp_path / "modules.svg")
     from dunes.bench.memory import estimate_memory
 
     plot.save_plot(plot.memory(estimate_memory(subject, setting, False, False).log), tmp_path / "memory.png")
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("flame.svg", "memory.png"))
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("modules.svg", "memory.png"))
 
 
 def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):

@@ -7,6 +7,7 @@ from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.runs.config import Dtype, flag
 
 Into = Literal["dequantized", "original"]
+Kind = Literal["int8", "nf4"]
 
 
 def merge(
@@ -14,7 +15,9 @@ def merge(
     out: Out,
     *,
     into: Annotated[Into | None, flag("|".join(get_args(Into)), "dequantized")] = None,
-    dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "the base's")] = None,
+    dtype: Annotated[
+        Dtype | None, flag("|".join(get_args(Dtype)), "the base's", "Dtype of the merged weights.")
+    ] = None,
     any_base: AnyBase = False,
 ) -> None:
     """Merge an adapter into its base model, and verify the result; template and tokenizer are included.
@@ -22,20 +25,16 @@ def merge(
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        model: Adapter folder.
-        out: Output folder.
         into: For an adapter trained on a quantized base: merge into the dequantized weights, or the original ones.
-        dtype: Dtype of the merged weights.
     """
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.merge import merge as merge_adapter
+    from dunes.runs.export import export
     from dunes.text import templates
 
     torch_dtype = None if dtype is None else getattr(torch, dtype)
-    report = merge_adapter(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base)
-    for line in report.lines():
+    for line in export(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base).lines():
         print(line)
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:
@@ -43,7 +42,32 @@ def merge(
         print(f'next: dunes {verb} {out} "..."')
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge}
+def quantize(
+    model: Model,
+    out: Out,
+    *,
+    kind: Annotated[Kind, flag("|".join(get_args(Kind)))] = "nf4",
+    double: bool = False,
+) -> None:
+    """Quantize the linear layers of a model, and measure the effect on its logits.
+
+    Example: dunes augment quantize ~/models/mistral ~/models/mistral-nf4 --kind nf4
+
+    Args:
+        model: A model folder, an adapter folder, or a model name on the Hub.
+        out: Output folder.
+        kind: int8 with a scale for each row, or nf4 with a scale for each block of 64.
+        double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
+    """
+    from dunes import checkpoint
+    from dunes.runs.augment import augment_folder
+
+    for line in augment_folder(checkpoint.locate_model(model).folder, out, "quantize", kind=kind, double=double):
+        print(line)
+    print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge, "quantize": quantize}
 
 ABOUT = """Modify models: each command reads a folder and writes another.
 
