@@ -113,16 +113,16 @@ def generate(
     """
     from dunes import checkpoint, measure
     from dunes.plural import plural
-    from dunes.runs.write import write
+    from dunes.runs.text_generator import TextGenerator
 
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(prompt, end="", flush=True)
     count = 0
-    for piece in write(loaded.model, tokenizer, loaded.context_length, prompt, tokens, sample):
+    for piece in TextGenerator(loaded.model, tokenizer, loaded.context_length).stream(prompt, tokens, sample):
         count += 1
-        print(piece, end="", flush=True)
+        print(piece.text, end="", flush=True)
     print()
     if count < tokens:
         print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
@@ -198,13 +198,14 @@ def complete(
             without it the text before the cursor is read from standard input.
     """
     from dunes import checkpoint, measure
+    from dunes.runs.text_generator import TextGenerator
     from dunes.runs.write import complete_line, text_before_cursor
     from dunes.text.lines import decode_text
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
+    print(complete_line(TextGenerator(loaded.model, tokenizer, loaded.context_length), prefix))
 
 
 def evaluate(
