@@ -76,8 +76,8 @@ def generate_all(
 ) -> Iterator[list[Token | None]]:
     """The same for several requests at once; None where a row has ended. Each row's text is the same as alone.
 
-    Between two tokens the caller may put another request, or None, into a place of `requests`. A `cache` has as many
-    rows: what it holds of the beginning of a text is not evaluated, and afterwards it holds the new texts.
+    Between two tokens the caller may put another request, or None, into a place of `requests`. A `cache` has as
+    many rows: what it holds of the beginning of a text is not evaluated, and afterwards it holds the new texts.
     """
     cache = cache or PrefixCache(model, len(requests))
     rows: list[_Row | None] = [None] * len(requests)

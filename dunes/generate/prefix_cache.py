@@ -17,8 +17,8 @@ Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 class PrefixCache:
     """The cache of a model, whose weights must not change meanwhile, and the ids in each of its rows.
 
-    `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use what
-    is active in the model.
+    `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use
+    what is active in the model.
     """
 
     def __init__(self, model: nn.Module, rows: int = 1, activate: Activate | None = None) -> None:
@@ -39,7 +39,7 @@ class PrefixCache:
             self.adapters[row], self.ids[row] = adapter, []
 
     def logits(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Logits (N, V) after the texts, by row; what a row holds of the beginning of its text is not evaluated."""
+        """Logits (N, V) after the texts, by row; what a row holds of a text's beginning is not evaluated."""
         # Many tokens in one row would be as many of padding in all others.
         prefill = [i for i, ids in texts.items() if ids[:-1] != self.ids[i]] if any(self.ids) else []
         logits = self._evaluate({i: texts[i] for i in prefill}, prefill)
