@@ -21,7 +21,6 @@ import torch
 import tyro
 
 from dunes import measure, tree
-from dunes.plural import plural
 from dunes.runs.autosize import with_hardware
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.json_lines import append_record, read_records
@@ -29,6 +28,7 @@ from dunes.runs.progress import Display
 from dunes.runs.run import Run
 from dunes.runs.train import prepare
 from dunes.runs.train_config import TrainConfig
+from dunes.units import plural
 
 OVERHEAD = 20.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""

@@ -22,9 +22,8 @@ import tyro
 
 from dunes import measure
 from dunes.bench import plot, rows
-from dunes.plural import plural
 from dunes.runs.run import METRICS, read_metrics
-from dunes.units import format_count, format_seconds
+from dunes.units import format_count, format_seconds, plural
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"

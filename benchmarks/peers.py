@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from tuning import Tuning
 from work import COMPARED, Work
 
-from dunes.plural import plural
+from dunes.units import plural
 
 SIDES = Path(__file__).parent / "peers"
 

@@ -1,8 +1,14 @@
-"""Format bytes, counts and seconds with three significant digits and a unit."""
+"""Format counts with their nouns, and bytes, counts and seconds with three significant digits and a unit."""
 
 SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 TIMES = ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns"))
+
+
+def plural(count: float, noun: str, nouns: str = "") -> str:
+    """The count with its noun: "1 file", "2 files", "1.5 minutes"; `nouns` where that is not noun + s."""
+    number = f"{count:g}" if isinstance(count, float) else str(count)
+    return f"{number} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def format_bytes(size: float) -> str:

@@ -23,9 +23,9 @@ from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.generate import sampler
-from dunes.plural import plural
 from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage, write_lines
 from dunes.runs.text_generator import TextGenerator
+from dunes.units import plural
 
 
 def local_model(path: str, limit: int = TOKENS) -> AskModel:

@@ -607,8 +607,8 @@ def test_odd_values_are_counted_by_tensor(dtype):
     tensors |= {"bias": torch.zeros(4, dtype=dtype), "scalar": torch.tensor(torch.inf, dtype=dtype)}
     by_hand = int(((odd != 0) & (odd.abs() < limits.smallest_normal)).sum())
     assert list(odd_values(in_memory(tensors))) == [
-        f"odd: 2 not finite, {by_hand} denormal, 1 row of zeros",
-        "scalar: 1 not finite",
+        f"odd: not finite 2, denormal {by_hand}, rows of zeros 1",
+        "scalar: not finite 1",
     ]
 
 

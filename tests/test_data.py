@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dunes.data import (
+    SeparateDocuments,
     TokenFile,
     Windows,
     collect_corpus,
@@ -647,8 +648,10 @@ def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
     path = put(tmp_path, {"rows.jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts)}) / "rows.jsonl"
     corpus = collect_corpus([path])
     for side in (corpus.train, corpus.valid):
-        ids = [i for text in learned(side) for i in (*BYTES.encode(text), BYTES.eos)]
-        assert token_shard(side, BYTES).tokens.tolist() == ids
+        ids = [[*BYTES.encode(text), BYTES.eos] for text in learned(side)]
+        shard = token_shard(side, BYTES)
+        assert shard.tokens.tolist() == [i for text in ids for i in text]
+        assert shard.starts.tolist() == [sum(map(len, ids[:i])) for i in range(len(ids))]
     assert sorted(learned(corpus.train) + learned(corpus.valid)) == sorted(texts)
 
 
@@ -690,6 +693,7 @@ def test_a_shard_holds_the_ids_of_each_document_and_an_end(documents, tmp_path, 
     assert shard.size == sum(d.path.stat().st_size for d in documents)
     assert shard.documents == len(documents) == (shard.tokens == tokenizer.eos).sum()
     assert shard.vocab == tokenizer.vocab
+    assert shard.starts.tolist() == [0, *(np.flatnonzero(shard.tokens == tokenizer.eos)[:-1] + 1).tolist()]
 
 
 def test_a_document_of_many_blocks_has_the_ids_of_the_whole(tmp_path):
@@ -768,11 +772,11 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "shard.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "shard.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_made_again(documents, tmp_path, name, damage):
     first = token_shard(documents, BYTES, tmp_path / "cache")
-    want, path = first.tokens.tolist(), first.folder / name
+    want, starts, path = first.tokens.tolist(), first.starts.tolist(), first.folder / name
     data, hurt = path.read_bytes(), DAMAGES[damage](path.read_bytes())
     path.unlink()
     if hurt is not None:
@@ -780,8 +784,17 @@ def test_a_damaged_shard_is_made_again(documents, tmp_path, name, damage):
     again = token_shard(documents, BYTES, tmp_path / "cache")
     assert again == first
     assert again.tokens.tolist() == want
+    assert again.starts.tolist() == starts
     assert path.read_bytes() == data
     assert list((tmp_path / "cache").iterdir()) == [first.folder]
+
+
+def test_a_shard_of_the_older_format_is_made_again(documents, tmp_path):
+    first = token_shard(documents, BYTES, tmp_path)
+    (first.folder / "starts.bin").unlink()
+    change(first.folder, format=1)
+    assert token_shard(documents, BYTES, tmp_path).starts.tolist()[0] == 0
+    assert json.loads((first.folder / "shard.json").read_text())["format"] == 2
 
 
 def test_no_single_bit_of_a_card_can_lie(documents, tmp_path):
@@ -797,10 +810,18 @@ def test_no_single_bit_of_a_card_can_lie(documents, tmp_path):
 FOREIGN = {
     "no card": (lambda f: (f / "shard.json").unlink(), "not a shard of tokens"),
     "a card of something else": (lambda f: (f / "shard.json").write_text("[1, 2]"), "not a shard of tokens"),
-    "another format": (lambda f: change(f, format=9), "format 9; this version reads 1"),
+    "another format": (lambda f: change(f, format=9), "format 9; this version reads 2"),
+    "no starts": (lambda f: (f / "starts.bin").unlink(), "not a shard of tokens"),
+    "a flipped start": (
+        lambda f: replaced(f / "starts.bin", lambda d: flipped(d, 8)),
+        "the SHA-256 of tokens.bin and",
+    ),
     "ids of four bytes": (lambda f: change(f, vocab=70_000), r"bytes, not \d+ ids of 4 bytes"),
     "an id too large": (lambda f: change(f, vocab=100), r"id \d+ is outside the vocabulary of 100"),
-    "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), "its SHA-256 is not that"),
+    "a flipped bit": (
+        lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)),
+        "the SHA-256 of tokens.bin and",
+    ),
     "a cut file": (lambda f: replaced(f / "tokens.bin", lambda d: d[:-1]), "bytes, not"),
 }
 
@@ -947,6 +968,24 @@ def test_a_batch_depends_on_its_number_only(text, batch, number, seed):
         assert ids.dtype == torch.int64
         assert torch.equal(ids, windows.batch(number + i))
         assert torch.equal(ids, Windows(tokens.copy(), length, batch, seed).batch(number + i))
+
+
+@many(200)
+@given(text=texts, cuts=st.lists(st.integers(1, 400)), number=st.integers(0, 10**6), data=st.data())
+def test_separate_documents_have_positions_and_targets_of_their_own(text, cuts, number, data):
+    """The same ids in the same order; positions restart where a document or the window begins."""
+    (size, length), end = text, 1
+    ids = np.array(data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)), np.uint16)
+    begins = sorted({0, *(c for c in cuts if c < size)})
+    plain = Windows(ids, length, 3)
+    batch = Windows(SeparateDocuments(ids, np.array(begins), end), length, 3).batch(number)
+    assert torch.equal(batch[0], plain.batch(number)[:, :-1])
+    index = plain.starts(np.arange(3 * number, 3 * number + 3))[:, None] + np.arange(length + 1)
+    for row, got_targets, got_positions in zip(index.tolist(), *(b.tolist() for b in batch[1:]), strict=True):
+        begin = [max(row[0], max(b for b in begins if b <= i)) for i in row]
+        assert got_positions == [i - b for i, b in zip(row, begin, strict=True)][:-1]
+        same = [a == b or ids[i] == end for a, b, i in zip(begin, begin[1:], row[1:], strict=False)]
+        assert got_targets == [int(ids[i]) if s else -100 for s, i in zip(same, row[1:], strict=True)]
 
 
 def test_iteration_from_the_beginning_reaches_the_same_batches():

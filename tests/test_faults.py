@@ -298,14 +298,14 @@ def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
     assert read_state(tmp_path) == 1
 
 
-def test_damage_names_the_tensor_and_a_state_of_another_format_is_refused(stored):
+def test_damage_names_the_file_and_a_state_of_another_format_is_refused(stored):
     path = stored / "tensors.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     told = []
     checkpoint.latest_state(stored.parent.parent, told.append)
-    assert "tensors.safetensors: not the bytes that were written (in weights)" in told[0]
+    assert "tensors.safetensors: not the bytes that were written" in told[0]
     old = stored.with_name("step-000001")
     (old / "state.json").write_text('{"format": 99, "state": {}}')
     with pytest.raises(ValueError, match="its format is 99, and this version reads 2"):

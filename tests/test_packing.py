@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dunes import augment, tree
-from dunes.data import Batches, Example, packing
+from dunes.data import Batches, Example, SeparateDocuments, Windows, packing
 from dunes.data.packing import best_fit, collate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
 from dunes.parts import Cache, Checkpointed, decoder
 from dunes.parts.context import ForwardContext, document_starts, supports_packing
 from dunes.parts.moe import load_balance, record_routing
+from dunes.runs.evaluate import evaluate
+from dunes.runs.memory import next_token_loss
 from dunes.train import loss
 from dunes.train.trainer import Trainer
 from own_parts import OWN, of_own_parts
@@ -477,3 +479,51 @@ def test_an_overflow_where_nothing_is_asked_stays_out_of_the_loss_of_any_head():
         total.backward()
         assert torch.isfinite(total)
         assert torch.isfinite(head.weight.grad).all()
+
+
+def window_of_three():
+    """Three documents, each ended by END, as one text; and each alone, begun by the end of the one before."""
+    generator = np.random.default_rng(0)
+    lengths = (9, 5, 11)
+    text = np.concatenate([[*generator.integers(0, END, n - 1), END] for n in lengths])
+    begins = np.array([0, 8, 13])
+    alone = [text[a : b + 1] for a, b in zip(begins, [8, 13, 24], strict=True)]
+    return SeparateDocuments(text, begins, END), [torch.from_numpy(ids)[None] for ids in alone]
+
+
+@pytest.mark.parametrize("family", [*FAMILY, "mixtral"])
+@pytest.mark.parametrize("varlen", [True, False])
+def test_the_loss_of_a_window_of_three_documents_is_the_sum_of_theirs(family, varlen, monkeypatch):
+    if not varlen:  # as on a device whose values are not read
+        monkeypatch.setattr(decoder, "readable_on_host", lambda x: False)
+    module, (text, documents) = model(family).eval(), window_of_three()
+    batch = Windows(text, len(text) - 1, 1).batch(0)
+    total, count, gradient = taught(module, [batch], next_token_loss)
+    whole, counts, gradients = taught(module, documents, next_token_loss)
+    assert count == counts == 24
+    assert total == pytest.approx(whole, rel=1e-5)
+    assert (gradient - gradients).abs().max() < 1e-5 * gradients.abs().max()
+    joined, *_ = taught(module, Windows(text.tokens, len(text) - 1, 1).batch(0)[None], next_token_loss)
+    assert abs(joined - whole) > 1e-3 * whole, "together they see each other"
+
+
+def test_scoring_separates_documents_as_training_does():
+    module, (text, documents) = model("llama").eval(), window_of_three()
+    width = np.ones(VOCAB, np.int64)
+    score = evaluate(module, text, width, CONTEXT)
+    alone = sum(evaluate(module, ids[0].numpy(), width, CONTEXT).loss_sum for ids in documents)
+    assert score.tokens == 24
+    assert score.loss_sum == pytest.approx(alone, rel=1e-5)
+    # Windows that cut documents, of which the last is cut short by the end of the text.
+    cut = evaluate(module, text, width, 7)
+    pieces = [text.tokens[a : b + 1] for a, b in ((0, 7), (7, 8), (8, 13), (13, 14), (14, 21), (21, 24))]
+    assert cut.tokens == 24
+    assert cut.loss_sum == pytest.approx(sum(evaluate(module, p, width, 7).loss_sum for p in pieces), rel=1e-5)
+
+
+def test_a_text_that_was_cut_teaches_no_first_token():
+    text = SeparateDocuments(np.array([3, 4, 5, 6, 7, 8]), np.array([0, 3]), END)
+    ids, targets, positions = Windows(text, 5, 1).batch(0)
+    assert ids.tolist() == [[3, 4, 5, 6, 7]]
+    assert targets.tolist() == [[4, 5, IGNORE, 7, 8]]
+    assert positions.tolist() == [[0, 1, 2, 0, 1]]

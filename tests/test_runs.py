@@ -32,7 +32,7 @@ from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting_note, rising_loss_warning
 from dunes.runs.progress import Display
 from dunes.runs.run import read_metrics
-from dunes.runs.score import score_folder
+from dunes.runs.score import evaluation_tokens, score_folder
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig, parse_size
@@ -120,6 +120,28 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     assert exact[0] == exact[1]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (straight / name).read_bytes() == (halves / name).read_bytes()
+
+
+@pytest.mark.parametrize("split", ["files", "tails"])
+def test_separate_documents_are_scored_as_they_are_trained_and_resumed_exactly(split, code, tmp_path, monkeypatch):
+    config = toy(code, split=split, context_length=128, separate_documents=True)
+    straight, halves, joined = (tmp_path / name for name in ("straight", "halves", "joined"))
+    train(config, straight, display()[0])
+    with monkeypatch.context() as patch:
+        stopping_at(5, patch)
+        train(config, halves, display()[0])
+    train(TrainConfig(sources=()), halves, display()[0], resume=True)
+    train(replace(config, separate_documents=False), joined, display()[0])
+    losses = [[r["loss_hex"] for r in read_metrics(f / "metrics.jsonl")] for f in (straight, halves, joined)]
+    assert losses[0] == losses[1]
+    assert losses[0][1] != losses[2][1]
+    card = checkpoint.load(straight).card
+    assert score_folder(straight)[0].loss == pytest.approx(card["measured"]["loss"], rel=1e-6)
+    del card["trained"]["separate_documents"]
+    loaded, tokenizer = checkpoint.load_with_tokenizer(straight)
+    ids, _ = evaluation_tokens(tokenizer, card)
+    score = evaluate(loaded.model, ids, widths(tokenizer.token_bytes()), 128)
+    assert abs(score.loss / card["measured"]["loss"] - 1) > 1e-4, "joined, they score otherwise"
 
 
 def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from conftest import display, toy
 from dunes import checkpoint
 from dunes.bench.page import page
-from dunes.checkpoint import atomic
+from dunes.checkpoint.state import write_manifest
 from dunes.cli import bench as bench_verbs
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
@@ -130,8 +130,7 @@ def resealed(run, change):
     content["state"] = {"dict": [[k, v] for k, v in state.items()]}
     save_file(tensors, folder / "tensors.safetensors")
     (folder / "state.json").write_text(json.dumps(content).replace('"1e400"', "1e400"))
-    (folder / "manifest.json").unlink()
-    atomic._write_manifest(folder, {"tensors.safetensors": tensors})
+    write_manifest(folder)
     assert checkpoint.latest_state(run) == folder, "its digests are right"
     return folder
 
@@ -179,51 +178,54 @@ def option(old, new):
 
 WRONG_STATES = {
     "another step": (setting("number", 7), "it belongs to step 7"),
-    "text for a step": (setting("number", "12"), "number is '12'"),
-    "an endless step": (setting("number", "1e400"), "number is inf"),
-    "a step below none": (setting("number", -1), "number is -1"),
-    "text for bad": (setting("bad", "0"), "bad is '0'"),
+    "text for a step": (setting("number", "12"), "it belongs to step '12'"),
+    "an endless step": (setting("number", "1e400"), "it belongs to step inf"),
+    "a step below none": (setting("number", -1), "it belongs to step -1"),
+    "text for bad": (setting("bad", "0"), "number and bad (12, '0')"),
     "elapsed": (setting("elapsed", "1e400"), "elapsed is inf"),
     "elapsed text": (setting("elapsed", "3"), "elapsed is '3'"),
     "elapsed below": (setting("elapsed", -3.0), "elapsed is -3.0"),
-    "records": (setting("schedule", {"list": [{"list": [0, "12"]}]}), "schedule is "),
-    "records of one": (setting("schedule", {"list": [{"list": [0]}]}), "schedule is "),
-    "records backwards": (setting("schedule", {"list": [{"list": [12, 6]}]}), "schedule is "),
-    "records no list": (setting("schedule", 5), "schedule is 5"),
-    "best": (setting("best", {"list": [1.0, 2]}), "best is "),
-    "best of nothing": (setting("best", {"list": [1.0, 0, 5]}), "best is "),
-    "last": (setting("last", "none"), "last is 'none'"),
-    "best step": (setting("best_step", 1.5), "best_step is 1.5"),
-    "spent": (setting("timings", {"dict": [["data", "long"]]}), "timings is "),
-    "plan": (setting("config", 3), "config is 3"),
+    "records": (setting("schedule", {"list": [{"list": [0, "12"]}]}), "not the state of a run"),
+    "records of one": (setting("schedule", {"list": [{"list": [0]}]}), "not the state of a run"),
+    "records backwards": (setting("schedule", {"list": [{"list": [12, 6]}]}), "a decay from step 12 to 6"),
+    "records no list": (setting("schedule", 5), "not the state of a run"),
+    "best": (setting("best", {"list": [1.0, 2]}), "not enough values"),
+    "best of nothing": (setting("best", {"list": [1.0, 0, 5]}), "a score of 0 tokens"),
+    "last": (setting("last", "none"), "too many values"),
+    "best step": (setting("best_step", 1.5), "not the state of a run"),
+    "spent": (setting("timings", {"dict": [["data", "long"]]}), "could not convert string"),
+    "plan": (setting("config", 3), "contains no run config"),
     "plan's number": (setting("config", {"dict": [["steps", "12"]]}), "--steps is '12'"),
-    "corpus": (setting("fingerprints", None), "fingerprints is None"),
-    "weights": (setting("weights", {"list": []}), "weights is []"),
+    "corpus": (setting("fingerprints", None), "not the state of a run"),
+    "weights": (setting("weights", {"list": []}), "not the state of a run"),
     "weights of another": (setting("weights", {"dict": []}), "the state belongs to another model"),
-    "no optimizer": (setting("optimizer", {"dict": []}), "an optimizer's state is missing"),
+    "no optimizer": (setting("optimizer", {"dict": []}), "not the state of a run"),
     "a missing weight": (without("weights."), "is missing, in it or in tensors.safetensors"),
     "a missing best weight": (without("best_weights."), "is missing, in it or in tensors.safetensors"),
     "a missing momentum": (without("trainer.optimizer"), "is missing, in it or in tensors.safetensors"),
     "a momentum unnamed": (entry_gone, "the optimizer's parameters have different entries"),
     "a shape that broadcasts": (
         replaced("weights.", lambda t: t[:1], "norm"),
-        "the state belongs to another model: the shape",
+        "the state belongs to another model: blocks",
     ),
-    "another dtype": (replaced("weights.", lambda t: t.double()), "the state belongs to another model: the dtype"),
+    "another dtype": (replaced("weights.", lambda t: t.double()), "the state belongs to another model: blocks"),
     "best of another shape": (
         replaced("best_weights.", lambda t: t[:1]),
-        "the state belongs to another model: the shape",
+        "the state belongs to another model: blocks",
     ),
     "a weight that is none": (replaced("weights.", lambda t: t * nan), "not finite"),
     "a best weight that is none": (replaced("best_weights.", lambda t: t * nan), "not finite"),
     "a momentum that is none": (replaced("trainer.", lambda t: t * inf, "exp_avg"), "not finite"),
     "a momentum of another shape": (
         replaced("trainer.", lambda t: t.flatten()[:3], "exp_avg"),
-        "has the shape (3,)",
+        "is (3,) torch.float32, not ",
     ),
-    "a rate": (option('["lr", 0.0', '["lr", "x'.replace('"x', '"1"], ["was", 0.0')), "the optimizer's groups"),
-    "betas": (option('["betas", {"tuple": [0.9', '["betas", {"tuple": ["0.9"'), "the optimizer's groups"),
-    "an endless decay": (option('["weight_decay", 0.0', '["weight_decay", 1e999'), "the optimizer's groups"),
+    "a rate": (option('["lr", 0.0', '["lr", "x'.replace('"x', '"1"], ["was", 0.0')), "not the state of a run"),
+    "betas": (option('["betas", {"tuple": [0.9', '["betas", {"tuple": ["0.9"'), "too many dimensions"),
+    "an endless decay": (
+        option('["weight_decay", 0.0', '["weight_decay", 1e999'),
+        "the optimizer's weight_decay is inf",
+    ),
     "a group": (option('"params", {"list": [0', '"params", {"list": [99'), "the optimizer's groups"),
 }
 
@@ -250,8 +252,7 @@ NO_STATES = [
 def test_a_state_that_is_none_is_refused_by_name(text, run):
     folder = checkpoint.latest_state(run)
     (folder / "state.json").write_text(text)
-    (folder / "manifest.json").unlink()
-    atomic._write_manifest(folder, {})
+    write_manifest(folder)
     assert str(folder) in refused(resumed, run)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from dunes.bench import plot
 from dunes.checkpoint.card import read_card
 from dunes.measure import fingerprint
-from dunes.plural import plural
 from dunes.runs.config import RunConfig
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.picture import is_drawable
@@ -18,7 +17,7 @@ from dunes.runs.run import METRICS, read_config, read_metrics
 from dunes.runs.tensorboard import SAMPLES, read_samples
 from dunes.runs.train_config import TrainConfig
 from dunes.text import json_file
-from dunes.units import format_count, format_seconds
+from dunes.units import format_count, format_seconds, plural
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">

@@ -13,8 +13,7 @@ from dunes.bench.memory import MeasuredMemory, MemoryEstimate
 from dunes.bench.profile_modules import PHASES, Report
 from dunes.bench.rows import SETTING
 from dunes.measure import KINDS, Allocations
-from dunes.plural import plural
-from dunes.units import format_bytes, format_count, format_seconds
+from dunes.units import format_bytes, format_count, format_seconds, plural
 
 WIDTH = 240
 """Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""

@@ -37,8 +37,8 @@ from dunes.checkpoint.hf_config_of import hf_config_of, module_rows
 from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory
 from dunes.checkpoint.source import ADAPTER, tensors
 from dunes.models import weight_names
-from dunes.plural import plural
 from dunes.text import Tokenizer, json_file
+from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."

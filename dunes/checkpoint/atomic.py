@@ -4,26 +4,23 @@ Data is fsynced before it is renamed into place, and the rename before the call 
 """
 
 import errno
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dunes.staging import staging_folder
 from dunes.units import format_bytes
 
-MANIFEST = "manifest.json"
 LARGE = 1e9
 """Bytes; hashing more takes seconds."""
 DIGEST_BLOCK = 1 << 18
@@ -111,26 +108,6 @@ def require_free_space(folder: Path, size: int) -> None:
         )
 
 
-def write_with_manifest(
-    folder: Path,
-    write_files: Callable[[Path], None],
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    publish: Callable[[Path, Path], None] = os.rename,
-) -> None:
-    """`write_folder` with a manifest: size and SHA-256 of each file, and SHA-256 of each of its tensors.
-
-    `tensors` maps file names to tensors, so that damaged tensors can be named.
-    """
-
-    def write_all(staged: Path) -> None:
-        write_files(staged)
-        _write_manifest(staged, tensors)
-
-    write_folder(
-        folder, write_all, sum(t.nbytes for of_file in tensors.values() for t in of_file.values()), publish
-    )
-
-
 def write_folder(
     folder: Path, write_files: Callable[[Path], None], size: int, publish: Callable[[Path, Path], None] = os.rename
 ) -> None:
@@ -149,52 +126,3 @@ def write_folder(
             fsync_path(staged)
             publish(staged, folder)
             fsync_path(folder.parent)
-
-
-def _write_manifest(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """fsync the files, and then write their manifest."""
-    files = sorted(folder.iterdir())
-    for file in files:
-        fsync_path(file)
-    card: dict[str, Any] = {f.name: {"size": f.stat().st_size, "sha256": digest(f)} for f in files}
-    for name, of_file in tensors.items():
-        card[name]["tensors"] = {key: tensor_digest(t) for key, t in of_file.items()}
-    (folder / MANIFEST).write_text(json.dumps({"files": card, "sha256": _manifest_digest(card)}, indent=1))
-
-
-def _manifest_digest(card: dict[str, Any]) -> str:
-    """A digest of the manifest itself, stored in it, since it may be damaged, too."""
-    return sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
-
-
-def verify_folder(folder: Path) -> None:
-    """Raise ValueError that names the first file which differs from the manifest, and its changed tensors."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{path}: missing")
-    try:
-        manifest = json.loads(path.read_bytes())
-        card = manifest["files"]
-        intact = manifest["sha256"] == _manifest_digest(card)
-    except (ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise ValueError(f"{path}: damaged")
-    for name, expected in card.items():
-        file = folder / name
-        if not file.is_file():
-            raise ValueError(f"{file}: missing")
-        if file.stat().st_size != expected["size"] or digest(file) != expected["sha256"]:
-            raise ValueError(
-                f"{file}: not the bytes that were written{_changed_tensors(file, expected.get('tensors', {}))}"
-            )
-
-
-def _changed_tensors(file: Path, digests: Mapping[str, str]) -> str:
-    """The changed tensors of a damaged file, for an error message; empty if they cannot be determined."""
-    try:
-        with safe_open(file, "pt") as opened:
-            changed = [k for k, v in digests.items() if tensor_digest(opened.get_tensor(k)) != v]
-    except (SafetensorError, OSError, ValueError):
-        return ""
-    return f" (in {', '.join(changed)})" if changed else ""

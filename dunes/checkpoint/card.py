@@ -6,8 +6,8 @@ from typing import Any
 
 from dunes.checkpoint import atomic
 from dunes.checkpoint.file_in_folder import file_in_folder
-from dunes.plural import plural
 from dunes.text import json_file
+from dunes.units import plural
 
 CARD = "dunes.json"
 FORMAT = 2

@@ -29,9 +29,9 @@ from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer
+from dunes.units import plural
 
 READY = ".ready"
 MAX_RETRIES = 10
@@ -254,10 +254,14 @@ def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
         return read(folder)
 
 
-def _save_stamp(folder: Path) -> list[tuple[int, int] | None]:
+def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save."""
-    stats = [path.stat() if path.exists() else None for path in (folder / CARD, folder / READY)]
-    return [None if stat is None else (stat.st_ino, stat.st_mtime_ns) for stat in stats]
+    stamps = []
+    for path in (folder / CARD, folder / READY):
+        with suppress(FileNotFoundError):  # a save may move it at any moment
+            stat = path.stat()
+            stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
+    return stamps
 
 
 def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:

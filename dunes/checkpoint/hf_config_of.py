@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dunes.models import FAMILIES
-from dunes.plural import plural
+from dunes.units import plural
 
 
 class HfConfig(NamedTuple):

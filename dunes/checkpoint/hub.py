@@ -19,7 +19,7 @@ from hashlib import sha1
 from pathlib import Path
 
 from dunes.checkpoint import atomic
-from dunes.plural import plural
+from dunes.units import plural
 
 SECONDS = 10.0
 """Timeout of a request to the Hub."""

@@ -3,12 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +15,8 @@ from dunes.checkpoint.folder import check_vocabulary
 from dunes.checkpoint.lazy_tensor import Weights
 from dunes.checkpoint.source import Source
 from dunes.models.meta import build_on_meta
-from dunes.plural import plural
 from dunes.text import Tokenizer
-from dunes.units import format_bytes, format_count
+from dunes.units import format_bytes, format_count, plural
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
 SHOWN = 40
@@ -106,55 +102,26 @@ def _format(value: Any) -> str:
 
 
 CHUNK = 1 << 20
-"""Elements in a chunk: with fewer, Python's overhead dominates."""
-UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-ODD = {"not finite": "not finite", "denormal": "denormal", "row of zeros": "rows of zeros"}
+"""Elements that are looked at together."""
 
 
 def odd_values(weights: Weights) -> Iterator[str]:
     """A line for each tensor with elements that are not finite or denormal, or with rows of zeros."""
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for name, lazy in weights.items():
-            tensor = lazy.read()
-            counts = np.sum([[0, 0, 0], *pool.map(partial(_count_odd, tensor.dtype), _chunks(tensor))], 0)
-            if tensor.dim() < 2:
-                counts[2] = 0
-            lazy.release()
-            named = zip(counts, ODD.items(), strict=True)
-            if listed := ", ".join(f"{n:,} {noun if n == 1 else nouns}" for n, (noun, nouns) in named if n):
-                yield f"{name}: {listed}"
+    for name, lazy in weights.items():
+        counts = _count_odd(lazy.read())
+        lazy.release()
+        if listed := ", ".join(f"{what} {n:,}" for what, n in counts.items() if n):
+            yield f"{name}: {listed}"
 
 
-def _chunks(tensor: Tensor) -> Iterator[np.ndarray[Any, Any]]:
-    """The bits of some rows at a time, as unsigned integers."""
-    if not tensor.is_floating_point() or tensor.dtype.itemsize not in UNSIGNED or not tensor.numel():
-        return
-    unsigned = UNSIGNED[tensor.dtype.itemsize]
+def _count_odd(tensor: Tensor) -> Counter[str]:
+    counts = Counter[str]()
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or not tensor.numel():
+        return counts
     matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
-    bits = matrix.view(SIGNED[tensor.dtype.itemsize]).numpy().view(unsigned)
-    rows = max(1, CHUNK // bits.shape[1])
-    for begin in range(0, len(bits), rows):
-        yield bits[begin : begin + rows]
-
-
-def _count_odd(dtype: torch.dtype, bits: np.ndarray[Any, Any]) -> tuple[int, int, int]:
-    """The number of non-finite elements, denormal elements and rows of zeros, from their bits.
-
-    In numpy, since torch's overhead exceeds a pass over a chunk that fits into the cache.
-    """
-    unit = bits.dtype.type(1)
-    # The bits without the sign are ordered like absolute values.
-    infinite, normal = (2 * _bits(x, dtype) for x in (torch.inf, torch.finfo(dtype).smallest_normal))
-    size = np.left_shift(bits, unit)
-    largest = size.max(1)
-    not_finite = int((size >= infinite).sum()) if largest.max() >= infinite else 0
-    smallest = size.min()
-    if smallest == 0:
-        smallest = (size - unit).min()  # zero wraps around to the largest
-    denormal = int(((size > 0) & (size < normal)).sum()) if smallest < normal else 0
-    return not_finite, denormal, int((largest == 0).sum())
-
-
-def _bits(number: float, dtype: torch.dtype) -> int:
-    return int(torch.tensor(number, dtype=dtype).view(SIGNED[dtype.itemsize]))
+    for rows in torch.split(matrix, max(1, CHUNK // matrix.shape[1])):
+        size = rows.abs()
+        counts["not finite"] += int((~size.isfinite()).sum())
+        counts["denormal"] += int(((size > 0) & (size < torch.finfo(size.dtype).smallest_normal)).sum())
+        counts["rows of zeros"] += int((size == 0).all(1).sum()) if tensor.dim() > 1 else 0
+    return counts

@@ -30,9 +30,8 @@ from dunes.checkpoint.header import quote
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.text import Tokenizer, chat_template, json_file
-from dunes.units import format_bytes
+from dunes.units import format_bytes, plural
 
 
 def load(

@@ -22,7 +22,7 @@ from dunes.checkpoint.header import MAX_NAME_BYTES, MAX_TENSORS, check_name, quo
 from dunes.checkpoint.lazy_tensor import LazyTensor
 from dunes.checkpoint.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
 from dunes.checkpoint.zip_archive import entries
-from dunes.plural import plural
+from dunes.units import plural
 
 # A tensor takes about 35 opcodes and 150 bytes. The number of steps is bounded by that of storages in the archive,
 # so that a small file is refused soon; the older format lists them after the pickle.

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from dunes.checkpoint import atomic
 from dunes.staging import folder_lock
+from dunes.text import json_file
 
 KEEP_STATES = 2
 FORMAT = 2
-TENSORS = "tensors.safetensors"
+STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
 
 Report = Callable[[str], None]
 
@@ -47,14 +48,31 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
 
     def write_files(staged: Path) -> None:
         atomic.write_tensors(staged / TENSORS, copied.tensors)
-        (staged / "state.json").write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
+        (staged / STATE).write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
+        write_manifest(staged)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic.add_path_to_errors(folder), folder_lock(folder.parent):
         if _is_intact(folder):
             return folder  # the same step of the same run is the same state
-    atomic.write_with_manifest(folder, write_files, {TENSORS: copied.tensors}, _publish)
+    atomic.write_folder(folder, write_files, sum(t.nbytes for t in copied.tensors.values()), _publish)
     return folder
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the SHA-256 of a state's files."""
+    digests = {name: {"sha256": atomic.digest(folder / name)} for name in (STATE, TENSORS)}
+    (folder / MANIFEST).write_text(json.dumps({"files": digests}))
+
+
+def _verify(folder: Path) -> None:
+    """Raise ValueError that names the first file which is not the one in the manifest."""
+    digests = json_file.read(folder / MANIFEST).get("files", {})
+    for path in (folder / STATE, folder / TENSORS):
+        if not path.is_file() or digests.get(path.name) is None:
+            raise ValueError(f"{path}: missing, here or in {MANIFEST}")
+        if digests[path.name].get("sha256") != atomic.digest(path):
+            raise ValueError(f"{path}: not the bytes that were written")
 
 
 def _publish(staged: Path, folder: Path) -> None:
@@ -87,7 +105,7 @@ def latest_state(run: Path, report: Report = lambda line: None) -> Path | None:
     with folder_lock(run / "state"):  # or another writer might delete the state that is being verified
         for folder in states:
             try:
-                atomic.verify_folder(folder)
+                _verify(folder)
                 return folder
             except ValueError as error:
                 report(f"{error}; going back to an older state")
@@ -96,7 +114,7 @@ def latest_state(run: Path, report: Report = lambda line: None) -> Path | None:
 
 def _is_intact(folder: Path) -> bool:
     try:
-        atomic.verify_folder(folder)
+        _verify(folder)
         return True
     except ValueError:
         return False
@@ -104,7 +122,7 @@ def _is_intact(folder: Path) -> bool:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """The saved nested dict. Raises ValueError if it has another format or is damaged."""
-    path = folder / "state.json"
+    path = folder / STATE
     try:
         plain = json.loads(path.read_bytes())
         readable = plain["format"] == FORMAT

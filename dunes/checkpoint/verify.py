@@ -20,7 +20,7 @@ from dunes.checkpoint.source import Source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.models.meta import build_on_meta
 from dunes.parts import Attention, Decoder
-from dunes.plural import plural
+from dunes.units import plural
 
 Tick = Callable[[int], None]
 

@@ -112,8 +112,8 @@ def generate(
         prompt: The text to continue; without one, a new document is generated.
     """
     from dunes import checkpoint, measure
-    from dunes.plural import plural
     from dunes.runs.text_generator import TextGenerator
+    from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
@@ -246,8 +246,8 @@ def evaluate(
     if unused := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
         raise ValueError(f"{unused[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
-    from dunes.plural import plural
     from dunes.runs.score import score_folder
+    from dunes.units import plural
 
     options = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **options)

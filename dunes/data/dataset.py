@@ -8,8 +8,8 @@ from dunes.data.examples import Record, Records, read_records
 from dunes.data.files import SourceFile, Walk, skipped_line
 from dunes.data.record_document import holds_records
 from dunes.data.records import JSON
-from dunes.plural import plural
 from dunes.text.templates import Turn
+from dunes.units import plural
 
 
 def read_dataset(

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data.records import file_format, rows
-from dunes.plural import plural
 from dunes.text.lines import line_parts
 from dunes.text.templates import Conversation, Template, Turn, encode_segments
 from dunes.text.tokenizer import Tokenizer
+from dunes.units import plural
 
 ROLES = {
     "system": "system", "developer": "system",

@@ -21,7 +21,7 @@ from torch import Tensor
 from dunes.data.examples import Example
 from dunes.data.windows import shuffle_index
 from dunes.ops.cross_entropy import IGNORE
-from dunes.plural import plural
+from dunes.units import plural
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """ids, targets and positions, each (B, T) int64: IGNORE where there is no target, -1 for padding."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dunes.data.examples import Example
-from dunes.plural import plural
 from dunes.text.templates import Template
 from dunes.text.tokenizer import Tokenizer
+from dunes.units import plural
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 FEW = 0.05

@@ -11,8 +11,8 @@ from dunes.data.document import Document
 from dunes.data.examples import record_texts, split_hash, text_reader, validation_limit
 from dunes.data.files import SourceFile
 from dunes.data.records import JSON, LINES, TABLE, file_format, first_row
-from dunes.plural import plural
 from dunes.text.templates import Turn
+from dunes.units import plural
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dunes.data.records import rows
-from dunes.plural import plural
+from dunes.units import plural
 
 SHOWN, LAST, PROMPTS = 3, 20, 5
 """Tasks that a prompt shows, the number of the last task that it asks for, and prompts per round."""

@@ -1,8 +1,8 @@
 """Token shards of a corpus on disk: private, immutable, with a digest, memory-mapped.
 
-A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each followed by the end token)
-and `shard.json`. Its key is a hash of the documents' contents, the tokenizer and the settings, so a changed corpus
-or tokenizer never gets old tokens.
+A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each followed by the end token),
+`starts.bin` (the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the
+documents' contents, the tokenizer and the settings, so a changed corpus or tokenizer never gets old tokens.
 """
 
 import json
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data.document import BLOCK, Document
-from dunes.plural import plural
 from dunes.staging import folder_lock, staging_folder
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
+from dunes.units import plural
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Shard:
     def tokens(self) -> NDArray[np.uint16] | NDArray[np.uint32]:
         """All ids, memory-mapped."""
         return np.memmap(self.folder / "tokens.bin", _dtype(self.vocab), "r", shape=(self.length,))
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """The index of the first id of each text."""
+        return np.fromfile(self.folder / "starts.bin", "<i8")
 
     @cached_property
     def token_file(self) -> "TokenFile":
@@ -148,20 +153,25 @@ def _write(
     card: dict[str, str | int],
     progress: Callable[[int], None],
 ) -> None:
-    dtype, end, length, digest = _dtype(tokenizer.vocab), tokenizer.eos, 0, sha256()
+    dtype, end, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.eos, 0, [0], sha256()
     path = folder / "tokens.bin"
     with path.open("wb") as file:
         for document in documents:
             for group in _groups(document):
-                encoded = zip(group, tokenizer.encode_all([part for part, _ in group]), strict=True)
-                ids = [i for (_, last), part in encoded for i in (*part, *([end] if last else []))]
+                ids: list[int] = []
+                for (_, last), part in zip(group, tokenizer.encode_all([part for part, _ in group]), strict=True):
+                    ids += [*part, end] if last else part
+                    starts += [length + len(ids)] if last else []
                 length += len(ids)
                 digest.update(data := np.array(ids, dtype).tobytes())
                 file.write(data)
             progress(document.size)
         file.flush()
         os.fsync(file.fileno())
-    path.chmod(0o400)
+    (folder / "starts.bin").write_bytes(data := np.array(starts[:-1], "<i8").tobytes())
+    digest.update(data)
+    for path in folder.iterdir():
+        path.chmod(0o400)
     (folder / "shard.json").write_text(json.dumps(card | {"length": length, "sha256": digest.hexdigest()}))
 
 
@@ -197,7 +207,7 @@ def open_shard(folder: Path) -> Shard:
         written, digest = card["format"], card["sha256"]
         shard = Shard(folder, *(card[k] for k in ("length", "size", "documents", "vocab", "key")))
         dtype, path = _dtype(shard.vocab), folder / "tokens.bin"
-        size = path.stat().st_size
+        size, starts = path.stat().st_size, (folder / "starts.bin").read_bytes()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder}: not a shard of tokens: {error!r}") from None
     if written != FORMAT:
@@ -215,6 +225,7 @@ def open_shard(folder: Path) -> Shard:
             if len(wrong):
                 raise ValueError(f"{path}: id {done + wrong[0]} is outside the vocabulary of {shard.vocab}")
             done += len(ids)
+    seen.update(starts)
     if seen.hexdigest() != digest:
-        raise ValueError(f"{path}: its SHA-256 is not that in shard.json")
+        raise ValueError(f"{folder}: the SHA-256 of tokens.bin and starts.bin is not that in shard.json")
     return shard

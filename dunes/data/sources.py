@@ -13,7 +13,7 @@ from typing import Literal
 from dunes.data.document import Document, plain_document
 from dunes.data.files import SourceFile, Walk, skipped_line
 from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
-from dunes.plural import plural
+from dunes.units import plural
 
 SHOWN = 5
 """The number of unreadable files of records that are named; the others are counted."""

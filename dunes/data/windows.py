@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dunes.plural import plural
+from dunes.ops.cross_entropy import IGNORE
+from dunes.units import plural
 
 ROUNDS = 4
 
@@ -30,8 +31,40 @@ class TokenIds(Protocol):
 
 
 @dataclass(frozen=True)
+class SeparateDocuments:
+    """Ids of documents that do not see each other, and the indices at which they begin, ascending from 0.
+
+    A document usually begins with the `end` token of the one before it, as a prompt does: that token is the last
+    target of the one and the first input of the other.
+    """
+
+    tokens: TokenIds
+    starts: NDArray[np.int64]
+    end: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
+        return self.tokens[index]
+
+    def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, targets and positions (B, T) of windows (B, T + 1) from consecutive indices.
+
+        Targets in another document are ignored, unless they are `end`.
+        """
+        begins = self.starts[np.searchsorted(self.starts, index, "right") - 1]
+        positions = torch.from_numpy(index - np.maximum(begins, index[:, :1]))
+        targets = window[:, 1:]
+        other_document = (positions[:, 1:] == 0) & (targets != self.end)
+        return window[:, :-1], targets.masked_fill(other_document, IGNORE), positions[:, :-1]
+
+
+@dataclass(frozen=True)
 class Windows:
     """Each epoch has every token once, in windows of `length` + 1 ids that overlap by one.
+
+    Of `SeparateDocuments` a batch has positions too.
 
     Each epoch has another offset and order. It omits less than two windows at the ends, which are part of other
     epochs. Raises ValueError if there are fewer tokens than one window needs.
@@ -66,12 +99,14 @@ class Windows:
             )
         return starts
 
-    def batch(self, number: int) -> Tensor:
-        """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64."""
+    def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
+        """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64; or ids, targets and positions, (B, T)."""
         starts = self.starts(np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64))
-        return torch.from_numpy(self.tokens[starts[:, None] + np.arange(self.length + 1)].astype(np.int64))
+        index = starts[:, None] + np.arange(self.length + 1)
+        ids = torch.from_numpy(self.tokens[index].astype(np.int64))
+        return self.tokens.batch(ids, index) if isinstance(self.tokens, SeparateDocuments) else ids
 
-    def batches(self, start: int = 0) -> Iterator[Tensor]:
+    def batches(self, start: int = 0) -> Iterator[Tensor | tuple[Tensor, ...]]:
         """Endless batches from number `start` on."""
         while True:
             yield self.batch(start)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dunes.plural import plural
+from dunes.units import plural
 
 QUERY_BLOCK = 64
 """Queries per block: longer blocks compute more masked scores, shorter ones need more calls."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dunes.ops.attention import attend, varlen_attention
 from dunes.parts.context import ForwardContext
 from dunes.parts.position import Rotary
-from dunes.plural import plural
+from dunes.units import plural
 
 
 class Attention(nn.Module):

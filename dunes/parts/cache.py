@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dunes.plural import plural
+from dunes.units import plural
 
 
 class Cache:

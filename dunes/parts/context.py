@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dunes.ops.attention import QueryBlocks, query_blocks
 from dunes.parts.cache import Cache
-from dunes.plural import plural
+from dunes.units import plural
 
 
 class ForwardContext:

@@ -5,7 +5,7 @@
 from torch import Tensor, nn
 
 from dunes.parts.context import ForwardContext
-from dunes.plural import plural
+from dunes.units import plural
 
 
 class Embedding(nn.Module):

@@ -18,12 +18,11 @@ from dunes import measure, tree
 from dunes.augment.adapted import sides
 from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
-from dunes.plural import plural
 from dunes.runs.config import Dtype, T
 from dunes.runs.memory import Shape, describe_memory, process_memory, train_allocations
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
-from dunes.units import format_count
+from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
 """Of BPE with a few thousand tokens on code; `bytes` and `chars` have one."""

@@ -21,10 +21,10 @@ from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
+from dunes.units import plural
 
 NONE = "none"
 """The name of the base model without an adapter."""

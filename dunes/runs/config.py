@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import tyro
 
-from dunes.plural import plural
+from dunes.units import plural
 
 MEASURED = ("dtype", "threads", "device")
 STDLIB = "stdlib"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,30 @@ import tokenizers
 from numpy.typing import NDArray
 
 from dunes.checkpoint.atomic import write_file
-from dunes.data import Corpus, Document, Shard, TokenIds, collect_corpus, default_cache, token_shard
-from dunes.plural import plural
+from dunes.data import (
+    Corpus,
+    Document,
+    SeparateDocuments,
+    Shard,
+    TokenIds,
+    collect_corpus,
+    default_cache,
+    token_shard,
+)
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from dunes.units import plural
 
 SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on; more hardly changes it."""
 
 TAIL = 0.1
 """Fraction of a text that is its validation split with --split tails."""
+
+
+Side = tuple[TokenIds, NDArray[np.int64]]
+"""Token ids, and the indices at which documents begin."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,9 @@ def tokenize(config: TrainConfig, corpus: Corpus, folder: Path | None, display: 
     shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
     train: TokenIds
     valid: TokenIds
-    train, valid = _tails(shards[0], tokenizer.eos) if corpus.split == "tails" else (s.token_file for s in shards)
+    sides = _tails(shards[0]) if corpus.split == "tails" else [_whole(shard) for shard in shards]
+    separate = config.separate_documents
+    train, valid = (SeparateDocuments(*side, tokenizer.eos) if separate else side[0] for side in sides)
     for side, tokens, minimum in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
         if len(tokens) < minimum:
             raise ValueError(
@@ -119,16 +135,21 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, display: Display
     return token_shard(documents, tokenizer, progress=report)
 
 
-def _tails(shard: Shard, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _whole(shard: Shard) -> Side:
+    """All tokens; a document begins with the EOS of the one before it."""
+    return shard.token_file, np.append(0, shard.starts[1:] - 1)
+
+
+def _tails(shard: Shard) -> list[Side]:
     """The texts without their last tenths, and the last tenths."""
-    ends = np.flatnonzero(shard.tokens == end) + 1
-    heads, tails, start = [], [], 0
-    for stop in ends.tolist():
-        cut = tail_start(start, stop)
-        heads.append(shard.tokens[start:cut])
-        tails.append(shard.tokens[cut:stop])
-        start = stop
-    return np.concatenate(heads), np.concatenate(tails)
+    bounds = [*shard.starts.tolist(), shard.length]
+    cuts = [(start, tail_start(start, stop), stop) for start, stop in pairwise(bounds)]
+    return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]
+
+
+def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
+    """The ids of all texts, and the index at which each begins."""
+    return np.concatenate(texts), np.cumsum([0, *map(len, texts[:-1])])
 
 
 def tail_start(start: int, stop: int) -> int:

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import tree
-from dunes.data import TokenIds
+from dunes.data import SeparateDocuments, TokenIds
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.train import IGNORE
+from dunes.units import plural
 
 BATCH = 16
 
@@ -56,7 +56,8 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     limit: int | None = None,
 ) -> Score:
-    """Score the tokens in windows of `context`; each token is predicted from those before it in its window.
+    """Score the tokens in windows of `context`; each token is predicted from those before it in its window,
+    and of `SeparateDocuments` in its document.
 
     A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
     than two tokens.
@@ -92,10 +93,12 @@ def score_batches(
     return Score(loss_sum, count, size)
 
 
-def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and targets (B, T) of windows; targets past the end of the text are ignored."""
+def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, ...]:
+    """Ids, targets and perhaps positions (B, T) of windows; targets past the end of the text are ignored."""
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
-    ids, targets = window[:, :-1], window[:, 1:].clone()
-    targets[torch.from_numpy(index[:, 1:] >= len(tokens))] = IGNORE
-    return ids, targets
+    batch: tuple[torch.Tensor, ...] = window[:, :-1], window[:, 1:]
+    if isinstance(tokens, SeparateDocuments):
+        batch = tokens.batch(window, index)
+    ids, targets, *positions = batch
+    return ids, targets.masked_fill(torch.from_numpy(index[:, 1:] >= len(tokens)), IGNORE), *positions

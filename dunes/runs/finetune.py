@@ -12,7 +12,6 @@ from dunes.checkpoint.adapter import architecture_digest, peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, answer_loss, cast_frozen_weights, optimizer, prepare_model
@@ -24,6 +23,7 @@ from dunes.runs.run import Run, build_schedule
 from dunes.runs.score import evaluation_tokens
 from dunes.runs.timings import Timings
 from dunes.train import Trainer
+from dunes.units import plural
 
 BASELINE = Path("state") / "baseline.json"
 

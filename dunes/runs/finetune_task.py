@@ -18,7 +18,6 @@ from dunes.data import TokenIds
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.evaluate import Score, evaluate, score_batches, widths
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
@@ -27,11 +26,11 @@ from dunes.runs.json_lines import append_text
 from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import describe_memory
 from dunes.runs.run import Run, card_facts
-from dunes.runs.stored_state import is_score
+from dunes.runs.stored_state import read_score
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Conversation
-from dunes.units import format_count
+from dunes.units import format_count, plural
 
 ANSWERED = 3
 """Validation examples that are answered before and after."""
@@ -65,13 +64,14 @@ class Baseline:
     def read(cls, path: Path) -> "Baseline":
         """Raises ValueError for a file with other contents."""
         stored = json_file.read(path)
-        answers = stored.get("answers")
-        texts = isinstance(answers, list) and all(isinstance(t, str) for t in [*answers, stored.get("text")])
-        scores = stored.get("score") and all(is_score(stored.get(n)) for n in ("score", "forgetting"))
-        if not texts or not scores:
+        try:
+            score, forgetting = map(read_score, (stored["score"], stored["forgetting"]))
+            text, answers = stored["text"], list(stored["answers"])
+        except (KeyError, TypeError, ValueError):
+            score = None
+        if score is None or not all(isinstance(answer, str) for answer in (text, *answers)):
             raise ValueError(f"{path}: expected score, forgetting, answers and text, as a finetune writes them")
-        forgetting = stored.get("forgetting") and Score(*stored["forgetting"])
-        return cls(Score(*stored["score"]), forgetting, stored["answers"], stored["text"])
+        return cls(score, forgetting, answers, text)
 
     def write(self, path: Path) -> None:
         forgetting = self.forgetting and astuple(self.forgetting)

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from dunes import checkpoint, measure
 from dunes.generate import Request, Sampler, sampler
-from dunes.plural import plural
 from dunes.runs.evaluate import BATCH
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import json_file
 from dunes.text.special_tokens import token_text
+from dunes.units import plural
 
 TOKENS = 256
 """Default maximum of new tokens, as in the `hf` backend."""

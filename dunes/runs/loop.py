@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 from dunes import checkpoint, measure
-from dunes.plural import plural
 from dunes.runs.autosize import flops
 from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
@@ -37,7 +36,7 @@ from dunes.runs.saver import Saver
 from dunes.runs.tensorboard import TensorBoard
 from dunes.runs.timings import Timings, lines
 from dunes.train import Clock, Diverged, Step
-from dunes.units import format_count, format_seconds
+from dunes.units import format_count, format_seconds, plural
 
 CHECK_TOKENS = 16_384
 FINAL_TOKENS = 262_144

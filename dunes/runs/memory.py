@@ -35,10 +35,10 @@ class Shape:
     checkpointing: bool = False
 
 
-def next_token_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of next-token prediction on windows of ids (B, T + 1)."""
+def next_token_loss(model: nn.Module, batch: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The loss of next-token prediction on windows of ids (B, T + 1), or on ids, targets and positions (B, T)."""
     assert isinstance(model, Decoder), "runs build only decoders"
-    return model.loss(batch[:, :-1], batch[:, 1:])
+    return model.loss(*((batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch))
 
 
 def zero_batch(shape: Shape) -> Tensor:

@@ -19,7 +19,7 @@ from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import UnmergedLogits, Verification, model_logits
 from dunes.parts import Decoder
-from dunes.plural import plural
+from dunes.units import plural
 
 Into = Literal["dequantized", "original"]
 MAX_RATIO = 2.0

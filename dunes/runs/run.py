@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dunes import checkpoint, measure
 from dunes.checkpoint.atomic import write_file
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.runs.evaluate import Score
 from dunes.runs.json_lines import (
@@ -28,11 +27,12 @@ from dunes.runs.json_lines import (
     warn_of_damage,
     write_lines,
 )
-from dunes.runs.stored_state import check_optimizer, check_tensors, read_state, wrong_state
+from dunes.runs.stored_state import check_optimizer, check_tensors, invalid_state, read_state
 from dunes.runs.timings import Timings
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
 from dunes.train import Schedule, Trainer
+from dunes.units import plural
 
 METRICS = "metrics.jsonl"
 FORMAT = 2
@@ -329,14 +329,12 @@ def restore_run(
             f"{run.folder}: cannot resume: {'; '.join(refused)}; choose another --out, or pass --override "
             f"{' '.join(d for d in differences if d in run.config.OVERRIDABLE) or 'for what may change'}"
         )
-    try:
-        check_optimizer(run.trainer.optimizer, state["optimizer"])
+    with invalid_state(folder):
+        check_optimizer(run.trainer.optimizer, state["trainer"]["optimizer"])
         if state["best_weights"]:
             check_tensors(trainable_state(run.model), state["best_weights"])
         load_trainable_state(run.model, state["weights"])
-    except ValueError as error:
-        raise wrong_state(folder, str(error)) from None
-    run.trainer.load_state_dict(state["trainer"])
+        run.trainer.load_state_dict(state["trainer"])
     if not {"steps", "minutes"} & differences.keys():  # else warm up again, and decay towards the new end
         run.schedule.records[:] = state["schedule"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]

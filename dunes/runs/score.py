@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from dunes import checkpoint, measure
-from dunes.data import Document, TokenIds, collect_corpus
-from dunes.runs.corpus import tail_start
+from dunes.data import Document, SeparateDocuments, TokenIds, collect_corpus
+from dunes.runs.corpus import join_texts, tail_start
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.text import Tokenizer
 
@@ -36,19 +36,20 @@ def evaluation_tokens(
     """The token ids of all text in the sources, and the number of files; without sources, of the validation split
     recorded in the card. Raises ValueError if the card does not record one."""
     trained = card.get("trained", {})
+    separate = bool(trained.get("separate_documents"))
     if sources:
         corpus = collect_corpus(sources, **options)
-        return _ids(tokenizer, corpus.valid + corpus.train, True), len(corpus.valid + corpus.train)
+        return _ids(tokenizer, corpus.valid + corpus.train, True, separate), len(corpus.valid + corpus.train)
     if trained.get("split") not in ("files", "tails"):
         raise ValueError("does not record its validation files; pass the sources to score")
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **recorded | options)
     full = trained["split"] == "files"
     documents = corpus.valid if full else corpus.train + corpus.valid
-    return _ids(tokenizer, documents, full), len(documents)
+    return _ids(tokenizer, documents, full, separate), len(documents)
 
 
-def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool) -> TokenIds:
+def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool, separate: bool) -> TokenIds:
     """The token ids of the documents (`full`), or of their last tenths, as in training."""
     # An EOS that starts documents is the end of the previous document, which is there already.
     begin = [i for i in tokenizer.document_start if i != tokenizer.eos] if full else []
@@ -57,4 +58,6 @@ def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool) -> Tok
         pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
         ids = np.concatenate([np.array(begin, np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
         parts.append(ids if full else ids[tail_start(0, len(ids)) :].copy())
-    return np.concatenate(parts) if parts else np.array([], np.int32)
+    ids, starts = join_texts(parts or [np.array([], np.int32)])
+    starts[1:] -= full and not begin
+    return SeparateDocuments(ids, starts, tokenizer.eos) if separate else ids

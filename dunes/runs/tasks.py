@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint.atomic import write_file
-from dunes.plural import plural
 from dunes.runs.extra import extra
 from dunes.runs.progress import Display
+from dunes.units import plural
 
 
 def run_tasks(

@@ -14,7 +14,6 @@ from dunes.data import Windows
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
-from dunes.plural import plural
 from dunes.runs.autosize import autosize_run, config_for, memory_advice, size_warning
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
@@ -28,7 +27,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
-from dunes.units import format_count
+from dunes.units import format_count, plural
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -92,7 +91,7 @@ class TrainTask:
     def tokens(self) -> int:
         return len(self.text.valid)
 
-    def batches(self, start: int) -> Iterator[Tensor]:
+    def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         return Windows(self.text.train, self.config.context_length, self.config.batch, self.config.seed).batches(
             start
         )

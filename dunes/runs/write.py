@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import nn
 
 from dunes.generate import Sampler, force_prefix, sampler
-from dunes.plural import plural
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.lines import decode_text, split_lines
+from dunes.units import plural
 
 LINE_END = re.compile(rb"[\r\n]")
 

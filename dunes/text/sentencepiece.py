@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from dunes.plural import plural
 from dunes.text.byte_pairs import add_special, merge_pairs, split_lookalikes
+from dunes.units import plural
 
 SPACE = "▁"
 MAX_BYTES, MAX_PIECES, MAX_PIECE, MAX_WORK = 1 << 26, 1 << 20, 512, 100_000_000

@@ -14,8 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from dunes.plural import plural
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
+from dunes.units import plural
 
 MAX_BYTES, MAX_VOCAB, MAX_TOKEN, MAX_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
 """Limits on the file's bytes, the number of tokens, a token's bytes, and the sum of the squared lengths."""

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from dunes.plural import plural
 from dunes.text import json_file, llama3, sentencepiece, tekken, tokenizer_limits
 from dunes.text.byte_decoder import ByteDecoder, byte_decoder
 from dunes.text.byte_pairs import add_special
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
+from dunes.units import plural
 
 END = "<|endoftext|>"
 PAD = "<|fim_pad|>"

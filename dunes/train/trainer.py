@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import tree
-from dunes.plural import plural
 from dunes.train.loss import Loss
+from dunes.units import plural
 
 
 @dataclass(frozen=True, slots=True)

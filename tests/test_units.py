@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import dunes
-from dunes.plural import plural
-from dunes.units import format_bytes, format_count, format_seconds
+from dunes.units import format_bytes, format_count, format_seconds, plural
 
 
 @pytest.mark.parametrize(
