@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from dunes.augment import adapter_active, attach
+from dunes.augment import adapter_active, attach, row_adapters
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
 from dunes.parts import IdCache, RollingCache
 from dunes.runs.chat import Chat, load_chat_engine
@@ -106,6 +106,32 @@ def adapted():
     return model
 
 
+@torch.no_grad()
+def test_each_row_of_a_forward_has_its_adapter():
+    model, ids = adapted().eval(), torch.tensor([TEXT[:9], TEXT[9:18], TEXT[18:27], TEXT[27:36]])
+    names = ["two", "one", None, "two"]
+    with row_adapters(model, names):
+        got = model(ids)
+    for row, (name, logits) in enumerate(zip(names, got, strict=True)):
+        with adapter_active(model, name):
+            assert (logits - model(ids[row : row + 1])[0]).abs().max() <= 1e-5
+    with adapter_active(model, "two"):
+        assert (got[1] - model(ids)[1]).abs().max() > 0.1, "the adapters differ"
+        want = model(ids)
+    with row_adapters(model, ["two"] * 4):
+        assert torch.equal(model(ids), want), "one adapter takes the usual path"
+    with pytest.raises(ValueError, match="no adapter 'other'"), row_adapters(model, ["one", "other"]):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+def test_a_model_that_does_not_keep_rows_is_refused():
+    for model in (made("mixtral"), of_own_parts("shift")):
+        attach(model, rank=2)
+        with pytest.raises(ValueError, match="use one adapter at a time"), row_adapters(model, ["default", None]):
+            pass
+
+
 def requests():
     samplers = (
         sampler(1.0, seed=3),
@@ -129,7 +155,7 @@ def test_requests_that_come_and_go_are_each_as_alone():
             want += ids_of(model, [request])
     first, second, third, late = requests()
     rows, got = [first, second, third], [[], [], [], []]
-    cache = PrefixCache(model, 3, partial(adapter_active, model))
+    cache = PrefixCache(model, 3, partial(row_adapters, model))
     owners = [0, 1, 2]
     for step, tokens in enumerate(generate_all(model, rows, context_length=CONTEXT, cache=cache)):
         for owner, token in zip(owners, tokens, strict=True):
@@ -148,7 +174,7 @@ def test_requests_that_come_and_go_are_each_as_alone():
 
 def test_a_row_forgets_what_another_adapter_has_read():
     model = adapted()
-    cache = PrefixCache(model, 1, partial(adapter_active, model))
+    cache = PrefixCache(model, 1, partial(row_adapters, model))
     for adapter in ("one", None, "two", "two"):
         with adapter_active(model, adapter):
             want = ids_of(model, [Request(TEXT[:9], 8)])

@@ -1,7 +1,7 @@
 """Changes to a built model, one file each. Each returns a note in JSON, from which a checkpoint repeats it."""
 
 from dunes.augment.adapted import Adapted, Adapter
-from dunes.augment.lora import adapter_active, attach, base_model, detach, set_adapter
+from dunes.augment.lora import adapter_active, attach, base_model, detach, row_adapters, set_adapter
 from dunes.augment.merge import Merged, merge, unmerge
 from dunes.augment.quantize import dequantize, quantize
 
@@ -16,6 +16,7 @@ __all__ = [
     "detach",
     "merge",
     "quantize",
+    "row_adapters",
     "set_adapter",
     "unmerge",
 ]
