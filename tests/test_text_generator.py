@@ -80,17 +80,20 @@ def test_texts_go_on_from_one_another_as_from_nothing(kind):
 
 def test_a_forward_that_is_interrupted_leaves_nothing_behind():
     model = windowed(5)
-    cache, want = PrefixCache(model), [t.id for t in generate(model, TEXT[:20], limit=9, context_length=CONTEXT)]
-    list(generate(model, TEXT[:15], limit=3, context_length=CONTEXT, cache=cache))
+    write = partial(generate, model, limit=2, context_length=60)
+    cache, want = PrefixCache(model), list(write(TEXT[:32]))
+    list(write(TEXT[:38], cache=cache))
 
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
     handle = model.blocks[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        list(generate(model, TEXT[:18], limit=9, context_length=CONTEXT, cache=cache))
+        list(write(TEXT[:30] + TEXT[:20], cache=cache))  # the first block has overwritten what it still needs
     handle.remove()
-    assert [t.id for t in generate(model, TEXT[:20], limit=9, context_length=CONTEXT, cache=cache)] == want
+    got = list(write(TEXT[:32], cache=cache))
+    assert [token.id for token in got] == [token.id for token in want]
+    assert got[0].logprob == pytest.approx(want[0].logprob, abs=1e-5)
 
 
 def adapted():
@@ -154,7 +157,7 @@ def test_requests_that_come_and_go_are_each_as_alone():
         with adapter_active(model, request.adapter):
             want += ids_of(model, [request])
     first, second, third, late = requests()
-    rows, got = [first, second, third], [[], [], [], []]
+    rows, got = [first, second, third], [[], [], [], [], []]
     cache = PrefixCache(model, 3, partial(row_adapters, model))
     owners = [0, 1, 2]
     for step, tokens in enumerate(generate_all(model, rows, context_length=CONTEXT, cache=cache)):
@@ -164,8 +167,11 @@ def test_requests_that_come_and_go_are_each_as_alone():
             rows[1] = None  # leaves
         if step == 6:
             rows[1], owners[1] = late, 3  # joins
+        if step == 10:
+            rows[2], owners[2] = Request(TEXT[:9], 12, sampler(1.0, seed=3), adapter="one"), 4
     assert got[1] == want[1][:5]
     assert [got[0], got[2], got[3]] == [want[0], want[2], want[3]]
+    assert got[4] == want[0], "in the place of another that has ended"
     assert len(set(map(tuple, got))) == 4
     with adapter_active(model, "two"):
         other = ids_of(model, requests()[:1])[0]

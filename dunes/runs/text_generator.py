@@ -28,7 +28,7 @@ class TextGenerator:
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
         self.model, self.tokenizer, self.context_length = model, tokenizer, context_length
-        self._cache: PrefixCache | None = None
+        self.cache: PrefixCache | None = None
 
     def stream(
         self, prompt: str | Sequence[int], limit: int, sample: Sampler | None = None, **options: Any
@@ -60,13 +60,9 @@ class TextGenerator:
 
     def tokens(self, requests: Sequence[Request | None]) -> Iterator[list[Token | None]]:
         """`generate_all` of these requests, from the cache of the last call if that had as many rows."""
-        cache, self._cache = self._cache, None  # another call meanwhile makes its own
-        if cache is None or len(cache.ids) != len(requests):
-            cache = PrefixCache(self.model, len(requests))
-        try:
-            yield from generate_all(self.model, requests, context_length=self.context_length, cache=cache)
-        finally:
-            self._cache = cache
+        if self.cache is None or len(self.cache.ids) != len(requests):
+            self.cache = PrefixCache(self.model, len(requests))
+        yield from generate_all(self.model, requests, context_length=self.context_length, cache=self.cache)
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
         """The prompt's tokens that the model can attend to, after the first one, with their log-probabilities."""
