@@ -19,8 +19,9 @@ import tyro
 
 from dunes import checkpoint, measure
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, answer_loss, cast_frozen_weights, optimizer, prepare_model
+from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_task import FinetuneTask
+from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
 from dunes.runs.run import build_schedule
 from dunes.train import Diverged, Trainer
@@ -72,7 +73,7 @@ def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta
     schedule, adam = build_schedule(config), optimizer(config, model)
     for group in adam.param_groups:
         group["betas"] = (group["betas"][0], beta2 or group["betas"][1])
-    trainer = Trainer(model, adam, answer_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
+    trainer = Trainer(model, adam, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
     checks, start = list[float](), time.perf_counter()
     try:
         for step in trainer.run(task.batches(0)):

@@ -107,7 +107,7 @@ def our_side(work: Work) -> dict[str, float]:
     config = arcee.Config.from_size(work.vocab, work.dim, work.depth, work.context)
     size = {"heads": work.heads, "kv_heads": work.heads, "head_dim": work.dim // work.heads}
     model = initialise(arcee.build(replace(config, **size))).to(device)
-    loss = torch.compile(lambda m, b: m.loss(b[:, :-1], b[:, 1:]))
+    loss = torch.compile(lambda m, b: m(b[:, :-1], targets=b[:, 1:]))
     trainer = Trainer(model, muon(model), loss, accumulate=work.accumulate, dtype=torch.bfloat16)
     steps = trainer.run(stream(work, device))
     row = timed(lambda: next(steps), work)

@@ -32,6 +32,7 @@ from dunes.parts import Decoder
 from dunes.runs import score
 from dunes.runs.evaluate import evaluate, widths
 from dunes.runs.json_lines import append_record, read_records
+from dunes.runs.memory import next_token_loss
 from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw
 
@@ -109,17 +110,12 @@ def batches(sweep: Sweep, loaded: LoadedModel) -> tuple[Batches, Batches]:
     )
 
 
-def answer_loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    loss: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
-    return loss
-
-
 @torch.no_grad()
 def validation_loss(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
     """The loss of all validation answers in nats/token."""
     with tree.mode(model, False), torch.autocast("cpu", dtype, dtype != torch.float32):
         sums = (
-            torch.tensor([[float(v) for v in answer_loss(model, batch)] for batch in data.one_epoch()])
+            torch.tensor([[float(v) for v in next_token_loss(model, batch)[:2]] for batch in data.one_epoch()])
             .double()
             .sum(0)
         )
@@ -178,7 +174,7 @@ def train(run: Run, dtype: torch.dtype, tuned: Path | None) -> Row:
     checks, seconds, start = list[float](), 0.0, time.perf_counter()
     rate = Schedule.steps(total, warmup=total // 20, decay=1.0).lr_scale
     optimizer = adamw(model, run.rate, decay=0.0)
-    trainer = Trainer(model, optimizer, answer_loss, lr_scale=rate, dtype=dtype, seed=run.sweep.seed)
+    trainer = Trainer(model, optimizer, next_token_loss, lr_scale=rate, dtype=dtype, seed=run.sweep.seed)
     for step in trainer.run(learn.batches()):
         seconds += step.seconds
         if step.number % max(1, total // CHECKS) == 0 or step.number == total:

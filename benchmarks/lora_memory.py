@@ -24,7 +24,7 @@ from dunes.bench.subject import of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.models import llama
 from dunes.parts import Decoder
-from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, train_allocations
+from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, next_token_loss, train_allocations
 from dunes.train import adamw
 
 LLAMA_1B = llama.Config(
@@ -47,11 +47,6 @@ def build_trained(build: Callable[[], Decoder], method: str, rank: int) -> Decod
     return model
 
 
-def answer_loss(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    loss: tuple[torch.Tensor, torch.Tensor] = model.loss(*batch)
-    return loss
-
-
 def step_allocations(build: Callable[[], Decoder], method: str, shape: tuple[int, int], rank: int) -> Allocations:
     """The allocations of the second step, when the optimizer state exists."""
 
@@ -59,7 +54,7 @@ def step_allocations(build: Callable[[], Decoder], method: str, shape: tuple[int
         ids = torch.zeros(shape.batch, shape.context, dtype=torch.long)
         return ids, torch.zeros_like(ids)
 
-    learning = TrainSetup(partial(adamw, decay=0.0), answer_loss, batch)
+    learning = TrainSetup(partial(adamw, decay=0.0), next_token_loss, batch)
     return train_allocations(
         lambda: build_trained(build, method, rank), Shape(*shape, torch.bfloat16), True, learning
     )

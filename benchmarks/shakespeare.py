@@ -70,7 +70,7 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     config = replace(arcee.Config.from_size(tokenizer.vocab, 128, 2, CONTEXT), heads=2, kv_heads=2, head_dim=64)
     model = initialise(arcee.build(config), seed)
     schedule = Schedule.steps(steps, warmup=5, decay=0.6)
-    loss = lambda m, b: m.loss(b[:, :-1], b[:, 1:])
+    loss = lambda m, b: m(b[:, :-1], targets=b[:, 1:])
     trainer = Trainer(model, muon(model, momentum=0.85), loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=seed)
     start = time.perf_counter()
     for step in trainer.run(Windows(train, CONTEXT, 32, seed).batches()):

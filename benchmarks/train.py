@@ -91,7 +91,7 @@ def our_side(size: str, batch: int) -> dict[str, float]:
         timings.append(time.perf_counter() - start)
 
     optimizer.step = timed_step
-    loss = lambda m, b: m.loss(b[:, :-1], b[:, 1:])
+    loss = lambda m, b: m(b[:, :-1], targets=b[:, 1:])
     row = timed(Trainer(model, optimizer, loss, dtype=dtype).run(batches(batch)))
     rate = measure.matmul_rate(dtype, measure.device())
     return row | {"optimizer": median(timings[3:]), "matmul": rate, "flops": flops(model, CONTEXT)}

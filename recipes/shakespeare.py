@@ -13,6 +13,7 @@ from dunes.data import Windows
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.memory import next_token_loss
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
@@ -26,7 +27,7 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
     model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, dim=128, depth=4, context_length=64)))
     print(f"{tree.count(model):,} parameters")
     schedule = Schedule.steps(steps, warmup=10)
-    trainer = Trainer(model, muon(model), lambda m, b: m.loss(b[:, :-1], b[:, 1:]), lr_scale=schedule.lr_scale)
+    trainer = Trainer(model, muon(model), next_token_loss, lr_scale=schedule.lr_scale)
     for step in trainer.run(Windows(ids[:cut], length=64, batch_size=32).batches()):
         if step.number % 100 == 0:
             score = evaluate(model, ids[cut:], widths(tokenizer.token_bytes()), 64, limit=20_000)

@@ -163,7 +163,7 @@ def test_checkpointing_takes_less_memory_for_the_same_gradients():
     for model in (plain, other):
         for p in model.parameters():  # no weight stays zero
             p.data.add_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p))
-        model.train().loss(ids[:, :-1], ids[:, 1:])[0].backward()
+        model.train()(ids[:, :-1], targets=ids[:, 1:])[0].backward()
     for (name, p), q in zip(plain.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, msg=name)
     less, more = (train_allocations(subject.outline, Shape(4, 64, checkpointing=c)).peak for c in (True, False))

@@ -479,6 +479,11 @@ def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text), "it opens without a network"
     assert "tokenizing" in text, "wall-clock time"
     assert "After 11 steps" in text
+    path = model_folder / "metrics.jsonl"
+    lines = path.read_text()
+    path.write_text(lines.replace('"loss_hex"', '"metrics": {"balance": 0.1, "load": [0.5, 0.5]}, "loss_hex"'))
+    assert page(model_folder).count("data:image/svg+xml;base64,") == 5, "and the balance"
+    path.write_text(lines)
     with pytest.raises(ValueError, match="not a training run"):
         page(model_folder.parent)
 

@@ -9,7 +9,8 @@ from dunes.augment import attach, quantize
 from dunes.models import FAMILIES
 from dunes.ops import cross_entropy, experts
 from dunes.parts import Checkpointed
-from dunes.train import Trainer, muon, next_token
+from dunes.runs.memory import next_token_loss as loss
+from dunes.train import Trainer, muon
 from dunes.tree import replace as replace_modules
 
 VOCAB, LIMIT = 50, 1e-5
@@ -34,18 +35,15 @@ def tokens(rows=2, length=13):
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
-def loss(model, ids):
-    return model.loss(ids[:, :-1], ids[:, 1:])
-
-
 def loss_and_logits(model, ids):
-    return *loss(model, ids), model(ids[:, :-1])
+    total, count, _ = loss(model, ids)
+    return total, count, model(ids[:, :-1])
 
 
 def differentiate(model, function, *inputs):
     """The loss in nats/token and its gradients by name, and what else the function gives."""
     model.zero_grad()
-    total, count, *others = function(model, *inputs)
+    total, count, *others = (x for x in function(model, *inputs) if isinstance(x, torch.Tensor))
     (total / count).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": (total / count).detach(), **grads} | {str(i): x.detach() for i, x in enumerate(others)}
@@ -85,6 +83,27 @@ def test_forward_of_every_family_is_one_graph(family):
     with torch.no_grad():
         logits = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens())
         assert (logits - model(tokens())).abs().max() <= LIMIT
+
+
+def test_a_compiled_model_trains_with_its_loss_in_the_graph():
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    losses = []
+    for compiled in (False, True):
+        model = build("mixtral")
+        model = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+        steps = Trainer(model, muon(model), loss).run([tokens()] * 3)
+        losses.append([(step.loss, step.metrics["balance"]) for step in steps])
+    assert len(graphs) == 1
+    operations = {node.target for node in graphs[0].graph.nodes}
+    assert torch.ops.dunes.linear_cross_entropy in {getattr(op, "overloadpacket", op) for op in operations}
+    assert torch.tensor(losses[1]).allclose(torch.tensor(losses[0]), rtol=0, atol=LIMIT)
+    assert losses[0][2][0] < losses[0][0][0]
 
 
 @pytest.mark.timeout(600)
@@ -129,7 +148,7 @@ def test_packed_documents_are_one_graph():
     assert_compiles(
         build("mistral"),
         "aot_eager",
-        lambda model, *batch: model.loss(*batch),
+        lambda model, *batch: loss(model, batch),
         (tokens(2, 12), targets, positions),
     )
 
@@ -186,7 +205,7 @@ def test_a_trainer_takes_a_compiled_loss_and_a_compiled_model():
     batches, losses = [tokens()] * 3, []
     for compiled in ("", "loss", "model"):
         model = build("llama")
-        function = torch.compile(loss, backend="aot_eager") if compiled == "loss" else next_token
+        function = torch.compile(loss, backend="aot_eager") if compiled == "loss" else loss
         model = torch.compile(model, backend="aot_eager") if compiled == "model" else model
         losses.append([step.loss for step in Trainer(model, muon(model), function).run(batches)])
     assert losses[1] == pytest.approx(losses[0], abs=LIMIT)

@@ -23,10 +23,10 @@ from dunes.runs import loop as loop_module
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, answer_loss, memory, optimizer
+from dunes.runs.finetune_data import FinetuneData, memory, optimizer
 from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.memory import Shape, TrainSetup, train_allocations
+from dunes.runs.memory import Shape, TrainSetup, next_token_loss, train_allocations
 from dunes.runs.run import Run, read_metrics, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
@@ -627,7 +627,7 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     rows = lesson_module._full_batch(config)
     learning = TrainSetup(
         lambda model: optimizer(config, model),
-        answer_loss,
+        next_token_loss,
         lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows),
     )
     shape = Shape(config.micro_batch, config.context_length, torch.float32)

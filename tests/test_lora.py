@@ -26,6 +26,7 @@ from dunes.augment.adapted import Adapter, LoraConfig, dense
 from dunes.models import llama, mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
+from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, cast_frozen, next_token
 
 KINDS = {
@@ -121,7 +122,7 @@ def test_training_moves_only_the_adapter_and_keeps_no_copy_of_the_base(few_bits)
     note = attach(model, rank=4, dropout=0.1)
     tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
     optimizer = adamw(model, 1e-2)
-    losses = [s.loss for s in Trainer(model, optimizer, lambda m, b: m.loss(b[:, :-1], b[:, 1:])).run([IDS] * 20)]
+    losses = [s.loss for s in Trainer(model, optimizer, next_token_loss).run([IDS] * 20)]
     print(f"base {few_bits}: loss {losses[0]:.2f} to {losses[-1]:.2f}, {len(optimizer.state)} tensors learnt")
     assert losses[-1] < losses[0] - 0.3
     bases = base_model(model).state_dict()
@@ -332,7 +333,7 @@ def test_head_and_embedding_when_asked():
     assert torch.equal(model(IDS), before)
     trained(model)
     after = model(IDS)
-    total, count = model.loss(IDS[:, :-1], IDS[:, 1:])
+    total, count, _ = model(IDS[:, :-1], targets=IDS[:, 1:])
     loss, number = next_token(model, IDS)
     assert (count, torch.allclose(total, loss)) == (number, True)
     assert max(merge(model).errors.values()) < 1e-5
@@ -485,7 +486,7 @@ def test_halved_frozen_maps_train_to_the_same_numbers(kind):
             assert dense(model.blocks[0].attn.q.base).dtype == torch.bfloat16
             assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
             assert model.embed.token.weight.dtype == torch.float32
-        trainer = Trainer(model, adamw(model), lambda m, b: m.loss(b[:, :-1], b[:, 1:]), dtype=torch.bfloat16)
+        trainer = Trainer(model, adamw(model), next_token_loss, dtype=torch.bfloat16)
         losses.append([s.loss for s in trainer.run([IDS] * 5)])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 5

@@ -16,7 +16,8 @@ from dunes.models.initialise import initialise
 from dunes.models.mixture import mixture
 from dunes.ops import experts as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
-from dunes.parts.moe import load_balance, record_routing
+from dunes.parts.auxiliary import record_auxiliary
+from dunes.parts.moe import load_balance
 from dunes.train import adamw
 
 
@@ -225,29 +226,32 @@ def ids(rows=2, length=17):
 
 def test_the_loss_has_the_balance_in_training_only():
     model, x, y = small(balance=0.5), ids()[:, :-1], ids()[:, 1:]
-    plain, count = model.eval().loss(x, y)
-    total, _ = model.train().loss(x, y)
-    with record_routing(model) as routed:
+    plain, count, none = model.eval()(x, targets=y)
+    total, _, metrics = model.train()(x, targets=y)
+    with record_auxiliary(model) as recorded:
         model(x)
-    want = sum(load_balance([logits], 2) for _, logits in routed) / 2
-    assert len(routed) == 2
+    want = sum(load_balance(logits, 2) for logits in recorded.values()) / 2
+    assert [len(logits) for logits in recorded.values()] == [1, 1]
     assert float((total - plain).detach()) == pytest.approx(0.5 * float(want.detach()) * int(count), rel=1e-3)
-    assert all(m._routed is None for m in model.modules() if isinstance(m, MoE))
-    without, _ = small(balance=0.0).train().loss(x, y)
+    assert all(m.recorded is None for m in model.modules() if isinstance(m, MoE))
+    assert none == {}
+    assert metrics["balance"][0] == pytest.approx(float((total - plain).detach()), rel=1e-3)
+    assert metrics["balance"][1] == count
+    without, _, _ = small(balance=0.0).train()(x, targets=y)
     assert float(without.detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
     positions = torch.arange(16).repeat(2, 1)
     positions[1, 9:] = -1
-    padded, _ = model.loss(x, y.where(positions >= 0, -100), positions)
+    padded, _, _ = model(x, positions, targets=y.where(positions >= 0, -100))
     other = x.clone()
     other[1, 9:] = 7
-    again, _ = model.loss(other, y.where(positions >= 0, -100), positions)
+    again, _, _ = model(other, positions, targets=y.where(positions >= 0, -100))
     assert float(again.detach()) == pytest.approx(float(padded.detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_checkpointed_gives_the_same_gradients(family):
     def grads(model):
-        model.train().loss(ids()[:, :-1], ids()[:, 1:])[0].backward()
+        model.train()(ids()[:, :-1], targets=ids()[:, 1:])[0].backward()
         return [p.grad for p in model.parameters()]
 
     plain, other = small(family), small(family)
@@ -258,7 +262,7 @@ def test_checkpointed_gives_the_same_gradients(family):
 
 def test_the_task_alone_moves_the_router():
     model = small(balance=0.0)
-    model.loss(ids()[:, :-1], ids()[:, 1:])[0].backward()
+    model(ids()[:, :-1], targets=ids()[:, 1:])[0].backward()
     assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in model.blocks)
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dunes.ops import attention, cross_entropy, gated, low_rank, rms_norm, rotary
 
@@ -137,6 +138,16 @@ def test_cross_entropy_of_a_frozen_head_or_of_frozen_states():
     x, weight, targets = torch.randn(33, 16), torch.randn(50, 16), torch.randint(50, (33,))
     both(lambda x: cross_entropy.fused(x, weight, targets), lambda x: cross_entropy.plain(x, weight, targets), [x])
     both(lambda w: cross_entropy.fused(x, w, targets), lambda w: cross_entropy.plain(x, w, targets), [weight])
+
+
+@pytest.mark.parametrize(("grad", "products"), [((True, True), 3), ((True, False), 2), ((False, False), 1)])
+def test_cross_entropy_computes_no_gradient_that_nobody_asked_for(grad, products):
+    x, weight = (torch.randn(n, 8).requires_grad_(g) for n, g in zip((6, 10), grad, strict=True))
+    targets = torch.arange(6)
+    for enabled, count in ((True, products), (False, 1)):
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(enabled):
+            cross_entropy.fused(x, weight, targets)
+        assert counter.get_total_flops() == count * 2 * 6 * 10 * 8
 
 
 def test_cross_entropy_of_a_hopeless_guess_is_finite():

@@ -13,8 +13,9 @@ from dunes.data.packing import best_fit, collate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
 from dunes.parts import Cache, Checkpointed, decoder
+from dunes.parts.auxiliary import record_auxiliary
 from dunes.parts.context import ForwardContext, document_starts, supports_packing
-from dunes.parts.moe import load_balance, record_routing
+from dunes.parts.moe import load_balance
 from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import next_token_loss
 from dunes.train import loss
@@ -52,7 +53,7 @@ def taught(module, batches, how=loss.next_token):
     module.zero_grad()
     total, count = 0.0, 0
     for batch in batches:
-        nats, counted = how(module, batch)
+        nats, counted, *_ = how(module, batch)
         nats.backward()
         total, count = total + nats.item(), count + int(counted)
     return total, count, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
@@ -80,7 +81,7 @@ def differs(family, how=loss.next_token, **options):
 
 
 def nats(module, batch):
-    return module.loss(*batch)
+    return next_token_loss(module, batch)[:2]
 
 
 @pytest.mark.parametrize("how", [loss.next_token, nats])
@@ -364,7 +365,7 @@ def test_padding_goes_through_no_block_and_unasked_tokens_through_no_head(in_row
     head = decoder.linear_cross_entropy
     monkeypatch.setattr(decoder, "linear_cross_entropy", lambda x, *rest: sizes.append(len(x)) or head(x, *rest))
     ids, targets, positions = Batches(EXAMPLES, CONTEXT, 4, packed=in_rows).batch(0)
-    module.loss(ids, targets, positions)
+    module(ids, positions, targets=targets)
     for found, least in zip(sizes, (int((positions >= 0).sum()), int((targets != IGNORE).sum())), strict=True):
         assert least <= found < least + decoder.PAD_MULTIPLE
     assert sizes[1] <= sizes[0]
@@ -381,7 +382,7 @@ def test_documents_of_rows_that_begin_anywhere():
 def test_a_batch_of_padding_alone_is_nothing(rows):
     ids = torch.zeros(rows, 3, dtype=torch.long)
     for module in (model("llama"), of_own_parts("shift")):
-        total, count = module.loss(ids, torch.full_like(ids, IGNORE), torch.full_like(ids, -1))
+        total, count, _ = module(ids, torch.full_like(ids, -1), targets=torch.full_like(ids, IGNORE))
         assert (float(total.detach()), int(count)) == (0.0, 0)
         assert module(ids, torch.full_like(ids, -1)).shape == (rows, 3, VOCAB)
 
@@ -393,7 +394,7 @@ def test_dropout_of_attention_keeps_the_rows_as_they_are():
     seen = []
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
     ids, targets, positions = Batches(EXAMPLES, CONTEXT, 2, packed=False).batch(0)
-    module.loss(ids, targets, positions)
+    module(ids, positions, targets=targets)
     assert seen == [ids.shape]
 
 
@@ -415,12 +416,11 @@ def test_documents_do_not_see_each_other_through_parts_of_ones_own(name, in_rows
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
 def test_a_mixture_beside_what_mixes_tokens_is_balanced_over_the_whole_batch():
     module, (batch,) = of_own_parts("beside a mixture"), packed(batch=20)
-    added = module.train().loss(*batch)[0] - module.eval().loss(*batch)[0]
-    with record_routing(module.train()) as routed:
+    added = nats(module.train(), batch)[0] - nats(module.eval(), batch)[0]
+    with record_auxiliary(module.train()) as recorded:
         for ids, _ in alone(EXAMPLES):
             module(ids)
-    layers = {layer: torch.cat([x for of, x in routed if of is layer]) for layer, _ in routed}
-    balance = torch.stack([load_balance([logits], 2) for logits in layers.values()]).mean()
+    balance = torch.stack([load_balance([torch.cat(logits)], 2) for logits in recorded.values()]).mean()
     assert float(added.detach()) == pytest.approx(0.1 * float(balance.detach()) * int((batch[1] != IGNORE).sum()))
 
 
@@ -429,16 +429,16 @@ def test_parts_that_say_so_share_rows(name):
     module, seen = of_own_parts(name), []
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
     batch = packed()[0]
-    module.loss(*batch)
+    nats(module, batch)
     assert seen == [(2, CONTEXT) if name == "attention with a context" else (1, decoder.PAD_MULTIPLE)]
 
 
 def test_who_may_mix_tokens_is_named_with_the_remedy():
     module = of_own_parts("shift")
     with pytest.warns(UserWarning, match="^Shifted may mix tokens, so .* set supports_packing = True"):
-        module.loss(*packed()[0])
+        nats(module, packed()[0])
     with pytest.warns(UserWarning, match="^moved_by_column may mix tokens"):
-        of_own_parts("position").loss(*packed()[0])
+        nats(of_own_parts("position"), packed()[0])
     module(torch.zeros(2, 5, dtype=torch.long))  # without positions each row is a document
 
 
@@ -462,7 +462,7 @@ def test_the_loss_reads_the_head_as_the_logits_do():
     for head in (nn.Linear(32, VOCAB), Capped(32, VOCAB, bias=False), nn.Linear(32, VOCAB, bias=False)):
         module = of_own_parts("per token")
         module.head = head.double()
-        total, count = module.loss(ids[:, :-1], ids[:, 1:])
+        total, count, _ = module(ids[:, :-1], targets=ids[:, 1:])
         want, _ = loss.next_token(module, ids)
         assert (float(total.detach()), int(count)) == pytest.approx((float(want.detach()), 16))
 
@@ -475,7 +475,7 @@ def test_an_overflow_where_nothing_is_asked_stays_out_of_the_loss_of_any_head():
             lambda _, inputs, output: output.index_fill(1, torch.tensor(3), torch.inf)
         )
         targets = ids.index_fill(1, torch.tensor(3), IGNORE)
-        total, _ = module.loss(ids, targets)
+        total, _, _ = module(ids, targets=targets)
         total.backward()
         assert torch.isfinite(total)
         assert torch.isfinite(head.weight.grad).all()

@@ -19,6 +19,7 @@ from dunes.parts import (
     RMSNorm,
     Rotary,
 )
+from dunes.tree import watch
 
 VOCAB, CONTEXT = 61, 40
 
@@ -90,7 +91,7 @@ def test_from_a_fresh_start_all_learn_within_two_steps():
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0)
         for _ in range(2):
-            total, count = model.loss(tokens(9)[:, :-1], tokens(9)[:, 1:])
+            total, count, _ = model(tokens(9)[:, :-1], targets=tokens(9)[:, 1:])
             (total / count).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -195,7 +196,7 @@ def test_bfloat16_weights_do_train():
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(20):
-        total, count = model.loss(tokens()[:, :-1], tokens()[:, 1:])
+        total, count, _ = model(tokens()[:, :-1], targets=tokens()[:, 1:])
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
@@ -234,12 +235,57 @@ def test_a_decoder_of_own_parts_learns(attention):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(30):
-        total, count = model.loss(tokens()[:, :-1], tokens()[:, 1:])
+        total, count, _ = model(tokens()[:, :-1], targets=tokens()[:, 1:])
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
         losses.append(float((total / count).detach()))
     assert losses[-1] < losses[0] / 2
+
+
+class Bounded(nn.Module):
+    """A user's own mlp whose outputs a loss of its own keeps small."""
+
+    supports_packing, recorded = True, None
+
+    def __init__(self, dim, weight):
+        super().__init__()
+        self.inside, self.weight = nn.Linear(dim, dim), weight
+
+    def forward(self, x):
+        y = self.inside(x)
+        if self.recorded is not None:
+            self.recorded.append(y.flatten(0, -2))
+        return y
+
+    def auxiliary_losses(self, recorded, real):
+        size = torch.cat(recorded).square().mean(-1)
+        return {"size": self.weight * (size.mean() if real is None else size[real].mean())}
+
+
+def test_a_part_of_ones_own_adds_a_loss_beside_those_of_others():
+    torch.manual_seed(0)
+    experts = lambda: MoE(nn.Linear(32, 4), [GatedMLP(32, 16) for _ in range(4)], 2, balance=0.1)
+    mlps = [Bounded(32, 0.5), experts(), Bounded(32, 2.0), experts()]
+    blocks = [Block(RMSNorm(32), Attention(32, 4, position=Rotary(8)), RMSNorm(32), mlp) for mlp in mlps]
+    model, ids = Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32)), tokens()
+    with watch(model, "blocks.*.mlp.inside") as outputs:
+        total, count, metrics = model(ids[:, :-1], targets=ids[:, 1:])
+    first, second = (output.square().mean() for output in outputs.values())
+    plain, _, none = model.eval()(ids[:, :-1], targets=ids[:, 1:])
+    want = (0.5 * first + 2.0 * second) / 2
+    assert metrics.keys() == {"balance", "size"}
+    assert none == {}
+    assert metrics["size"][0] == pytest.approx(float(want.detach() * count), rel=1e-5)
+    added = float(sum(value for value, _ in metrics.values()))
+    assert float((total - plain).detach()) == pytest.approx(added, rel=1e-4)
+    assert not any(value.requires_grad for value, _ in metrics.values())
+
+
+def test_targets_are_for_whole_texts():
+    for other in ({"last": 1}, {"cache": Cache(4, 8)}):
+        with pytest.raises(ValueError, match="pass them without cache and last"):
+            windowed()(tokens(), targets=tokens(), **other)
 
 
 def test_nonsense_is_refused():

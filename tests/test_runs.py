@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.modules.module import register_module_forward_hook
 
 from conftest import display, toy
 from dunes import checkpoint, measure
 from dunes.data import collect_corpus
 from dunes.models import FAMILIES
+from dunes.parts import Decoder
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
@@ -31,8 +33,9 @@ from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.runs.loop import overfitting_note, rising_loss_warning
 from dunes.runs.progress import Display
-from dunes.runs.run import read_metrics
+from dunes.runs.run import read_metrics, scalar_metrics
 from dunes.runs.score import evaluation_tokens, score_folder
+from dunes.runs.tensorboard import scalars
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig, parse_size
@@ -51,6 +54,37 @@ def flat(value, path=""):
         return {path: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return {k: t for key, v in items for k, t in flat(v, f"{path}.{key}").items()}
+
+
+def test_a_hook_on_the_model_sees_every_step_of_training(code, tmp_path):
+    """What FSDP and profilers rely on."""
+    outputs = []
+
+    def remember(module, inputs, output):
+        if isinstance(module, Decoder):
+            outputs.append((module.training, output))
+
+    hook = register_module_forward_hook(remember)
+    try:
+        assert train(toy(code, steps=4), tmp_path / "run", display()[0]) == 0
+    finally:
+        hook.remove()
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    sums = [output for training, output in outputs if training]
+    assert [r["loss"] for r in records] == [float(total.detach()) / int(count) for total, count, _ in sums]
+    assert any(not training for training, _ in outputs), "validation"
+
+
+def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path):
+    show, out = display()
+    assert train(toy(code, family="mixtral", steps=3), tmp_path / "run", show) == 0
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    values = [r["metrics"]["balance"] for r in records]
+    assert all(0.0019 < value < 0.009 for value in values), "0.001 times 2 if even, times 8 if collapsed"
+    assert f"balance {values[0]:.3g}" in out.getvalue()
+    assert scalars(records[0])["metrics/balance"] == values[0]
+    assert scalar_metrics({"metrics": {"a": 1.5, "b": [1.0]}}) == {"metrics/a": 1.5}
+    assert scalar_metrics({"metrics": [1]}) == scalar_metrics({}) == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -308,7 +342,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     trained = {}
 
     def broken(model, batch):
-        total, counted = real(model, batch)
+        total, counted, _ = real(model, batch)
         if len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 7:
             trained.setdefault("weights", {k: v.clone() for k, v in model.state_dict().items()})
             total = total * float("nan")

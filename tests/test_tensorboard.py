@@ -22,6 +22,7 @@ TAGS = {
     "lr_scale": lambda r: r["lr_scale"],
     "grad_norm": lambda r: r["grad_norm"],
     "tokens_per_second": lambda r: r["count"] / r["seconds"],
+    "metrics/balance": lambda r: r["metrics"]["balance"] if "metrics" in r else None,
 }
 
 
@@ -76,11 +77,13 @@ def test_events_say_what_the_metrics_say(code, tmp_path, monkeypatch):
         live.append(shown(self.run)[0] == noted(self.run)[0])
 
     monkeypatch.setattr(loop_module.TensorBoard, "step", step)
-    assert train(toy(code, steps=55), tmp_path / "run", display()[0], tensorboard=True) == 0
+    config = toy(code, family="mixtral", steps=55)
+    assert train(config, tmp_path / "run", display()[0], tensorboard=True) == 0
     assert all(live), "after each step"
     points, texts = shown(tmp_path / "run")
     assert (points, texts) == noted(tmp_path / "run")
     assert [step for step, _ in points["loss"]] == list(range(1, 56))
+    assert [step for step, _ in points["metrics/balance"]] == list(range(1, 56))
     assert [step for step, _ in points["bits_per_byte"]] == [10, 25, 50, 55]
     assert [step for step, _ in texts] == [5, 50, 55]
     assert any(text.strip() for _, text in texts)

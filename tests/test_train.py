@@ -115,6 +115,61 @@ def test_the_gradient_is_that_of_the_mean_over_counted_targets():
     assert (weights(model) - weights(twin)).abs().max() < 1e-7
 
 
+def measured(model, pair):
+    """With the accuracy as a metric, and counts and losses by row."""
+    total, count = next_token(model, pair)
+    logits, targets = model(pair[0]).detach(), pair[1]
+    right = ((logits.argmax(-1) == targets).sum(), count)
+    losses = nn.functional.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="none")
+    rows = (losses.sum(1), (targets != IGNORE).sum(1))
+    return total, count, {"accuracy": right, "rows": rows, "pairs": (torch.ones(2, 3), torch.tensor(2))}
+
+
+def test_metrics_are_means_over_all_micro_batches():
+    model, twin = plain(), plain()
+    ids, targets = masked(0)
+    pieces = [(ids[i::2], targets[i::2]) for i in range(2)]
+    trainer = Trainer(model, train.sgd(model, 0.5), measured, accumulate=2)
+    [step] = run(trainer, 1, iter(pieces))
+    [without] = run(Trainer(twin, train.sgd(twin, 0.5), next_token, accumulate=2), 1, iter(pieces))
+    assert (step.loss, step.count, step.grad_norm) == (without.loss, without.count, without.grad_norm)
+    assert without.metrics == {}
+    with torch.no_grad():
+        logits = plain()(ids)
+    asked = targets != IGNORE
+    right = float((logits.argmax(-1) == targets)[asked].double().mean())
+    losses = nn.functional.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="none")
+    rows = losses.view(4, 2, 8).sum((1, 2)) / asked.view(4, 2, 8).sum((1, 2))
+    assert step.metrics["accuracy"] == pytest.approx(right, rel=1e-6)
+    assert step.metrics["rows"] == pytest.approx(rows.tolist(), rel=1e-6)
+    assert step.metrics["pairs"] == [[0.5] * 3] * 2
+
+
+class Masked(nn.Linear):
+    """A user's own pruned layer: its first column stays 0."""
+
+    calls = 0
+
+    def after_step(self):
+        self.calls += 1
+        self.weight[:, 0] = 0
+
+
+def test_what_must_hold_after_a_step_holds_and_a_skipped_step_calls_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCAB, 16), Masked(16, VOCAB))
+    model[1].weight.data[:, 0] = 0
+    bad = batch(99)
+    loss = lambda m, b: (next_token(m, b)[0] * (math.nan if b is bad else 1.0), next_token(m, b)[1])
+    calls = []
+    for step in Trainer(model, train.adamw(model, 0.1), loss).run([batch(0), batch(1), bad, batch(2)]):
+        calls.append((step.skipped, model[1].calls))
+        assert model[1].weight.requires_grad
+        assert not model[1].weight[:, 0].any()
+    assert calls == [(False, 1), (False, 2), (True, 2), (False, 3)]
+    assert model[1].weight[:, 1].abs().max() > 0.2
+
+
 def test_a_stream_that_ends_inside_an_accumulation_drops_that_part():
     model = plain()
     trainer = Trainer(model, train.sgd(model), next_token, accumulate=3)
@@ -237,9 +292,11 @@ def test_a_loss_gives_one_element_and_one_number(shape, count):
 
 
 LOSSES = {
-    "a mean": (lambda total, n: total / n, r"returned a tensor of torch.float32 and shape \(\); expected a pair"),
-    "three": (lambda total, n: (total, n, n), "returned 3 values; expected a pair"),
-    "none": (lambda total, n: None, "returned a NoneType; expected a pair"),
+    "a mean": (lambda total, n: total / n, r"returned a tensor of torch.float32 and shape \(\); expected \(sum"),
+    "three": (lambda total, n: (total, n, n), "the loss returned a tensor of .* as the metric ''; expected"),
+    "numbers": (lambda total, n: (total, n, {"x": (1, 2)}), "the loss returned 2 values as the metric 'x'"),
+    "its own": (lambda total, n: (total, n, {"loss": (n, n)}), "none of which is 'loss'"),
+    "none": (lambda total, n: None, "returned a NoneType; expected "),
     "item": (lambda total, n: (total.item(), n), "the sum that the loss returned is a float; expected a tensor"),
     "many": (lambda total, n: (total.expand(4), n), r"the sum that the loss returned is .* shape \(4,\)"),
     "mask": (lambda total, n: (total, torch.ones(4, 8)), r"the count that the loss returned is .* shape \(4, 8\)"),

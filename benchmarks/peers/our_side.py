@@ -17,7 +17,7 @@ def answers(work: Work, setting: str) -> Answer:
 
 def train(work: Work, setting: str, watch: Watch) -> None:
     precision, *compiled = setting.split()
-    model, loss = checkpoint.load(work.folder).model, lambda m, b: m.loss(b[:, :-1], b[:, 1:])
+    model, loss = checkpoint.load(work.folder).model, lambda m, b: m(b[:, :-1], targets=b[:, 1:])
     optimizer = adamw(model, work.lr, work.betas, work.decay)
     loss = torch.compile(loss, dynamic=False) if compiled else loss
     trainer = Trainer(model, optimizer, loss, clip=work.clip, dtype=getattr(torch, precision))

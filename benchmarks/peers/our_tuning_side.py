@@ -9,6 +9,7 @@ from tuning import Tuning, Watch
 
 from dunes import checkpoint, tree
 from dunes.data import Batches, Example
+from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, cast_frozen
 
 
@@ -20,7 +21,7 @@ def tune(tuning: Tuning, task: str, setting: str, watching: Callable[[], Watch])
     optimizer, dtype = adamw(model, tuning.lr, tuning.betas, 0.0), getattr(torch, setting)
     examples = [Example(np.array(ids, np.int32), np.array(t, bool)) for ids, t in tuning.examples]
     made = Batches(examples, tuning.context, tuning.rows[task], tuning.seed, packed=task == "packed")
-    trainer = Trainer(model, optimizer, lambda m, b: m.loss(*b), clip=tuning.clip, dtype=dtype)
+    trainer = Trainer(model, optimizer, next_token_loss, clip=tuning.clip, dtype=dtype)
     watch, count = watching(), len(tuning.batches[task])
     for step in trainer.run(made.batch(i % count) for i in range(10**9)):
         if watch(step.loss):

@@ -15,6 +15,7 @@ from dunes.bench.rows import SETTING, Row, group_rows, summarize
 from dunes.measure import KINDS, Allocations
 from dunes.runs.extra import extra
 from dunes.runs.picture import is_drawable, smooth
+from dunes.runs.run import scalar_metrics
 from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
@@ -213,7 +214,7 @@ def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, ke
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's metrics by step: tokens and minutes so far, both losses, learning rate scale and bits/byte."""
+    """A run's metrics by step: tokens and minutes so far, losses, learning rate scale, bits/byte, metrics."""
     results, tokens, seconds = [], 0, 0.0
     for line in lines:
         if "loss" not in line:
@@ -221,7 +222,8 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
         known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
         speed = {"speed": line["count"] / line["seconds"], "lr_scale": line["lr_scale"]}
-        results.append(known | speed | {name: line.get(name) for name in ("bits_per_byte", "validation_loss")})
+        checks = {name: line.get(name) for name in ("bits_per_byte", "validation_loss")}
+        results.append(known | speed | checks | scalar_metrics(line))
     return results
 
 

@@ -126,7 +126,7 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
     except Exception as error:
-        if _refusal(error, name, revision) is not None:
+        if _refusal(error) is not None:
             raise _failure(error, name, revision) from None
         commit = revision if COMMIT.fullmatch(revision) else _read_ref(store / "refs" / revision)
         if not COMMIT.fullmatch(commit) or not (listing := _cached_listing(name, commit, store)):
@@ -202,43 +202,26 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
     """An error in one line with the remedy: the Hub refused, or cannot be reached."""
     from huggingface_hub import constants
 
+    refusal, (*_, root) = _refusal(error), _causes(error)
+    words = (" ".join(str(refusal or root).split()) or type(root).__name__)[:250].rstrip(".")
+    if refusal is not None:
+        return ValueError(
+            f"{name}: no such folder, and the Hub refuses its {revision!r} ({words}); check the name, accept the "
+            f"conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
+        )
     return ValueError(
-        _refusal(error, name, revision)
-        or f"{name}: no such folder, {revision!r} is not complete in {constants.HF_HUB_CACHE}, and the Hub cannot "
-        f"be reached ({_first_line(error)}); try again with a network, or name a folder"
+        f"{name}: no such folder, {revision!r} is not complete in {constants.HF_HUB_CACHE}, and the Hub cannot "
+        f"be reached ({words}); try again with a network, or name a folder"
     )
 
 
-def _refusal(error: Exception, name: str, revision: str) -> str | None:
-    """The Hub's refusal in one line; None if it did not answer or was too busy."""
-    from huggingface_hub import constants, errors
-
-    page = f"{constants.ENDPOINT}/{name}"
-    for cause in _causes(error):
-        status = getattr(getattr(cause, "response", None), "status_code", 0)
-        if isinstance(cause, errors.GatedRepoError):
-            return f"{name}: gated; accept its conditions at {page}, then {SIGN_IN}"
-        if isinstance(cause, errors.RevisionNotFoundError):
-            return (
-                f"{name}: there is no revision {revision!r}; its branches, tags and commits are at {page}/commits"
-            )
-        if isinstance(cause, errors.RepositoryNotFoundError):
-            return f"{name}: neither a folder nor a public model of the Hub; check the name, or {SIGN_IN}"
-        if status in (401, 403):
-            return f"{name}: the Hub denies access ({status}); {SIGN_IN}"
-        if status == 404:
-            return f"{name}: the Hub has no such file: {_first_line(cause)}; try again, or check HF_ENDPOINT"
-    return None
+def _refusal(error: Exception) -> BaseException | None:
+    """The error with which the Hub refused; None if it did not answer or was too busy."""
+    codes = ((cause, getattr(getattr(cause, "response", None), "status_code", 0)) for cause in _causes(error))
+    return next((cause for cause, code in codes if code in (401, 403, 404)), None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of the root cause, shortened."""
-    *_, last = _causes(error)
-    lines = [line.strip() for line in str(last).splitlines() if line.strip()]
-    return f"{lines[0] if lines else type(last).__name__}"[:300].rstrip(".")

@@ -8,13 +8,12 @@ everything else is refused by name. Storage sizes are checked against the file; 
 
 import io
 import pickle
-import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
@@ -24,14 +23,12 @@ from dunes.checkpoint.mapped_file import MAX_DIMS, MappedFile, extent, shape_err
 from dunes.checkpoint.zip_archive import entries
 from dunes.units import plural
 
-# A tensor takes about 35 opcodes and 150 bytes. The number of steps is bounded by that of storages in the archive,
-# so that a small file is refused soon; the older format lists them after the pickle.
-_MAX_STEPS, _STEPS_PER_FILE = 100_000, 64
-_MAX_STEPS_LEGACY = 300_000
+# A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The number of reads is bounded by that of
+# storages in the archive, so that a small file is refused soon; the older format lists them after the pickle.
+_MAX_READS, _READS_PER_FILE = 200_000, 128
+_MAX_READS_LEGACY = 600_000
 MAX_BYTES = 32 << 20
 _MAX_TEXT = 1 << 20
-_MAX_STACK = 10_000
-_MAX_MARKS = 1_000
 _MAX_DEPTH = 8
 _MAX_ITEMS = 2 * MAX_TENSORS
 _LEGACY = 0x1950A86A20F9469CFC6C, 1001
@@ -44,23 +41,6 @@ Name = tuple[str, str]
 # The opcodes that torch writes: MARK, STOP, numbers, strings, tuples, lists, the memo, globals, storages and
 # calls.
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
-
-
-@dataclass(frozen=True)
-class _StorageClass:
-    """The stand-in for a class of storages."""
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Function:
-    """The stand-in for a function: one in this module, called with the arguments in the pickle."""
-
-    function: Callable[[tuple[object, ...]], object]
-
-    def __call__(self, *arguments: object) -> object:
-        return self.function(arguments)
 
 
 @dataclass(frozen=True)
@@ -146,7 +126,7 @@ def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, i
     if order not in (b"", b"little"):
         raise ValueError(f"its byte order is {quote(order.decode('latin-1'))}; expected 'little'")
     text = io.BytesIO(_read(file, pickle, MAX_BYTES))
-    content = _Unpickler(text, _MAX_STEPS + _STEPS_PER_FILE * len(files)).run()
+    content = _Unpickler(text, _MAX_READS + _READS_PER_FILE * len(files)).run()
     if text.read(1):
         raise ValueError(f"the pickle ends before data.pkl does, at byte {text.tell() - 1}")
     folder = f"{prefix}/data/"
@@ -162,7 +142,7 @@ def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
 def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
     """The same for a file of earlier torch: four or five pickles, then the size and values of each storage."""
     file.seek(0)
-    unpickler = _Unpickler(file, _MAX_STEPS_LEGACY)
+    unpickler = _Unpickler(file, _MAX_READS_LEGACY)
     if file.read(1) != b"\x80":
         raise ValueError("it is not a file of torch.save")
     file.seek(0)
@@ -197,13 +177,16 @@ class _Dict(dict[object, object]):
 
 
 class _BoundedFile:
-    """A file of pickles whose reads are bounded."""
+    """A file of pickles whose reads are bounded, in number and in bytes."""
 
-    def __init__(self, file: BinaryIO | io.BytesIO) -> None:
-        self.file, self.left = file, MAX_BYTES
+    def __init__(self, file: BinaryIO | io.BytesIO, reads: int) -> None:
+        self.file, self.left, self.reads = file, MAX_BYTES, reads
 
     def read(self, count: int) -> bytes:
         self.left -= count
+        self.reads -= 1
+        if self.reads < 0:
+            raise ValueError("its pickle takes too many steps")
         if count > _MAX_TEXT or self.left < 0:
             raise ValueError(f"its pickle has more than {MAX_BYTES} bytes, or {_MAX_TEXT} in one string")
         data = self.file.read(count)
@@ -219,20 +202,6 @@ class _BoundedFile:
         return data
 
 
-def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An opcode that counts against the bounds on steps and on the stack."""
-
-    def counted(unpickler: "_Unpickler") -> None:
-        unpickler.steps -= 1
-        if unpickler.steps < 0 or len(unpickler.stack) > _MAX_STACK or len(unpickler.metastack) > _MAX_MARKS:
-            raise ValueError(
-                f"its pickle takes too many steps, {_MAX_STACK} values at once or {_MAX_MARKS} levels"
-            )
-        load(unpickler)
-
-    return counted
-
-
 class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the memory that a few bytes request
     """Reads the pickles of one file in order; `storages` are those that they refer to.
 
@@ -241,10 +210,10 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
 
     stack: list[Any]
     metastack: list[Any]
+    read: Callable[[int], bytes]
 
-    def __init__(self, file: BinaryIO | io.BytesIO, steps: int) -> None:
-        super().__init__(_BoundedFile(file), encoding="utf-8")
-        self.steps = steps
+    def __init__(self, file: BinaryIO | io.BytesIO, reads: int) -> None:
+        super().__init__(_BoundedFile(file, reads), encoding="utf-8")
         self.storages: dict[str, _Storage] = {}
 
     def run(self) -> object:
@@ -253,7 +222,7 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         try:
             value: object = self.load()
         except KeyError as error:
-            raise ValueError(f"its pickle has the opcode {_opcode(error.args[0])}") from None
+            raise ValueError(f"its pickle has the opcode {bytes([error.args[0]])!r}") from None
         except (pickle.UnpicklingError, struct.error, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"its pickle is damaged: {' '.join(str(error).split())[:200]}") from None
         if self.stack or self.metastack:
@@ -262,16 +231,14 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
 
     def find_class(self, module: str, name: str) -> object:
         """The stand-in for a name."""
-        if (module, name) in _STORAGES:
-            return _StorageClass(_STORAGES[module, name])
-        if (module, name) not in _CALLS:
+        if (module, name) not in _STAND_INS:
             raise ValueError(f"its pickle imports {ascii(f'{module}.{name}')[1:-1]}")
-        return _Function(_CALLS[module, name])
+        return _STAND_INS[module, name]
 
     def persistent_load(self, pid: object) -> _Storage:
         """The storage that a persistent id describes."""
         match pid:
-            case ("storage", _StorageClass(dtype), str() as key, str(), int() as count, *view):
+            case ("storage", torch.dtype() as dtype, str() as key, str(), int() as count, *view):
                 storage = _Storage(key, dtype, count)
             case _:
                 raise ValueError("its pickle refers to an object that is not a storage of a known type")
@@ -280,6 +247,10 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         if self.storages.setdefault(key, storage) != storage:
             raise ValueError(f"storage {quote(key)} has two types or sizes")
         return storage
+
+    def load_frame(self) -> None:
+        """The size of a frame, which is read like everything else."""
+        self.read(8)
 
     def load_dict(self) -> None:
         self.stack.append(_Dict())
@@ -295,22 +266,12 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         if type(value) is not _Dict or type(state) is not _Dict or state.keys() != {"_metadata"}:
             raise ValueError("its pickle sets attributes of an object")
 
-    dispatch = {code: _counted(pickle._Unpickler.dispatch[code]) for code in _ALLOWED} | {
-        pickle.EMPTY_DICT[0]: _counted(load_dict),
-        pickle.BINUNICODE[0]: _counted(load_text),
-        pickle.BUILD[0]: _counted(load_build),
+    dispatch: ClassVar[dict[int, Any]] = {code: pickle._Unpickler.dispatch[code] for code in _ALLOWED} | {
+        pickle.FRAME[0]: load_frame,
+        pickle.EMPTY_DICT[0]: load_dict,
+        pickle.BINUNICODE[0]: load_text,
+        pickle.BUILD[0]: load_build,
     }
-
-
-def _opcode(code: int) -> str:
-    names = {op.code: op.name for op in pickletools.opcodes}
-    return names.get(chr(code), f"{code:#x}")
-
-
-def _ordered(arguments: tuple[object, ...]) -> _Dict:
-    if arguments:
-        raise ValueError("its pickle calls OrderedDict with arguments")
-    return _Dict()
 
 
 def _sizes(values: object) -> tuple[int, ...]:
@@ -322,24 +283,16 @@ def _sizes(values: object) -> tuple[int, ...]:
     return values
 
 
-def _size(arguments: tuple[object, ...]) -> tuple[int, ...]:
-    if len(arguments) != 1:
-        raise ValueError("torch.Size is called with something other than a tuple")
-    return _sizes(arguments[0])
-
-
-def _parameter(arguments: tuple[object, ...]) -> _Tensor:
-    tensor, grad, hooks = arguments if len(arguments) == 3 else (None, None, None)
+def _parameter(tensor: object, grad: object, hooks: object) -> _Tensor:
     if not isinstance(tensor, _Tensor) or type(grad) is not bool or type(hooks) is not _Dict or hooks:
         raise ValueError("a parameter is made from something other than a tensor")
     return tensor
 
 
-def _tensor(arguments: tuple[object, ...]) -> _Tensor:
-    """A tensor from the arguments that torch writes: storage, offset, sizes, strides, grad, hooks and metadata."""
-    if len(arguments) not in (6, 7):
-        raise ValueError(f"a tensor has {plural(len(arguments), 'argument')}; expected 6 or 7")
-    storage, offset, size, step, grad, hooks, *more = arguments
+def _tensor(
+    storage: object, offset: object, size: object, step: object, grad: object, hooks: object, *more: object
+) -> _Tensor:
+    """A tensor from the arguments that torch writes; `more` is its metadata."""
     shape, stride = _sizes(size), _sizes(step)
     if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
         raise ValueError("a tensor has no storage, an invalid offset, or not one stride for each size")
@@ -396,9 +349,10 @@ def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], l
             into[name] = value
 
 
-_CALLS: dict[Name, Callable[[tuple[object, ...]], object]] = {
-    ("collections", "OrderedDict"): _ordered,
-    ("torch", "Size"): _size,
+_STAND_INS: dict[Name, object] = {
+    **_STORAGES,
+    ("collections", "OrderedDict"): lambda: _Dict(),  # and not with the pairs that a dict accepts
+    ("torch", "Size"): _sizes,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
 }

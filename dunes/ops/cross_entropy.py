@@ -9,7 +9,7 @@ pass only by one factor.
 # Shapes: N tokens, D width, V vocabulary.
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,22 +33,24 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     Targets equal to IGNORE are not counted, and their states are not used: they may be inf or NaN.
     """
-    if torch.compiler.is_compiling():
-        wants_grad = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-        return cast(Tensor, linear_cross_entropy(x, weight, targets, autocast_dtype(x), *wants_grad)[0])
-    loss: Tensor = _Fused.apply(x, weight, targets, autocast_dtype(x))  # type: ignore[no-untyped-call]
+    wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
+    # The first call of a custom operator takes a second.
+    apply: Any = linear_cross_entropy if torch.compiler.is_compiling() else _Fused.apply
+    loss: Tensor = apply(x, weight, targets, autocast_dtype(x), *wanted)[0]
     return loss
 
 
-# A compiled graph would unroll the chunks and be recompiled for every number of tokens.
-@torch.library.custom_op("dunes::linear_cross_entropy", mutates_args=())
-def linear_cross_entropy(
+def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and its gradients with respect to `states` and `head`, empty where not requested."""
     loss, *grads = _sum(x, weight, targets, dtype, (states, head))
     dx, dw = (loss.new_empty(0) if grad is None else grad for grad in grads)
     return loss, dx, dw
+
+
+# A compiled graph would unroll the chunks and be recompiled for every number of tokens.
+linear_cross_entropy = torch.library.custom_op("dunes::linear_cross_entropy", _loss_and_gradients, mutates_args=())
 
 
 @linear_cross_entropy.register_fake
@@ -61,34 +63,24 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.dtypes, ctx.wanted = (inputs[0].dtype, inputs[1].dtype), inputs[4:]
     ctx.save_for_backward(*output[1:])
 
 
-def _backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-    saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
-    return *((g * grad).to(dtype) if wanted else None for g, dtype, wanted in saved), *[None] * 4
+def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    saved, grad = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True), grads[0]
+    some = grad is not None
+    return *((g * grad).to(dtype) if wanted and some else None for g, dtype, wanted in saved), *[None] * 4
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        loss, dx, dw = _sum(x, weight, targets, dtype, ctx.needs_input_grad[:2])
-        ctx.save_for_backward(dx, dw)
-        ctx.dtypes = x.dtype, weight.dtype
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        dx, dw = (
-            None if g is None else (g * grad).to(dtype)
-            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return dx, dw, None, None
+    forward = staticmethod(_loss_and_gradients)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
 
 
 def _sum(

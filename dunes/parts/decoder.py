@@ -12,6 +12,7 @@ from dunes.ops.attention import QUERY_BLOCK
 from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.parts.attention import Attention
+from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
 from dunes.parts.cache import Cache, IdCache, RollingCache
 from dunes.parts.context import (
     ForwardContext,
@@ -23,9 +24,9 @@ from dunes.parts.context import (
     warn_about_mixing,
 )
 from dunes.parts.embedding import Embedding
-from dunes.parts.moe import mean_balance_loss, record_routing
 
 Read = Callable[[Tensor], Tensor]
+LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 
 PAD_MULTIPLE = QUERY_BLOCK
 """Token counts are padded to a multiple of this where possible."""
@@ -69,13 +70,26 @@ class Decoder(nn.Module):
             raise ValueError("the same block occurs twice in `blocks`; build a new one for each layer")
 
     def forward(
-        self, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None, last: int | None = None
-    ) -> Tensor:
-        """Logits (B, T, V) for ids (B, T), or of the last `last` positions only.
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        last: int | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor | LossSums:
+        """Logits (B, T, V) for ids (B, T), or of the last `last` positions only; with `targets` (B, T), the loss.
 
         `positions` (B, T) are -1 for padding; a restart begins a new document. With a cache they come from
         `cache.start`, and the new keys and values are added to the cache.
+
+        The loss is the summed cross entropy of the targets, nats in float32, and their count; IGNORE is not
+        counted. In training it includes the auxiliary losses of parts, per target, which are also returned by
+        name as sums and counts. Raises ValueError for targets together with `cache` or `last`.
         """
+        if targets is not None:
+            if cache is not None or last is not None:
+                raise ValueError("targets give the loss of whole texts; pass them without cache and last")
+            return self._loss(ids, targets, positions)
         if self._head_mixes:
             logits = self._apply_separately(self.logits, ids, positions, cache)
             return logits if last is None else logits[:, -last:]
@@ -126,39 +140,43 @@ class Decoder(nn.Module):
         states: Tensor = self.norm(x)
         return states
 
-    def loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The summed cross entropy of the targets (B, T), nats in float32, and their count; IGNORE is not counted.
+    def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
+        """The loss, equal to that of the logits, which with a plain head are never materialised.
 
-        Equal to `next_token` on this model's logits, but with a plain head the logits are never materialised. In
-        training, each mixture of experts adds its load-balancing loss, weighted by its `balance`, per target.
         On a CPU, where reading `positions` and `targets` needs no synchronisation, padding is dropped before the
         first block, tokens without a target before the head, and documents use variable-length attention.
         """
         starts = None
         if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
             ids, targets, positions, starts = _flatten_documents(ids, targets, positions)
-        mixes = self._head_mixes
-        with record_routing(self) as routed:
-            if positions is None or starts is None:
-                x = self._apply_separately(self.logits, ids, positions) if mixes else self.hidden(ids, positions)
-            else:
+        with record_auxiliary(self) as recorded:
+            if positions is not None and starts is not None:
                 x = self._states(ids, ForwardContext(positions, document_starts=starts))
-        x, y = x.flatten(0, 1), targets.flatten()
-        if starts is not None:
-            index = _target_index(y)
-            x, y = (x, y) if len(index) == len(y) else (x[index], y[index])
-        head = self._head_weight()
-        if head is not None:
-            total = linear_cross_entropy(x, head, y)
-        else:
-            x = x.masked_fill((y == IGNORE)[:, None], 0.0)  # ignored states may be inf or NaN
-            logits = x if mixes else self.logits(x)
-            total = F.cross_entropy(logits.float(), y, ignore_index=IGNORE, reduction="sum")
-        count = (y != IGNORE).sum()
-        if routed:
-            real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
-            total = total + count * mean_balance_loss(routed, real)
-        return total, count
+            elif self._head_mixes:
+                x = self._apply_separately(self.logits, ids, positions)
+            else:
+                x = self.hidden(ids, positions)
+        total, count = self._cross_entropy(x.flatten(0, 1), targets.flatten(), starts is not None)
+        real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
+        metrics = {}
+        for name, loss in auxiliary_losses(recorded, real).items():
+            added = count * loss
+            total, metrics[name] = total + added, (added.detach(), count)
+        return total, count, metrics
+
+    def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
+        """The summed cross entropy of targets (N,), and their count.
+
+        `x` are states (N, dim), or logits (N, V) of a head that mixes. `select`: drop what has no target first.
+        """
+        if select and len(index := _target_index(targets)) < len(targets):
+            x, targets = x[index], targets[index]
+        count = (targets != IGNORE).sum()
+        if (head := self._head_weight()) is not None:
+            return linear_cross_entropy(x, head, targets), count
+        x = x.masked_fill((targets == IGNORE)[:, None], 0.0)  # ignored states may be inf or NaN
+        logits = x if self._head_mixes else self.logits(x)
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum"), count
 
     def _head_weight(self) -> Tensor | None:
         """The matrix (V, dim) if that is all there is to the head; None if it has a bias or is another module."""

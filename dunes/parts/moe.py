@@ -2,8 +2,7 @@
 
 # Shapes: N tokens, E experts, k experts per token.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from dunes.ops import experts as forms
 from dunes.parts.mlp import GatedMLP
 
-Routed = list[tuple["MoE", Tensor]]
-
 
 class MoE(nn.Module):
     """Routes each token to its `top_k` experts with the highest probability and returns their weighted sum.
@@ -21,7 +18,7 @@ class MoE(nn.Module):
     `router` returns logits (N, E), whose softmax in float32 or wider gives the weights; with `renormalise` those
     of the chosen experts are scaled to sum to one. (With a top_k of 1 the router then gets no gradient.) Of
     experts with equal probability the first is chosen. `balance` is the coefficient of the load-balancing loss
-    that `Decoder.loss` adds in training. Raises ValueError for a top_k below 1 or above the number of experts.
+    that it adds in training. Raises ValueError for a top_k below 1 or above the number of experts.
     """
 
     supports_packing = True
@@ -40,14 +37,14 @@ class MoE(nn.Module):
             raise ValueError(f"top_k is {top_k}; expected 1 to {len(experts)}, the number of experts")
         self.router, self.experts = router, nn.ModuleList(experts)
         self.top_k, self.renormalise, self.balance = top_k, renormalise, balance
-        self._routed: Routed | None = None
+        self.recorded: list[Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
         tokens = x.flatten(0, -2)
         logits = _at_least_float32(self.router(tokens))
-        if self._routed is not None:
-            self._routed.append((self, logits))
+        if self.recorded is not None and self.balance:
+            self.recorded.append(logits)
         chosen, weights = self.route(logits)
         stacks = self._stacks(tokens)
         if stacks is None:
@@ -63,6 +60,11 @@ class MoE(nn.Module):
         chosen = torch.sort(probs.detach(), dim=-1, descending=True, stable=True).indices[:, : self.top_k]
         weights = probs.gather(-1, chosen)
         return chosen, weights / weights.sum(-1, keepdim=True) if self.renormalise else weights
+
+    def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Tensor]:
+        """`balance` times the `load_balance` of the recorded router logits, those of several calls together."""
+        real_tokens = None if real is None else real.repeat(len(recorded))
+        return {"balance": self.balance * load_balance([torch.cat([*recorded])], self.top_k, real_tokens)}
 
     def pack(self) -> bool:
         """Make each matrix of all experts a view of one storage, which the grouped form reads.
@@ -103,36 +105,6 @@ class MoE(nn.Module):
             return forms.Stacks(*matrices)
         self.pack()
         return forms.Stacks(*map(forms.stacked, matrices))
-
-
-@contextmanager
-def record_routing(model: nn.Module) -> Iterator[Routed]:
-    """Record the router logits (N, E) of each mixture that has a `balance`, in training only."""
-    routed: Routed = []
-    layers = [m for m in model.modules() if isinstance(m, MoE) and m.balance] if model.training else []
-    for layer in layers:
-        layer._routed = routed
-    try:
-        yield routed
-    finally:
-        # Activation checkpointing runs forwards again later.
-        for layer in layers:
-            layer._routed = None
-
-
-def mean_balance_loss(routed: Routed, real: Tensor | None = None) -> Tensor:
-    """The mean over layers of `balance` times each layer's `load_balance`; `real` (N,) excludes padding.
-
-    Several calls of one layer count together; with `real`, each call must be of the same N tokens.
-    """
-    calls: dict[MoE, list[Tensor]] = {}
-    for layer, logits in routed:
-        calls.setdefault(layer, []).append(logits)
-    losses = []
-    for layer, parts in calls.items():
-        real_tokens = None if real is None else real.repeat(len(parts))
-        losses.append(layer.balance * load_balance([torch.cat(parts)], layer.top_k, real_tokens))
-    return torch.stack(losses).mean()
 
 
 def load_balance(layers: Sequence[Tensor], top_k: int, real: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dunes import tree
 from dunes.data import SeparateDocuments, TokenIds
 from dunes.parts import Decoder
+from dunes.runs.memory import next_token_loss
 from dunes.train import IGNORE
 from dunes.units import plural
 
@@ -81,12 +82,12 @@ def score_batches(
     width: NDArray[np.int64],
     dtype: torch.dtype = torch.float32,
 ) -> Score:
-    """The score on batches: ids, targets (B, T), and the other arguments of `Decoder.loss`."""
+    """The score on batches as in `next_token_loss`."""
     loss_sum, count, size = 0.0, 0, 0
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         for batch in batches:
-            total, counted = model.loss(*(part.to(device) for part in batch))
+            total, counted, _ = next_token_loss(model, [part.to(device) for part in batch])
             loss_sum, count = loss_sum + float(total), count + int(counted)
             targets = batch[1].numpy()
             size += int(width[targets[targets != IGNORE]].sum())

@@ -14,10 +14,11 @@ from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
 from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, answer_loss, cast_frozen_weights, optimizer, prepare_model
+from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_method import METHODS, unused_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.loop import Make, execute_run
+from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule
 from dunes.runs.score import evaluation_tokens
@@ -65,7 +66,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
     trainer = Trainer(
-        model, optimizer(config, model), answer_loss, accumulate=config.batch // config.micro_batch, **options
+        model, optimizer(config, model), next_token_loss, accumulate=config.batch // config.micro_batch, **options
     )
     return Run(folder, config, task, model, trainer, schedule)
 

@@ -39,6 +39,7 @@ from dunes.runs.memory import (
     TrainSetup,
     build_with_dtype,
     describe_memory,
+    next_token_loss,
     process_memory,
     train_allocations,
 )
@@ -220,7 +221,7 @@ def memory(data: FinetuneData) -> dict[str, float]:
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(config.micro_batch, config.context_length, getattr(torch, config.dtype))
     return process_memory(
-        train_allocations(build, shape, True, TrainSetup(partial(optimizer, config), answer_loss, batch)), size
+        train_allocations(build, shape, True, TrainSetup(partial(optimizer, config), next_token_loss, batch)), size
     )
 
 
@@ -264,9 +265,3 @@ def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
 def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
     assert config.lr is not None, "chosen before"
     return adamw(model, config.lr, (0.9, 0.999), decay=0.0)
-
-
-def answer_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss on the batches of `Batches`."""
-    assert isinstance(model, Decoder), "runs build only decoders"
-    return model.loss(*batch)

@@ -257,7 +257,8 @@ def _check_due(step: int) -> bool:
 def _log_step(folder: Path, step: Step, score: Score | None) -> None:
     """Log a step to metrics.jsonl, its loss also as an exact hex float."""
     record: dict[str, Any] = asdict(step)
-    record = {"step": record.pop("number")} | record | {"loss_hex": step.loss.hex()}
+    metrics = {"metrics": found} if (found := record.pop("metrics")) else {}
+    record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
     if score:
         record |= {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte}
     append_metrics(folder, record)
@@ -279,6 +280,7 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
         parts = [
             f"step {step.number}",
             f"loss {smooth(losses)[-1]:.3f}" if losses else "",
+            *(f"{name} {value:.3g}" for name, value in step.metrics.items() if isinstance(value, float)),
             f"val {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
             f"lr {run.trainer.base_lrs[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} tok/s",

@@ -1,6 +1,6 @@
 """The memory of training and inference: measured while running, or estimated on fake tensors."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dunes import measure, tree
 from dunes.measure import Allocations
 from dunes.parts import Checkpointed, Decoder, cache_for
+from dunes.parts.decoder import LossSums
 from dunes.train import Trainer, muon
 from dunes.train.loss import Loss
 
@@ -35,10 +36,13 @@ class Shape:
     checkpointing: bool = False
 
 
-def next_token_loss(model: nn.Module, batch: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The loss of next-token prediction on windows of ids (B, T + 1), or on ids, targets and positions (B, T)."""
-    assert isinstance(model, Decoder), "runs build only decoders"
-    return model.loss(*((batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch))
+def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossSums:
+    """The loss of a decoder, also a wrapped or compiled one, on windows of ids (B, T + 1), or on a batch of
+    `Batches`: ids, targets and positions (B, T); without positions, each row is a document."""
+    parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+    ids, targets, *positions = parts
+    loss: LossSums = model(ids, *positions, targets=targets)
+    return loss
 
 
 def zero_batch(shape: Shape) -> Tensor:
@@ -121,7 +125,7 @@ def describe_memory(parts: Mapping[str, float]) -> str:
 def _step(trainer: Trainer, batch: Any) -> None:
     """A training step without the check for finite values, which fake tensors do not have."""
     trainer.gradients([batch])
-    trainer.optimizer.step()
+    trainer.update()
     trainer.optimizer.zero_grad(set_to_none=True)
 
 

@@ -380,6 +380,13 @@ def read_metrics(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]
     return [_renamed(record) for record in records]
 
 
+def scalar_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a record as metrics/NAME, without those that are vectors."""
+    metrics = record.get("metrics")
+    numbers = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {f"metrics/{name}": value for name, value in numbers if _is_number(value)}
+
+
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     """The record with today's names."""
     return {METRICS_OF_FORMAT_1.get(name, name): value for name, value in record.items()}

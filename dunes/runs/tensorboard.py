@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dunes.runs.extra import extra
-from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.run import METRICS, read_metrics, scalar_metrics
 from dunes.train import Step
 
 FOLDER = "tensorboard"
@@ -111,10 +111,10 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The scalars of a record of metrics.jsonl by tag: loss, bits/byte, lr_scale, grad_norm, tokens/s."""
+    """The scalars of a record of metrics.jsonl by tag: loss, bits/byte, lr_scale, grad_norm, tokens/s, metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
     values["tokens_per_second"] = record["count"] / record["seconds"]
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None} | scalar_metrics(record)
 
 
 def read_samples(path: Path) -> dict[int, str]:

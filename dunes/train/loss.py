@@ -1,12 +1,13 @@
 """Losses for a Trainer: `loss(model, batch) -> (sum, count)`, never a mean.
 
+A third element may give metrics: named pairs (sum, count), each a scalar or a vector, that are added up likewise.
 Means of unequal micro-batches cannot be added, sums and counts can, so that gradient accumulation over several
 micro-batches equals one large batch.
 """
 
 # Shapes: B batch, T tokens, V vocabulary.
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from dunes.ops.cross_entropy import IGNORE
 
-Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+Metrics = Mapping[str, tuple[Tensor, Tensor]]
+Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Metrics]]
 
 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,22 @@
 """The training loop as a generator: printing, saving, sampling and stopping belong to the caller's loop body."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from numbers import Integral, Real
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import tree
-from dunes.train.loss import Loss
+from dunes.train.loss import Loss, Metrics
 from dunes.units import plural
 
 
@@ -23,7 +25,8 @@ class Step:
     """The result of one step. `loss` is the mean over `count` targets, as computed, NaN included.
 
     `grad_norm` is the norm before clipping, `lr_scale` the factor of the learning rates, `skipped` whether the
-    weights were left unchanged. A count that is not finite is reported as 0.
+    weights were left unchanged. A count that is not finite is reported as 0. `metrics` are the means of the loss's
+    named pairs, each a float, or a list of floats where it is a vector.
     """
 
     number: int
@@ -33,6 +36,7 @@ class Step:
     lr_scale: float
     skipped: bool
     seconds: float
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Diverged(RuntimeError):
@@ -42,11 +46,15 @@ class Diverged(RuntimeError):
 class Trainer:
     """Trains any module: `for step in Trainer(model, optimizer, loss).run(batches): ...`
 
-    `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one element.
+    `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one element. A
+    third element may map names to such pairs of tensors, or of vectors, whose means are the step's metrics.
     Gradients of `accumulate` batches are added, divided once by the total count, then clipped to the norm `clip`.
     `lr_scale(step)` is the factor of the optimizer's learning rates. `seed` seeds all randomness inside a step, so
     that random numbers drawn between steps change nothing. A step whose loss or gradient is not finite, or whose
-    count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged.
+    count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every
+    other step, modules with a method `after_step` are called: what must hold then, such as a mask of weights.
+    With several ranks of torch.distributed, sums and counts are over the batches of all; the model has to be
+    sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
     Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss or
     lr_scale.
     """
@@ -82,6 +90,14 @@ class Trainer:
         if parameter is None:
             raise ValueError("nothing to train: the model has no parameters")
         self.device = parameter.device
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self.sync = getattr(model, "set_requires_gradient_sync", None)
+        if self.ranks > 1 and not self.sync:
+            raise ValueError(
+                f"torch.distributed has {self.ranks} ranks, but the model is not sharded over them; call "
+                "torch.distributed.fsdp.fully_shard(model) before building the optimizer"
+            )
 
     @property
     def consumed(self) -> int:
@@ -108,15 +124,16 @@ class Trainer:
     def _step(self, batches: list[Any], start: float) -> Step:
         scale = self._next_lr_scale()
         buffers = [(b, b.clone()) for b in self.mutable_buffers]
+        means, targets, grad_norm = self.gradients(batches)
         # The only synchronisation of host and device in a step.
-        loss, counted, norm = torch.stack(self.gradients(batches)).tolist()
+        counted, norm, loss, *values = _to_host([targets, grad_norm, *means.values()])
         if counted < 0:
             raise ValueError(f"the loss of step {self.number + 1} counted {counted:g} targets; expected 0 or more")
         finite = counted > 0 and all(map(math.isfinite, (loss, counted, norm)))
         if finite:
             for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
                 group["lr"] = lr * scale
-            self.optimizer.step()
+            self.update()
         else:
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -124,7 +141,16 @@ class Trainer:
         self.number += 1
         self.bad_steps = 0 if finite else self.bad_steps + 1
         count = int(counted) if math.isfinite(counted) else 0
-        return Step(self.number, loss, count, norm, scale, not finite, perf_counter() - start)
+        metrics = dict(zip([*means][1:], values, strict=True))
+        return Step(self.number, loss, count, norm, scale, not finite, perf_counter() - start, metrics)
+
+    def update(self) -> None:
+        """Apply the gradients, then let modules restore what must hold after a step."""
+        self.optimizer.step()
+        with torch.no_grad():
+            for module in self.model.modules():
+                if after_step := getattr(module, "after_step", None):
+                    after_step()
 
     def _next_lr_scale(self) -> float:
         """The factor of the learning rates for the next step."""
@@ -139,28 +165,40 @@ class Trainer:
         modules = [m for m in self.model.modules() if not getattr(m, "constant_buffers", False)]
         return [b for m in modules for b in m.buffers(recurse=False)]
 
-    def gradients(self, batches: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, batches: list[Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Compute a step's gradients, divided by the count and clipped, into the parameters' `grad`.
 
-        Returns the mean loss, the count and the norm before clipping (float64, without synchronising).
+        Returns the means of "loss" and the metrics, the count and the norm before clipping (float64, without
+        synchronising).
         """
-        total, count = self._accumulate(batches)
-        return total / count, count, self._normalise(count)
+        sums = self._accumulate(batches)
+        count = sums["loss"][1]
+        return {name: total / n for name, (total, n) in sums.items()}, count, self._normalise(count)
 
-    def _accumulate(self, batches: list[Any]) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradients of the summed losses; returns the sums of loss and count (float64)."""
-        total = count = torch.zeros((), dtype=torch.float64, device=self._float64_device)
+    def _accumulate(self, batches: list[Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Accumulate the gradients of the summed losses.
+
+        Returns the sums of "loss" and the metrics, and their counts (float64).
+        """
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.optimizer.zero_grad(set_to_none=True)
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(batches, len(batches) * self.rank):
+            if self.sync:
+                self.sync((i + 1) % len(batches) == 0)
             with _seeded(self.device, (int(self.seed), self.number, i)), self._autocast():
-                loss, counted = _sum_and_count(self.loss(self.model, _to_device(batch, self.device)))
+                loss, counted, metrics = _checked(self.loss(self.model, _to_device(batch, self.device)))
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             elif counted != 0:
                 raise ValueError("the loss has no gradient: it depends on no trained parameter, or was detached")
-            total = total + loss.detach().to(total)
-            count = count + counted.to(count)
-        return total, count
+            for name, pair in {"loss": (loss, counted), **metrics}.items():
+                total, n = (t.detach().to(self._float64_device, torch.float64) for t in pair)
+                total_before, n_before = sums.get(name, (0.0, 0.0))
+                sums[name] = total_before + total, n_before + n
+        if self.ranks > 1:
+            for t in chain.from_iterable(sums.values()):
+                dist.all_reduce(t)
+        return sums
 
     @property
     def _float64_device(self) -> torch.device:
@@ -173,8 +211,10 @@ class Trainer:
             raise ValueError("no parameter received a gradient: does the loss depend on trained parameters?")
         if not grads:
             return torch.zeros_like(count)
-        norm = torch.nn.utils.get_total_norm(grads).to(count) / count
-        scale = 1 / count
+        norm = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):  # sharded over ranks, which average their gradients
+            norm = norm.full_tensor()
+        norm, scale = norm.to(count) * self.ranks / count, self.ranks / count
         if self.clip is not None:
             scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))
@@ -218,18 +258,40 @@ def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, p
         raise ValueError(f"dtype is {dtype}; expected bfloat16 or float16 for autocast, or float32 for none")
 
 
-def _sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
-    """The (sum, count) that a loss returned, as 0-dim tensors. Raises ValueError for anything else."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise ValueError(f"the loss returned {_describe(result)}; expected a pair (sum, count), not a mean")
-    loss, count = result
+def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
+    """The values of the tensors: floats, or lists of floats."""
+    host = torch.cat([t.flatten() for t in tensors]).cpu()
+    parts = torch.split(host, [t.numel() for t in tensors])
+    return [part.view(t.shape).tolist() for part, t in zip(parts, tensors, strict=True)]
+
+
+def _checked(result: Any) -> tuple[Tensor, Tensor, Metrics]:
+    """The (sum, count, metrics) that a loss returned, the first two 0-dim. Raises ValueError for anything else."""
+    if not isinstance(result, (tuple, list)) or not 2 <= len(result) <= 3:
+        raise ValueError(
+            f"the loss returned {_describe(result)}; expected (sum, count) or (sum, count, metrics), not a mean"
+        )
+    loss, count = result[:2]
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(f"the sum that the loss returned is {_describe(loss)}; expected a tensor of one element")
     if _is_number(count):
         count = torch.tensor(float(count), dtype=torch.float64)
     if not isinstance(count, Tensor) or count.numel() != 1 or count.dtype == torch.bool:
         raise ValueError(f"the count that the loss returned is {_describe(count)}; expected one number of targets")
-    return loss.reshape(()), count.detach().reshape(())
+    return loss.reshape(()), count.detach().reshape(()), _checked_metrics(*result[2:])
+
+
+def _checked_metrics(metrics: Any = None) -> Metrics:
+    """The metrics that a loss returned, if any. Raises ValueError unless they are named pairs of tensors."""
+    metrics = {} if metrics is None else metrics
+    for name, pair in metrics.items() if isinstance(metrics, Mapping) else [("", metrics)]:
+        tensors = isinstance(pair, tuple) and all(isinstance(t, Tensor) for t in pair)
+        if name in ("", "loss") or not tensors or len(pair) != 2:
+            raise ValueError(
+                f"the loss returned {_describe(pair)} as the metric {name!r}; expected tensors (sum, count) "
+                "by name, none of which is 'loss'"
+            )
+    return metrics  # type: ignore[no-any-return]
 
 
 def _is_number(value: Any) -> bool:

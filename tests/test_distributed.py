@@ -1,0 +1,80 @@
+"""Several processes under FSDP2 train as one does."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dunes.models import mixtral
+from dunes.models.initialise import initialise
+from dunes.runs.memory import next_token_loss
+from dunes.train import Trainer, adamw
+
+STEPS, RANKS, ROWS = 5, 2, 4
+
+
+def model():
+    config = replace(mixtral.Config.from_size(50, 32, 2, 16), experts=4, balance=0.5)
+    return initialise(mixtral.build(config), seed=3)
+
+
+def micro_batches(rank=None):
+    """Four of unequal counts a step, or the two of one rank: numbers in order."""
+    every = [(torch.arange(5 + i % 4) + 11 * torch.arange(ROWS)[:, None] + i) % 50 for i in range(4 * STEPS)]
+    return every if rank is None else [b for i, b in enumerate(every) if i // 2 % 2 == rank]
+
+
+def loss(model, batch):
+    total, count, metrics = next_token_loss(model, batch)
+    return total, count, metrics | {"rows": (torch.tensor([len(batch), 2.0]), torch.ones(()))}
+
+
+def record(trainer, batches):
+    return [(s.loss, s.count, s.grad_norm, dict(s.metrics)) for s in trainer.run(batches)]
+
+
+def one_rank(rank, folder):
+    """What a process of its own does: the steps and the synchronisations of gradients."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    module = model()
+    with pytest.raises(ValueError, match="has 2 ranks, but the model is not sharded over them; call"):
+        Trainer(module, adamw(module), loss)
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    trainer, syncs = Trainer(module, adamw(module, 1e-2), loss, accumulate=2), []
+    plain = trainer.sync
+    trainer.sync = lambda on: (syncs.append(on), plain(on))
+    steps = record(trainer, micro_batches(rank))
+    print(json.dumps({"steps": steps, "syncs": syncs}))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_under_fully_shard_have_one_process_s_losses(tmp_path):
+    code = "import sys, test_distributed; test_distributed.one_rank(int(sys.argv[1]), sys.argv[2])"
+    options = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parent}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)], **options)
+        for rank in range(RANKS)
+    ]
+    found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in ranks]
+    module = model()
+    want = record(Trainer(module, adamw(module, 1e-2), loss, accumulate=4), micro_batches())
+    for rank in found:
+        assert rank["syncs"] == [False, True] * STEPS
+        for (mean, count, norm, metrics), wanted in zip(rank["steps"], want, strict=True):
+            assert mean == pytest.approx(wanted[0], abs=1e-5)
+            assert count == wanted[1]
+            assert norm == pytest.approx(wanted[2], rel=1e-5)
+            assert metrics["balance"] == pytest.approx(wanted[3]["balance"], abs=1e-6)
+            assert metrics["rows"] == wanted[3]["rows"] == [ROWS, 2.0]
+    assert want[-1][0] < want[0][0] - 0.1
