@@ -95,7 +95,7 @@ def write_setup(folder: Path, data: Path, size: str) -> Tuning:
         if name.endswith(".B"):  # a B of zeros would not test the scale
             with torch.no_grad():
                 parameter.normal_(0, 0.01, generator=torch.Generator().manual_seed(len(name)))
-    checkpoint.save_adapter(model, folder / "adapter", note["request"]["adapter"], str(folder / "model"))
+    checkpoint.save_adapter(model, folder / "adapter", note.request["adapter"], str(folder / "model"))
     tokenized = list(examples.tokenize_records(records, templates.get_template("plain"), tokenizer))
     toy = size == "toy"
     tuning = Tuning(

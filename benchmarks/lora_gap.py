@@ -93,7 +93,7 @@ def prepare_model(run: Run, model: Decoder) -> None:
     """Attach the adapter, and freeze all weights that are not trained."""
     learns = ["**"]
     if run.rank:
-        learns = augment.attach(model, rank=run.rank, alpha=run.sweep.alpha, seed=run.sweep.seed)["new"]
+        learns = augment.attach(model, rank=run.rank, alpha=run.sweep.alpha, seed=run.sweep.seed).new
     chosen = [*learns, *([EMBEDDING if run.rank else f"!{EMBEDDING}"] if run.other_embedding else [])]
     for name, p in model.named_parameters():
         p.requires_grad_(tree.matches(chosen, name))

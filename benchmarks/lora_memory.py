@@ -41,9 +41,9 @@ def build_trained(build: Callable[[], Decoder], method: str, rank: int) -> Decod
         shape_quantized(model, **decide_quantized(model, kind="nf4", double=True))
     if method != "full":
         note = lora.decide(model, rank=rank)
-        lora.shape(model, **note)
-        lora.set_adapter(model, note["request"]["adapter"])
-        tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+        lora.shape(model, note)
+        lora.set_adapter(model, note.request["adapter"])
+        tree.freeze(model, ["**", *(f"!{new}" for new in note.new)])
     return model
 
 

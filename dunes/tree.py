@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
 
@@ -120,16 +120,15 @@ def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
     The entries from there on are renumbered, and so are the names of their tensors. Raises ValueError if `where`
     selects no ModuleList or several, if the index is not from 0 to its length, or if the model has the module.
     """
-    lists = find(model, where, lambda m: isinstance(innermost(m), nn.ModuleList))
-    entries = innermost(lists[0].module)
-    assert isinstance(entries, nn.ModuleList), "as selected"
-    if len(lists) > 1 or not 0 <= index <= len(entries):
-        names = ", ".join(p.name for p in lists)
+    place, *others = find(model, where, lambda m: isinstance(innermost(m), nn.ModuleList))
+    entries = cast(nn.ModuleList, innermost(place.module))
+    if others or not 0 <= index <= len(entries):
+        names = ", ".join(p.name for p in (place, *others))
         raise ValueError(f"{names}: insert at {index}; expected one ModuleList and an index from 0 to its length")
     if any(m is module for m in model.modules()):
-        raise ValueError(f"{lists[0].name}: the model already has this {type(module).__name__}; insert a copy")
+        raise ValueError(f"{place.name}: the model already has this {type(module).__name__}; insert a copy")
     entries.insert(index, module)
-    return f"{lists[0].name}.{index}"
+    return f"{place.name}.{index}"
 
 
 def remove(model: nn.Module, where: Where) -> list[str]:

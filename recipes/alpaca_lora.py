@@ -12,9 +12,9 @@ from pathlib import Path
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
 from dunes.runs.chat import load_chat_engine
+from dunes.runs.export import export
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.merge import merge
 from dunes.runs.progress import Display
 from dunes.text.templates import Turn
 
@@ -29,7 +29,7 @@ def main(base: str, data: str, epochs: float = 3.0, out: str = "runs/alpaca-lora
     engine = load_chat_engine(out)
     for question in QUESTIONS:
         print(f"\n{question}\n  {''.join(engine.answer((Turn('user', question),), sampler(0.0), 60))}")
-    print(merge(Path(out), Path(f"{out}-merged")))
+    print(export(Path(out), Path(f"{out}-merged")))
     print(f"merged model: {out}-merged")
     return 0
 

@@ -44,7 +44,8 @@ def main(steps: int = 300, out: Path = Path("runs/own-parts")) -> float:
     for step in Trainer(model, adamw(model, 3e-3), next_token).run(iter([table] * steps)):
         if step.number % 50 == 0:
             print(f"step {step.number}: loss {step.loss:.3f}")
-    checkpoint.save(model, out, tokenizer, table.shape[1], build=build, arguments={"vocab": tokenizer.vocab})
+    architecture = checkpoint.Architecture.of_function(build, vocab=tokenizer.vocab)
+    checkpoint.save(model, out, tokenizer, table.shape[1], architecture=architecture)
     loaded = checkpoint.load(out, build=build).model
     with torch.no_grad():
         correct = loaded(table[:, :-1])[:, 2:4].argmax(-1) == table[:, 3:5]

@@ -203,8 +203,8 @@ def test_parts_of_fused_matrices_are_enough(tmp_path):
     said = ours(IDS)
     detach(ours)
     note = checkpoint.load_adapter(ours, tmp_path / "a")
-    assert list(note["places"]) == ["blocks.0.attn.q", "blocks.0.attn.v", "blocks.1.mlp.up"]
-    assert note["places"]["blocks.0.attn.q"] == {"rank": 2, "alpha": 32.0}
+    assert list(note.places) == ["blocks.0.attn.q", "blocks.0.attn.v", "blocks.1.mlp.up"]
+    assert note.places["blocks.0.attn.q"] == {"rank": 2, "alpha": 32.0}
     assert difference(ours(IDS), said) <= 1e-6
     theirs, mixed = pair("mixtral")
     attach(mixed, where=["blocks.*.mlp.experts.1.gate", "blocks.1.mlp.experts.2.down"], rank=2)

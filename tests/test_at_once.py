@@ -127,7 +127,7 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
 
 
 def augmented(model):
-    augment.lora.attach(model, where="**.attn.q", rank=2)
+    augment.attach(model, where="**.attn.q", rank=2)
     return model
 
 

@@ -269,7 +269,7 @@ def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
 
 def test_files_that_are_none_are_refused(tmp_path):
     bad = tmp_path / "bad.jsonl"
-    for text, words in (("", "has no measurements"), ('{"a": 1}\n', "bad.jsonl:1: expected"), ("\0\n", ":1:")):
+    for text, words in (("", "has no measurements"), ('{"a": 1}\n', "has no measurements"), ("\0\n", "has no")):
         bad.write_text(text)
         with pytest.raises(ValueError, match=words):
             rows.read_rows(bad)

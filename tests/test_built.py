@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dunes import checkpoint
-from dunes.checkpoint.built import function_name
+from dunes.checkpoint.architecture import function_name
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.models import llama
@@ -63,7 +63,9 @@ def learned(model, seed=1):
 
 
 def save(model, folder, **how):
-    checkpoint.save(model, folder, TOKENIZER, 64, **{"build": build} | how)
+    build_with, arguments = how.pop("build", build), how.pop("arguments", {})
+    architecture = checkpoint.Architecture.of_function(build_with, **arguments)
+    checkpoint.save(model, folder, TOKENIZER, 64, architecture=architecture, **how)
 
 
 @pytest.fixture
@@ -133,7 +135,13 @@ def test_it_is_loaded_in_another_process_from_the_file_that_has_the_function(tmp
     path.write_text(MINE)
     found = runpy.run_path(str(path))
     model = found["build"](8).eval()
-    checkpoint.save(model, tmp_path / "kept", None, 16, build=found["build"], arguments={"hidden": 8})
+    checkpoint.save(
+        model,
+        tmp_path / "kept",
+        None,
+        16,
+        architecture=checkpoint.Architecture.of_function(found["build"], hidden=8),
+    )
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "DUNES_HOME": str(tmp_path / "home")}
     line = [sys.executable, "-W", "ignore", path, tmp_path / "kept"]
     done = subprocess.run(line, env=env, capture_output=True, text=True)
@@ -184,7 +192,13 @@ def test_a_set_is_the_same_in_whatever_order_it_lies(tmp_path):
         return model
 
     assert str({0, 8}) != str({8, 0})
-    checkpoint.save(make([0, 8]), tmp_path, TOKENIZER, 1, build=partial(make, [8, 0]))
+    checkpoint.save(
+        make([0, 8]),
+        tmp_path,
+        TOKENIZER,
+        1,
+        architecture=checkpoint.Architecture.of_function(partial(make, [8, 0])),
+    )
     assert checkpoint.load(tmp_path, build=partial(make, [8, 0])).model.chosen == {0, 8}
 
 
@@ -223,7 +237,7 @@ def test_any_module_can_be_kept(tmp_path):
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model = make()
     model(torch.rand(9, 4))  # its running means are buffers
-    checkpoint.save(model.eval(), tmp_path, None, 1, build=make)
+    checkpoint.save(model.eval(), tmp_path, None, 1, architecture=checkpoint.Architecture.of_function(make))
     with pytest.warns(UserWarning, match="tokenizer is None"):
         loaded = checkpoint.load(tmp_path, build=make).model
     x = torch.rand(3, 4)
@@ -232,11 +246,11 @@ def test_any_module_can_be_kept(tmp_path):
 
 def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="no family describes this model: ") as caught:
-        save(build(), tmp_path / "new", build=None)
+        checkpoint.save(build(), tmp_path / "new", TOKENIZER, 64)
     assert str(caught.value).count("not ") <= 3, "the nearest family, not all"
     assert str(caught.value).endswith(
-        "save it with the function that builds it: checkpoint.save(..., build=function), "
-        "then checkpoint.load(folder, build=function)"
+        "save it with the function that builds it: checkpoint.save(..., "
+        "architecture=Architecture.of_function(build)), then checkpoint.load(folder, build=build)"
     )
     words = (
         f"{kept}: built by test_built:build, which is not imported automatically; load it in Python with that "
@@ -285,7 +299,7 @@ def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
 
 def test_a_card_of_format_1_is_read(kept):
     card = json.loads((kept / "dunes.json").read_text())
-    assert card["format"] == 2
+    assert card["format"] == 3
     context_length = card.pop("context_length")
     old = card | {"format": 1, "context": context_length}
     (kept / "dunes.json").write_text(json.dumps(old))
@@ -297,14 +311,17 @@ def test_a_card_of_format_1_is_read(kept):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"family": {"function": "a:b"}}, "dunes.json: family must be a family's name, or a function"),
+        (
+            {"family": {"function": "a:b"}},
+            "dunes.json: family must be a family's name with its config, or a function",
+        ),
         (
             {"family": {"function": 3, "arguments": {}}},
-            "dunes.json: family must be a family's name, or a function",
+            "dunes.json: family must be a family's name with its config, or a function",
         ),
         (
             {"family": {"function": "a:\nb", "arguments": {}}},
-            "dunes.json: family must be a family's name, or a function",
+            "dunes.json: family must be a family's name with its config, or a function",
         ),
         ({"structure": None}, "dunes.json: structure must have a table of modules"),
         ({"structure": {"modules": {"": 3}, "tied": {}}}, "dunes.json: structure must have a table of modules"),

@@ -234,7 +234,9 @@ def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypa
     ours = checkpoint.load(three / "base").model
     note = quantize(ours)
     attach(ours, rank=2)
-    checkpoint.save_adapter(trained(ours), three / "small", base=three / "base", facts={"changes": [note]})
+    checkpoint.save_adapter(
+        trained(ours), three / "small", base=three / "base", facts={"changes": [note.record()]}
+    )
     assert alone(three / "small")
     answers = load_chat_engine(str(three / "base"), [three / "small"]).answer(
         (Turn("user", "ab"),), sampler(0.0), 12

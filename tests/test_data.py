@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dunes.data import (
-    SeparateDocuments,
+    PackedText,
     TokenFile,
     Windows,
     collect_corpus,
@@ -978,7 +978,7 @@ def test_separate_documents_have_positions_and_targets_of_their_own(text, cuts, 
     ids = np.array(data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)), np.uint16)
     begins = sorted({0, *(c for c in cuts if c < size)})
     plain = Windows(ids, length, 3)
-    batch = Windows(SeparateDocuments(ids, np.array(begins), end), length, 3).batch(number)
+    batch = Windows(PackedText(ids, np.array(begins), end), length, 3).batch(number)
     assert torch.equal(batch[0], plain.batch(number)[:, :-1])
     index = plain.starts(np.arange(3 * number, 3 * number + 3))[:, None] + np.arange(length + 1)
     for row, got_targets, got_positions in zip(index.tolist(), *(b.tolist() for b in batch[1:]), strict=True):

@@ -12,6 +12,7 @@ from adapters import IDS, build, difference, trained
 from dunes import checkpoint, tree
 from dunes.augment import (
     Adapted,
+    Change,
     adapter_active,
     attach,
     base_model,
@@ -53,13 +54,13 @@ def test_it_begins_as_nothing_and_can_be_folded_in_and_taken_out(family, kind):
     merged = merge(model, keep=True)
     print(f"{family} {kind}: merged {difference(model(IDS), changed):.1e}, {max(merged.errors.values()):.1e}")
     assert difference(model(IDS), changed) < 1e-5 * max(1, changed.abs().max()), "L3"
-    assert merged.errors.keys() == note["places"].keys()
+    assert merged.errors.keys() == note.places.keys()
     assert max(merged.errors.values()) < 1e-5
     assert list(model.state_dict()) == names
     assert checkpoint.hf_config_of(model, 32).family == family
     unmerge(model, merged)
     assert torch.equal(model(IDS), changed), "L4"
-    assert sorted(detach(model)) == sorted(note["places"])
+    assert sorted(detach(model)) == sorted(note.places)
     assert all(torch.equal(w, model.state_dict()[k]) for k, w in weights.items()), "L4"
     assert torch.equal(model(IDS), before)
 
@@ -120,7 +121,7 @@ def test_training_moves_only_the_adapter_and_keeps_no_copy_of_the_base(few_bits)
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     pointers = {v.data_ptr() for v in model.state_dict().values()}
     note = attach(model, rank=4, dropout=0.1)
-    tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+    tree.freeze(model, ["**", *(f"!{new}" for new in note.new)])
     optimizer = adamw(model, 1e-2)
     losses = [s.loss for s in Trainer(model, optimizer, next_token_loss).run([IDS] * 20)]
     print(f"base {few_bits}: loss {losses[0]:.2f} to {losses[-1]:.2f}, {len(optimizer.state)} tensors learnt")
@@ -140,12 +141,12 @@ def test_ranks_follow_the_last_glob_and_names_stay():
     note = attach(
         model, ranks={"**.attn.*": 8, "**.mlp.**": 2, "blocks.1.attn.out": 3}, where=["blocks.**", "!**.k"]
     )
-    ranks = {k: one["rank"] for k, one in note["places"].items()}
+    ranks = {k: one["rank"] for k, one in note.places.items()}
     assert (ranks["blocks.0.attn.q"], ranks["blocks.1.attn.out"]) == (8, 3)
     assert ranks["blocks.0.mlp.experts.3.down"] == 2
     assert "blocks.0.attn.k" not in ranks
     assert "blocks.0.mlp.router" in ranks, "asked for"
-    assert "blocks.0.mlp.router" not in lora.decide(build("mixtral"))["places"]
+    assert "blocks.0.mlp.router" not in lora.decide(build("mixtral")).places
     state = model.state_dict()
     assert state["blocks.0.attn.q.adapters.default.A"].shape == (8, 32)
     assert state["blocks.0.attn.q.adapters.default.B"].shape == (32, 8)
@@ -189,12 +190,12 @@ def test_a_note_repeats_the_change_without_numbers(kind):
     model = build("mixtral")
     torch.manual_seed(5)
     drawn = torch.random.get_rng_state()
-    note = json.loads(json.dumps(attach(model, rank=4, ranks=[["**.q", 2]], **KINDS[kind])))
+    note = Change.of(json.loads(json.dumps(attach(model, rank=4, ranks=[["**.q", 2]], **KINDS[kind]).record())))
     assert torch.equal(torch.random.get_rng_state(), drawn)
     trained(model)
     with torch.device("meta"):
         other = mixtral.build(mixtral.Config.from_size(50, 32, 2, 32)).eval()
-    lora.shape(other, **note)
+    lora.shape(other, note)
     assert all(t.is_meta for t in other.state_dict().values())
     assert list(other.state_dict()) == list(model.state_dict())
     other.load_state_dict(model.state_dict(), assign=True)
@@ -329,7 +330,7 @@ def test_head_and_embedding_when_asked():
     model = llama.build(llama.Config(**{**config.__dict__, "tied": False})).eval()
     before = model(IDS)
     note = attach(model, where=["head", "embed.token"], rank=4)
-    assert list(note["places"]) == ["embed.token", "head"]
+    assert list(note.places) == ["embed.token", "head"]
     assert torch.equal(model(IDS), before)
     trained(model)
     after = model(IDS)
@@ -338,7 +339,7 @@ def test_head_and_embedding_when_asked():
     assert (count, torch.allclose(total, loss)) == (number, True)
     assert max(merge(model).errors.values()) < 1e-5
     assert difference(model(IDS), after) < 1e-5
-    assert "embed.token" not in lora.decide(model, where="**")["places"], "not by a star"
+    assert "embed.token" not in lora.decide(model, where="**").places, "not by a star"
     with pytest.raises(ValueError, match=r"embed.token: the embedding is tied to the head"):
         attach(build("gpt2"), where=["embed.token"], rank=2)
     gpt = build("gpt2")
@@ -361,7 +362,7 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
     kinds = [[type(p.module) for p in tree.places(m)] for m in (first, second)]
     assert kinds[0] == kinds[1]
     for model in (first, second):
-        lora.fill(model, **one)
+        lora.fill(model, one, {})
         tree.freeze(model, ["**", "!**.adapters.**"])
         trained(model)
     assert torch.equal(first(IDS), second(IDS))
@@ -404,7 +405,7 @@ def test_more_refusals():
     with pytest.raises(ValueError, match="already has an adapter 'default'"):
         attach(model, where="**.q", rank=2)
     with pytest.raises(ValueError, match=r"blocks.0.attn.q: this model has no such place"):
-        lora.shape(nn.Sequential(nn.Linear(2, 2)), **note)
+        lora.shape(nn.Sequential(nn.Linear(2, 2)), note)
     with pytest.raises(ValueError, match="kept no modules"):
         unmerge(model, merge(model))
     with pytest.raises(ValueError, match="its adapters are: none"):
@@ -420,11 +421,11 @@ def test_more_refusals():
 
 def test_any_module_with_linears_and_blocks_that_are_wrapped():
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    assert list(attach(net, where="**", rank=2)["places"]) == ["0", "2"]
+    assert list(attach(net, where="**", rank=2).places) == ["0", "2"]
     model = build()
     tree.replace(model, "blocks.*", Checkpointed)
     before = model(IDS)
-    assert "blocks.0.attn.q" in attach(model, rank=2)["places"]
+    assert "blocks.0.attn.q" in attach(model, rank=2).places
     assert torch.equal(model(IDS), before)
     assert dense(model.blocks[0].base.attn.q).shape == (32, 32)
 
@@ -437,7 +438,7 @@ def test_the_matrix_of_a_frozen_base_is_not_held_for_the_way_back(kind):
     if kind != "dense":
         quantize(block, kind=kind)
     note = attach(block, rank=4)
-    tree.freeze(block, ["**", *(f"!{new}" for new in note["new"])])
+    tree.freeze(block, ["**", *(f"!{new}" for new in note.new)])
     outer, x = block["blocks"]["0"], torch.randn(5, 64, requires_grad=True)
     adapter = outer["default"]
     nn.init.normal_(adapter.B)
@@ -479,7 +480,7 @@ def test_halved_frozen_maps_train_to_the_same_numbers(kind):
         if kind != "dense":
             quantize(model, kind=kind)
         note = attach(model, rank=4)
-        tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+        tree.freeze(model, ["**", *(f"!{new}" for new in note.new)])
         if half:
             assert cast_frozen(model, torch.bfloat16) == 2 * 7 + (model.head is not None)
             assert cast_frozen(model, torch.bfloat16) == 0

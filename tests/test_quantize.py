@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapters import IDS, build, difference
-from dunes.augment import quantize
+from dunes.augment import Change, quantize
 from dunes.augment.quantize import NF4, Int8, codebook, encode, shape
 from dunes.models import llama
 
@@ -159,9 +159,9 @@ def test_quantized_maps_are_near_idempotent_and_counted(make, sides):
 
 def test_a_quantized_model_is_shaped_without_numbers():
     model = build()
-    note = json.loads(json.dumps(quantize(model, kind="nf4", double=True)))
+    note = Change.of(json.loads(json.dumps(quantize(model, kind="nf4", double=True).record())))
     with torch.device("meta"):
         other = llama.build(llama.Config.from_size(50, 32, 2, 32)).eval()
-    shape(other, **note)
+    shape(other, note)
     other.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(other(IDS), model(IDS))

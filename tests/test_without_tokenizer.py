@@ -18,7 +18,7 @@ from dunes.checkpoint.source import open_source
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.runs.chat import load_chat_engine
-from dunes.runs.merge import merge
+from dunes.runs.export import export as merge
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 
@@ -128,7 +128,7 @@ def test_inspect_says_that_it_loads_without_a_tokenizer(bare):
 def test_adapters_go_on_and_into_a_base_without_a_tokenizer(bare, tmp_path):
     base = loaded(bare).model
     model = loaded(bare).model
-    augment.lora.attach(model, where="**.attn.q", rank=2)
+    augment.attach(model, where="**.attn.q", rank=2)
     trained(model).eval()
     checkpoint.save_adapter(model, tmp_path / "adapter", base=bare)
     ours = loaded(tmp_path / "adapter")

@@ -16,7 +16,7 @@ from dunes.train import Trainer, adamw, cast_frozen
 def tune(tuning: Tuning, task: str, setting: str, watching: Callable[[], Watch]) -> Watch:
     model = checkpoint.load(tuning.folder).model
     note = checkpoint.load_adapter(model, tuning.adapter)
-    tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])
+    tree.freeze(model, ["**", *(f"!{new}" for new in note.new)])
     cast_frozen(model, getattr(torch, setting))
     optimizer, dtype = adamw(model, tuning.lr, tuning.betas, 0.0), getattr(torch, setting)
     examples = [Example(np.array(ids, np.int32), np.array(t, bool)) for ids, t in tuning.examples]

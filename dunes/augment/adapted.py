@@ -139,11 +139,16 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict()
-        self.active: str | None = None
+        self._active: str | None = None  # a state, and no part of the structure
         self._row_adapters: Sequence[str | None] = ()  # set by `lora.row_adapters` for a forward
-        for size in ("in_features", "out_features", "num_embeddings", "embedding_dim"):
-            if hasattr(base, size):
-                setattr(self, size, getattr(base, size))
+
+    @property
+    def active(self) -> str | None:
+        return self._active
+
+    @active.setter
+    def active(self, name: str | None) -> None:
+        self._active = name
 
     @property
     def bias(self) -> Tensor | None:
@@ -191,6 +196,35 @@ class Adapted(nn.Module):
             if self.active_adapter is None
             else self.active_adapter.updated(self.base, torch.float32).to(weight.dtype)
         )
+
+
+class AdaptedLinear(Adapted):
+    """A linear layer with adapters."""
+
+    @property
+    def in_features(self) -> int:
+        return cast(int, self.base.in_features)
+
+    @property
+    def out_features(self) -> int:
+        return cast(int, self.base.out_features)
+
+
+class AdaptedEmbedding(Adapted):
+    """An embedding with adapters."""
+
+    @property
+    def num_embeddings(self) -> int:
+        return cast(int, self.base.num_embeddings)
+
+    @property
+    def embedding_dim(self) -> int:
+        return cast(int, self.base.embedding_dim)
+
+
+def adapted(base: nn.Module) -> Adapted:
+    """The module in a wrapper for adapters."""
+    return AdaptedEmbedding(base) if is_embedding(base) else AdaptedLinear(base)
 
 
 def _fusable(adapter: Adapter, base: nn.Module, x: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """Low-rank adaptation of any built model. The papers are in `adapted.py`.
 
-`attach` does it all. `decide` makes the note of the change, `shape` applies it without reading or drawing a number
-(also on the meta device), and `fill` initialises the new adapter.
+An entry of CHANGES, see `changes.py`.
 """
 
 import math
@@ -16,29 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import Adapted, Adapter, EmbeddingAdapter, LoraConfig, dense, is_embedding, sides
+from dunes.augment.adapted import (
+    Adapted,
+    Adapter,
+    EmbeddingAdapter,
+    LoraConfig,
+    adapted,
+    dense,
+    is_embedding,
+    sides,
+)
+from dunes.augment.change import Change
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
 
-Note = dict[str, Any]
+VERSION = 1
+Settings = Mapping[str, Any]
 Ranks = Mapping[str, int] | Sequence[tuple[str, int]]
 LINEARS = ("blocks.**", "!**.router")
 """All linear layers of the blocks but routers, whose choice of experts should not change."""
 NAME = "default"
-
-
-def attach(model: nn.Module, **request: Any) -> Note:
-    """Add an untrained adapter to linear layers of the model, make it active, and return the note.
-
-    `request` holds the arguments of `decide`. Nothing is frozen: `note["new"]` are globs of the new parameters,
-    and `tree.freeze(model, ["**", *(f"!{new}" for new in note["new"])])` leaves only these trainable. Raises
-    ValueError for an invalid request, before anything is changed.
-    """
-    note = decide(model, **request)
-    shape(model, **note)
-    fill(model, **note)
-    set_adapter(model, note["request"]["adapter"])
-    return note
 
 
 def decide(
@@ -55,8 +51,8 @@ def decide(
     adapter: str = NAME,
     seed: int = 0,
     dtype: str = "float32",
-) -> Note:
-    """The note of the change as JSON: every setting, and the rank and alpha of each place.
+) -> Change:
+    """The record of the change: every setting, and the rank and alpha of each place.
 
     `ranks` gives other ranks to globs, in order; the last match wins. An embedding is selected only if `where`
     names its place in full. `dtype` is the adapter's; the base may have another. The defaults, all linear layers
@@ -69,10 +65,9 @@ def decide(
     request["ranks"] = [list(pair) for pair in _pairs(ranks)]
     selected = _select(model, request["where"])
     places = {p.name: {"rank": _rank(p.name, rank, ranks), "alpha": alpha} for p in selected}
-    note = {"name": "lora", "version": 1, "request": request, "places": places}
-    note["new"] = [f"**.adapters.{adapter}.*"]
-    check(model, note)
-    return note
+    change = Change("lora", VERSION, request, places, (f"**.adapters.{adapter}.*",))
+    check(model, change)
+    return change
 
 
 def _pairs(ranks: Ranks) -> Iterable[tuple[str, int]]:
@@ -92,9 +87,9 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
     return selected or tree.find(model, where, tree.linear)  # raises with the places that exist
 
 
-def check(model: nn.Module, note: Note) -> None:
-    """Raise ValueError, with the place and the remedy, if the note cannot be applied to this model."""
-    request = note["request"]
+def check(model: nn.Module, change: Change) -> None:
+    """Raise ValueError, with the place and the remedy, if the change cannot be made to this model."""
+    request = change.request
     name, dropout = request["adapter"], request["dropout"]
     if not re.fullmatch(r"\w+", name) or hasattr(nn.ModuleDict, name):
         raise ValueError(f"adapter name {name!r}; expected letters, digits and _, and no method of ModuleDict")
@@ -103,13 +98,13 @@ def check(model: nn.Module, note: Note) -> None:
     if request["init"] not in ("lora", "pissa"):
         raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
     modules = {p.name: p.module for p in tree.places(model)}
-    for place, settings in note["places"].items():
+    for place, settings in change.places.items():
         if place not in modules:
-            raise ValueError(f"{place}: this model has no such place; was the note made for another model?")
+            raise ValueError(f"{place}: this model has no such place; was the change made to another model?")
         _check_place(model, place, modules[place], settings, request)
 
 
-def _check_place(model: nn.Module, place: str, module: nn.Module, settings: Note, request: Note) -> None:
+def _check_place(model: nn.Module, place: str, module: nn.Module, settings: Settings, request: Settings) -> None:
     rank, alpha, largest = settings["rank"], settings["alpha"], min(sides(module))
     if type(rank) is not int or not 1 <= rank <= largest:
         raise ValueError(f"{place}: rank {rank!r}; expected 1 to {largest}, the smaller side of its matrix")
@@ -131,26 +126,26 @@ def _check_place(model: nn.Module, place: str, module: nn.Module, settings: Note
         )
 
 
-def shape(model: nn.Module, *, request: Note, places: Mapping[str, Note], **rest: Any) -> list[str]:
-    """Wrap the places without reading or drawing a number. A place that is already wrapped gets one more adapter.
+def shape(model: nn.Module, change: Change) -> None:
+    """Wrap the places and make the adapter active. A place that is already wrapped gets one more adapter.
 
-    Returns the places. Raises ValueError, before anything is changed, if the note does not fit the model.
+    Raises ValueError, before anything is changed, if the change does not fit the model.
     """
-    check(model, {"request": request, "places": places})
-    dtype = getattr(torch, request["dtype"])
+    check(model, change)
+    name, dtype = change.request["adapter"], getattr(torch, change.request["dtype"])
 
     def wrap(place: tree.Place) -> nn.Module:
-        outer = place.module if isinstance(place.module, Adapted) else Adapted(place.module)
+        outer = place.module if isinstance(place.module, Adapted) else adapted(place.module)
         cls = EmbeddingAdapter if is_embedding(outer) else Adapter
-        outer.adapters[request["adapter"]] = cls(outer.base, _lora_config(request, places[place.name]), dtype)
+        outer.adapters[name] = cls(outer.base, _lora_config(change.request, change.places[place.name]), dtype)
         return outer.train(place.module.training)
 
-    for place in [p for p in tree.places(model) if p.name in places]:
+    for place in [p for p in tree.places(model) if p.name in change.places]:
         setattr(place.parent, place.key, wrap(place))
-    return list(places)
+    set_adapter(model, name)
 
 
-def _lora_config(request: Note, settings: Note) -> LoraConfig:
+def _lora_config(request: Settings, settings: Settings) -> LoraConfig:
     return LoraConfig(
         rank=settings["rank"],
         alpha=settings["alpha"],
@@ -162,19 +157,24 @@ def _lora_config(request: Note, settings: Note) -> LoraConfig:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, *, request: Note, places: Mapping[str, Any], **rest: Any) -> None:
+def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
     """Initialise the adapter: the model's outputs stay equal, bit for bit.
 
     The random numbers depend only on the seed, the adapter's name and the place. PiSSA computes a full singular
     value decomposition of each matrix.
     """
-    modules = adapted_modules(model)
-    for place in places:
+    modules, name = adapted_modules(model), change.request["adapter"]
+    for place in change.places:
         outer = modules[place]
-        adapter = outer[request["adapter"]]
-        _initialise(adapter, outer.base, _generator(request, place))
+        adapter = outer[name]
+        _initialise(adapter, outer.base, _generator(change.request, place))
         if adapter.magnitude is not None:
             adapter.magnitude.copy_(adapter.norms(outer.base))
+
+
+def undo(model: nn.Module, change: Change) -> None:
+    """Remove the adapter."""
+    detach(model, change.request["adapter"])
 
 
 def _generator(request: Mapping[str, Any], place: str) -> torch.Generator:
@@ -226,6 +226,11 @@ def set_adapter(model: nn.Module, adapter: str | None) -> None:
     for module in model.modules():
         if isinstance(module, Adapted):
             module.active = adapter
+
+
+def active_adapter(model: nn.Module) -> str | None:
+    """The name of the active adapter; None if the base alone is active."""
+    return next((m.active for m in model.modules() if isinstance(m, Adapted)), None)
 
 
 @contextmanager

@@ -6,14 +6,19 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 # Shapes: I inputs, O outputs, N blocks.
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from collections.abc import MutableMapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment.adapted import dense
+from dunes.augment.change import Change
 from dunes.ops import low_rank
+
+VERSION = 2
 
 BLOCK = 64
 OUTER = 256
@@ -31,6 +36,10 @@ class Quantized(nn.Module, ABC):
         super().__init__()
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.dtype = base.weight.dtype
+
+    @abstractmethod
+    def fill(self, weight: Tensor) -> None:
+        """Quantize this matrix (O, I)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or (self.bias is not None and self.bias.requires_grad):
@@ -55,7 +64,6 @@ class Int8(Quantized):
         self.register_buffer("scale", torch.empty(shape[0], 1, device=device))
 
     def fill(self, weight: Tensor) -> None:
-        """Quantize this matrix (O, I)."""
         weight = weight.float()
         self.scale.copy_(weight.abs().amax(1, keepdim=True) / 127)
         self.codes.copy_((weight / self.scale.clamp(min=1e-30)).round())
@@ -88,7 +96,6 @@ class NF4(Quantized):
         self.register_buffer("middle", torch.empty((), device=device) if double else None)
 
     def fill(self, weight: Tensor) -> None:
-        """Quantize this matrix (O, I)."""
         codes, scale = encode(weight)
         if len(codes) % 2:
             codes = F.pad(codes, (0, 1), value=7)  # the code of zero
@@ -166,20 +173,10 @@ def _rows(flat: Tensor, length: int) -> Tensor:
     return F.pad(flat, (0, -len(flat) % length)).view(-1, length)
 
 
-def quantize(model: nn.Module, **request: Any) -> dict[str, Any]:
-    """Quantize linear layers, below their wrappers if they have any. Returns the note.
-
-    `request` holds the arguments of `decide`. Raises ValueError for an invalid one, before anything is changed.
-    """
-    note = decide(model, **request)
-    shape(model, fill=True, **note)
-    return note
-
-
 @torch.no_grad()
 def dequantize(model: nn.Module) -> list[str]:
     """Replace quantized layers by dense ones with the rounded weights, below any wrappers. Returns the places."""
-    places = [p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), Quantized)]
+    places = [*_quantized(model)]
 
     def make(base: nn.Module) -> nn.Module:
         assert isinstance(base, Quantized)
@@ -197,39 +194,56 @@ Kind = Literal["int8", "nf4"]
 
 def decide(
     model: nn.Module, *, where: tree.Where = ("blocks.**", "!**.router"), kind: Kind = "nf4", double: bool = False
-) -> dict[str, Any]:
-    """The note of the change as JSON: every setting and the places. Raises ValueError for an invalid request."""
+) -> Change:
+    """The record of the change: every setting, the places and the dtype of each. Raises ValueError for others."""
     if kind not in ("int8", "nf4") or (double and kind != "nf4"):
         raise ValueError(
             f"kind is {kind!r}, double {double}; expected 'int8' or 'nf4', and double only with 'nf4'"
         )
     globs = [where] if isinstance(where, str) else list(where)
-    quantized = [
-        p.name for p in tree.find(model, globs, tree.linear) if isinstance(tree.innermost(p.module), Quantized)
-    ]
-    if quantized:
+    modules = {p.name: tree.innermost(p.module) for p in tree.find(model, globs, _quantizable)}
+    if quantized := [name for name, module in modules.items() if isinstance(module, Quantized)]:
         raise ValueError(f"{quantized[0]}: already quantized; load the dense model and quantize that")
-    places = [p.name for p in tree.find(model, globs, tree.linear)]
-    return {
-        "name": "quantize",
-        "version": 1,
-        "request": {"where": globs, "kind": kind, "double": double},
-        "places": places,
-        "new": [],
-    }
+    places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
+    return Change("quantize", VERSION, {"where": globs, "kind": kind, "double": double}, places)
 
 
-def shape(
-    model: nn.Module, *, request: dict[str, Any], places: list[str], fill: bool = False, **rest: Any
-) -> None:
-    """Replace the linear layers; without `fill` no number is read."""
+def _quantizable(module: nn.Module) -> bool:
+    return isinstance(tree.innermost(module), nn.Linear | Quantized)
 
-    @torch.no_grad()
+
+def shape(model: nn.Module, change: Change) -> None:
+    """Replace the linear layers, below their wrappers if they have any."""
+    request = change.request
+
     def make(base: nn.Module) -> nn.Module:
         assert isinstance(base, nn.Linear)
         layer = Int8(base) if request["kind"] == "int8" else NF4(base, request["double"])
-        if fill:
-            layer.fill(base.weight)
         return layer.train(base.training)
 
-    tree.replace(model, places, make, lambda m: isinstance(m, nn.Linear), "inner")
+    changed = tree.replace(model, [*change.places], make, lambda m: isinstance(m, nn.Linear), "inner")
+    if missing := sorted({*change.places} - {*changed}):
+        raise ValueError(f"{missing[0]}: this model has no such dense linear layer; was it quantized already?")
+    for name, module in _quantized(model).items():
+        if dtype := change.places.get(name, {}).get("dtype"):
+            module.dtype = getattr(torch, dtype)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, change: Change, weights: MutableMapping[str, Tensor]) -> None:
+    """Quantize the weights, each of which is dropped from `weights` afterwards."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for name, module in _quantized(model).items():
+        if name in change.places:
+            module.fill(weights.pop(f"{paths[id(module)]}.weight"))
+
+
+def undo(model: nn.Module, change: Change) -> None:
+    """Replace the quantized layers by dense ones with the rounded weights."""
+    dequantize(model)
+
+
+def _quantized(model: nn.Module) -> dict[str, Quantized]:
+    """The quantized layers by place."""
+    inner = {p.name: tree.innermost(p.module) for p in tree.places(model)}
+    return {name: module for name, module in inner.items() if isinstance(module, Quantized)}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from dunes.bench.rows import SETTING, Row
+from dunes.bench.rows import SETTING, Row, group_rows
 
 CONFIDENCE = 0.99
 
@@ -65,7 +65,7 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
         raise ValueError(f"--confidence is {confidence}; expected a number from 0.5 to below 1")
     fixed = [n for n in SETTING if all(len({str(r.get(n)) for r in side}) == 1 for side in (a, b))]
     columns = [n for n in SETTING if n not in fixed or n == "benchmark"]
-    sides = [_group(side, columns) for side in (a, b)]
+    sides = [group_rows(side, columns) for side in (a, b)]
     both = [key for key in sides[0] if key in sides[1]]
     if not both:
         raise ValueError(
@@ -76,13 +76,6 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
     unmatched = [_label(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
     values = ((n, a[0].get(n), b[0].get(n)) for n in (*fixed, "machine", "cpu", "torch", "commit"))
     return Comparison(results, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
-
-
-def _group(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    results: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        results.setdefault(tuple(row.get(n) for n in columns), []).append(row)
-    return results
 
 
 def _label(columns: Sequence[str], key: Sequence[Any]) -> str:

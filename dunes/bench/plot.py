@@ -71,9 +71,7 @@ def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     """Summaries that differ only in the axis, by the settings that distinguish the lines; no single points."""
     along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
     others = [n for n in SETTING if n not in along]
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for f in results:
-        groups.setdefault(tuple(f.get(n) for n in others), []).append(f)
+    groups = group_rows(results, others)
     varying = [i for i, _ in enumerate(others) if len({k[i] for k in groups}) > 1]
     lines = {k: m for k, m in groups.items() if len({f[axis] for f in m}) > 1}
     return {", ".join(f"{others[i]} {k[i]}" for i in varying): m for k, m in lines.items()}

@@ -7,22 +7,17 @@ and the result (`seconds` of one run, `amount` of `unit`, ...).
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, TypeGuard
+from typing import Any
 
-from dunes.runs.json_lines import Warn, append_record, print_warning, read_lines, warn_of_damage
+from dunes.runs.json_lines import Warn, append_record, print_warning, read_records
 
 Row = dict[str, Any]
 
 SETTING = ("benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device")
 """The columns that identify a case."""
-
-TEXTS = ("benchmark", "unit", "subject", "family", "dtype", "device")
-NUMBERS = (
-    "seconds", "amount", "parameters", "batch", "context", "threads", "round", "matmul", "read", "flop_share",
-    "byte_share", "peak_bytes",
-)  # fmt: skip
 
 
 def append_row(path: Path, row: Row) -> None:
@@ -38,38 +33,28 @@ def read_rows(path: Path, warn: Warn = print_warning) -> list[Row]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; create it with: dunes bench train --size 3m --out {path}")
-    lines = read_lines(path)
-    damaged = [line for line in lines if not _is_row(line.record)]
-    rows = [line.record for line in lines if _is_row(line.record)]
-    if not rows and damaged:
-        number, text = damaged[0].number, damaged[0].text[:60]
-        raise ValueError(f"{path}:{number}: expected a measurement as `dunes bench` writes it, found {text!r}")
+    rows = read_records(path, "a measurement as `dunes bench` writes it", _is_row, warn)
     if not rows:
         raise ValueError(f"{path}: has no measurements")
-    warn_of_damage(path, damaged, "a measurement", warn)
     return rows
 
 
-def _is_row(record: Row | None) -> TypeGuard[Row]:
-    """Whether a record is a lap, with strings and numbers in the right columns."""
-    if record is None or not {"benchmark", "seconds", "amount", "unit"} <= record.keys():
+def _is_row(record: Row) -> bool:
+    """Whether a record is a lap."""
+    try:
+        texts = record["benchmark"], record["unit"]
+        return (
+            0 < record["seconds"] < inf and 0 <= record["amount"] < inf and all(isinstance(t, str) for t in texts)
+        )
+    except (KeyError, TypeError):
         return False
-    texts = [record[name] for name in TEXTS if record.get(name) is not None]
-    numbers = [record[name] for name in NUMBERS if record.get(name) is not None]
-    valid = all(type(n) in (int, float) and 0 <= n < 1e300 for n in numbers)
-    return valid and all(isinstance(text, str) for text in texts) and record["seconds"] > 0
 
 
-def setting_of(row: Row) -> tuple[Any, ...]:
-    """The case of a row, as a tuple."""
-    return tuple(row.get(name) for name in SETTING)
-
-
-def group_rows(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows of each case, in the order of first occurrence."""
+def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows by their values in these columns, in the order of first occurrence."""
     results: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        results[setting_of(row)].append(row)
+        results[tuple(row.get(name) for name in columns)].append(row)
     return dict(results)
 
 

@@ -81,8 +81,8 @@ def scratch() -> Path:
 
 def of_folder(folder: Path) -> Subject:
     """The model in a folder. Raises ValueError if it is not a model folder."""
-    family, config, _ = checkpoint.describe(folder)
-    return Subject(str(folder), family, config.context_length, lambda: FAMILIES[family].build(config), folder)
+    source = checkpoint.describe(folder)
+    return Subject(str(folder), source.family, source.context_length, source.architecture.build, folder)
 
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:

@@ -1,6 +1,7 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
 from dunes.checkpoint.adapter import load_adapter, save_adapter
+from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.base import base_identity
 from dunes.checkpoint.folder import LoadedModel, save
 from dunes.checkpoint.hf_config_of import hf_config_of
@@ -9,6 +10,7 @@ from dunes.checkpoint.loading import describe, load, load_with_tokenizer
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
 
 __all__ = [
+    "Architecture",
     "LoadedModel",
     "Snapshot",
     "base_identity",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment import lora
+from dunes.augment import Change, lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint import safetensors_writer
@@ -86,14 +86,14 @@ def _dense_module(module: nn.Module) -> nn.Module:
         return nn.Linear(module.in_features, module.out_features, module.bias is not None)
 
 
-def structure_digest(base: "AdapterBase", note: lora.Note) -> str:
+def structure_digest(base: "AdapterBase", change: Change) -> str:
     """SHA-256 of the structure (everything but the weights) of the dense base with this adapter alone.
 
     Two adapters with the same shapes may differ in alpha, two bases in their rotary angles. Dtypes are left out:
     they may change while the adapter is trained.
     """
     model = lora.base_model(base.plain)
-    lora.shape(model, **(note | {"request": note["request"] | {"adapter": lora.NAME}}))
+    lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
     return architecture_digest(model)
 
 
@@ -117,10 +117,10 @@ def save_adapter(
 
     `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
     `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer and the
-    context length are those to use with the adapter. `facts` go into the card; its "changes" are notes of earlier
-    changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original
-    base. The save is atomic, like `save`.
-    Raises ValueError that names the module for what PEFT's format cannot express.
+    context length are those to use with the adapter. `facts` go into the card; its "changes" are records of
+    earlier changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the
+    original base. The save is atomic, like `save`. Raises ValueError that names the module for what PEFT's format
+    cannot express.
     """
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
@@ -129,13 +129,13 @@ def save_adapter(
     config["base_model_name_or_path"] = _base_name(base)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _all_peft_keys(factors, adapter_base)})
-    note = _loading_note(factors, PeftConfig.parse(folder / ADAPTER, config), name)
+    change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
         "family": adapter_base.family,
         "base": {**(identity or base_identity(model)), **_relative_base(base, folder)},
     }
-    card |= {"structure": structure_digest(adapter_base, note), "changes": []}
+    card |= {"structure": structure_digest(adapter_base, change), "changes": []}
     card |= {} if context_length is None else {"context_length": context_length}
 
     def fill(staged: Path) -> None:
@@ -171,11 +171,11 @@ def _relative_base(base: Path | str | None, folder: Path) -> dict[str, str]:
     return {"folder": os.path.relpath(Path(base).resolve(), folder.resolve())}
 
 
-def _loading_note(factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> lora.Note:
-    """The LoRA note that loading the written files will produce."""
+def _loading_change(factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> Change:
+    """The LoRA change that loading the written files will make."""
     scaled = {t: replace(f, scale=peft.of(t)[1]) for t, f in factors}
     by_module = {m: limit_rank(part) for t, f in scaled.items() for m, part in split_factors(t, f).items()}
-    return peft.note(by_module, name)
+    return peft.change(by_module, name)
 
 
 def _factors(outer: Adapted, name: str) -> Factors:
@@ -254,8 +254,8 @@ def _rank_settings(factors: Iterable[tuple[Target, Factors]], rslora: bool) -> d
     }
 
 
-def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
-    """Load an adapter from a folder under this name and make it active; returns its note.
+def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> Change:
+    """Load an adapter from a folder under this name and make it active; returns the change.
 
     Raises ValueError, before the model is touched, for a damaged file, an unsupported method, an unexpected
     tensor, a shape or rank that does not fit, an adapter without effect, and, unless `any_base` is set, one that
@@ -268,20 +268,19 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     return attach_adapter(model, folder, name, any_base)
 
 
-def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> lora.Note:
+def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> Change:
     """`load_adapter` without comparing the base's weights, which the caller has verified."""
     card = verified_card(folder)
     peft = PeftConfig.read(folder / ADAPTER)
     base = adapter_base_of(model)
     factors = _read_factors(folder, peft, base)
     _check_effect(folder, factors, base)
-    note = peft.note(factors, name)
+    change = peft.change(factors, name)
     if not any_base:
-        _check_structure(base, note, card, folder)
-    lora.shape(model, **note)
+        _check_structure(base, change, card, folder)
+    lora.shape(model, change)
     _copy_factors(model, factors, name)
-    lora.set_adapter(model, name)
-    return note
+    return change
 
 
 @dataclass(frozen=True)
@@ -325,15 +324,14 @@ class PeftConfig:
         alpha = next((a for key, a in self.alphas.items() if _matches(key, target.path)), self.alpha)
         return rank, alpha / (rank**0.5 if self.rslora else rank)
 
-    def note(self, factors: Mapping[str, Factors], name: str) -> lora.Note:
-        """The note that `augment.lora.decide` writes for these modules."""
+    def change(self, factors: Mapping[str, Factors], name: str) -> Change:
+        """The change that `augment.lora.decide` returns for these modules."""
         alpha_scale = {p: f.rank**0.5 if self.rslora else f.rank for p, f in factors.items()}
         places = {p: {"rank": f.rank, "alpha": f.scale * alpha_scale[p]} for p, f in factors.items()}
         request = {"where": list(factors), "rank": self.rank, "alpha": self.alpha, "ranks": [], "init": "lora"}
         request |= {"rslora": self.rslora, "dora": self.dora, "dropout": self.dropout}
         request |= {"adapter": name, "seed": 0, "dtype": "float32"}
-        new = [f"**.adapters.{name}.*"]
-        return {"name": "lora", "version": 1, "request": request, "places": places, "new": new}
+        return Change("lora", lora.VERSION, request, places, (f"**.adapters.{name}.*",))
 
 
 IGNORED_SETTINGS = {
@@ -440,9 +438,9 @@ def _matches(pattern: str, path: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
-def _check_structure(base: AdapterBase, note: lora.Note, card: Mapping[str, Any], folder: Path) -> None:
+def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card was written for a model of another structure."""
-    if card.get("format") == 1:  # whose digests are of the attributes' former names
+    if card.get("format") in (1, 2):  # whose digests are of other classes and attributes
         warnings.warn(
             f"{folder}: saved by an older version, so the structure of its base is not compared; save it again",
             stacklevel=2,
@@ -451,7 +449,7 @@ def _check_structure(base: AdapterBase, note: lora.Note, card: Mapping[str, Any]
     expected = card.get("structure")
     if expected is None and BaseRecord.read(card, folder) is None:
         return
-    if expected != (actual := structure_digest(base, note)):
+    if expected != (actual := structure_digest(base, change)):
         raise ValueError(
             f"{folder}: base and adapter form a different model here: its structure digest is {actual[:12]}, not "
             f"{quote(expected)[:14]}: a setting of the base, the rank or alpha differs, or the version of "

@@ -10,7 +10,7 @@ from dunes.text import json_file
 from dunes.units import plural
 
 CARD = "dunes.json"
-FORMAT = 2
+FORMAT = 3
 MAX_FILES = 20_000
 
 

@@ -10,23 +10,22 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
-from typing import cast as cast_type
 
 import torch
 from torch import nn
 
 from dunes import __version__
-from dunes.checkpoint import atomic, built
+from dunes.augment import lora
+from dunes.checkpoint import architecture as architectures
+from dunes.checkpoint import atomic
 from dunes.checkpoint import card as cards
-from dunes.checkpoint.built import Build
+from dunes.checkpoint.architecture import Architecture, Build
 from dunes.checkpoint.card import CARD, FORMAT
-from dunes.checkpoint.header import quote
 from dunes.checkpoint.hf_config_of import HfConfig, hf_config_of
 from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.safetensors_writer import INDEX, SINGLE, write_tensors
-from dunes.checkpoint.source import CONFIG, Source, indexed_tensors, open_source, tensors
+from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.models import FAMILIES
-from dunes.models.meta import build_on_meta
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.staging import folder_lock
@@ -51,6 +50,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     context_length: int
     card: dict[str, Any]
+    architecture: Architecture
 
 
 def save(
@@ -61,30 +61,34 @@ def save(
     facts: Mapping[str, Any] | None = None,
     check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
     *,
-    build: Build | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    architecture: Architecture | None = None,
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    A model that no family describes is saved with the function that builds it: `build(**arguments)` returns the
-    same model with other weights, and `load` needs that function again.
+    A model that no family describes is saved in a form of its own, with its architecture, which must give the same
+    model with other weights: `Architecture.of_function(build, **arguments)` for a function that builds it (`load`
+    needs that function again), or that of a loaded model with the changes since.
 
     `check` is called with the staged folder before it is moved into place; it may raise, and its result is added
     to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready` when
     all are on the disk, and then moved into place; the next save or load finishes an interrupted move. Raises
-    ValueError for a model that no family describes without its `build`, for a tokenizer with more ids than rows in
-    the embedding, and for a context length below 1.
+    ValueError for a model that no family describes without its architecture, for a tokenizer with more ids than
+    rows in the embedding, and for a context length below 1.
     """
     described, folder = hf_config_of(model, context_length), Path(folder)
+    facts = dict(facts or {})
     if isinstance(described, HfConfig):
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
-    elif build is not None:
-        (known, weights), settings = built.describe_built(model, build, arguments or {}), {}
+        facts["changes"] = [*_history(architecture), *facts.get("changes", [])]
+    elif architecture is not None:
+        (known, weights), settings = architectures.describe(model, architecture), {}
+        facts |= {"adapter": lora.active_adapter(model), "history": facts.get("changes", [])}
     else:
         raise ValueError(
             f"no family describes this model: {described}; save it with the function that builds it: "
-            "checkpoint.save(..., build=function), then checkpoint.load(folder, build=function)"
+            "checkpoint.save(..., architecture=Architecture.of_function(build)), then "
+            "checkpoint.load(folder, build=build)"
         )
     if context_length < 1:
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
@@ -96,10 +100,15 @@ def save(
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # `known` first for its place in the file, and last because facts must not override it.
-        card = {**known, "context_length": context_length, "changes": [], **(facts or {}), **known}
+        card = {**known, "context_length": context_length, "changes": [], **facts, **known}
+        (staged / CARD).write_text(json.dumps(card))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
+
+
+def _history(architecture: Architecture | None) -> list[dict[str, Any]]:
+    return [] if architecture is None else [change.record() for change in architecture.changes]
 
 
 def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
@@ -141,7 +150,11 @@ def _publish(staged: Path, ready: Path) -> None:
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write the card of a folder whose other files are complete: `facts`, and each file's size and SHA-256."""
-    files = {f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)} for f in sorted(folder.iterdir())}
+    files = {
+        f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
+        for f in sorted(folder.iterdir())
+        if f.name != CARD
+    }
     card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
     (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
 
@@ -265,47 +278,20 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
-    """The model, its tokenizer and its card, from any format of model folder; `build` as passed to `save`.
+    """The model, its tokenizer and its card, from any format of model folder.
 
-    Warns if there is no tokenizer, and about special ids that are above the vocabulary.
+    `build` is the function of the architecture passed to `save`, if it has one. Warns if there is no tokenizer,
+    and about special ids that are above the vocabulary.
     """
-    folder = readable_folder(folder)
-    if built.build_function_of(cards.read_card(folder), folder / CARD) is not None:
-        return _load_built(folder, device, build)
-    source = open_verified_source(folder)
+    return load_source(open_verified_source(folder, build=build), device)
+
+
+def load_source(source: Source, device: torch.device | str = "cpu") -> LoadedModel:
+    """The model of a folder that was opened and verified."""
     tokenizer = load_tokenizer(source.folder)
     check_vocabulary(source, tokenizer)
-    return LoadedModel(
-        load_decoder(source).to(device).eval(), tokenizer, source.config.context_length, dict(source.card)
-    )
-
-
-def _load_built(folder: Path, device: torch.device | str, build: Build | None) -> LoadedModel:
-    """A model that was saved with the function that builds it. Raises ValueError without `build`."""
-    card = verified_card(folder)
-    function = built.build_function_of(card, folder / CARD)
-    assert function is not None, "checked by the caller"
-    name, arguments = function
-    if build is None:
-        raise ValueError(built.loading_hint(folder, name))
-    index = folder / INDEX
-    files = indexed_tensors(index) if index.is_file() else tensors(folder / SINGLE)
-    tokenizer = load_tokenizer(folder)
-    # It need not be a Decoder: code that needs one will raise AttributeError.
-    model = built.load_built(build, arguments, card, files, folder / CARD)
-    return LoadedModel(
-        cast_type(Decoder, model).to(device).eval(), tokenizer, context_length_of(card, folder), card
-    )
-
-
-def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
-    """The context length in a card. Raises ValueError unless it is a positive integer."""
-    context_length = card.get("context_length", otherwise)
-    if type(context_length) is not int or context_length < 1:
-        raise ValueError(
-            f"{folder / CARD}: context_length is {quote(context_length)}; expected a number of tokens"
-        )
-    return context_length
+    model, context_length = load_decoder(source).to(device).eval(), source.context_length
+    return LoadedModel(model, tokenizer, context_length, dict(source.card), source.architecture)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -321,20 +307,27 @@ def load_decoder(source: Source) -> Decoder:
 
     Raises ValueError that lists every difference before any weight is read.
     """
-    weights = _to_one_dtype(source, source.weights())
-    model = build_on_meta(source.family, source.config)
-    model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
+    weights, model = source.weights(), source.outline()
+    if source.own is None:
+        weights = _to_one_dtype(source, weights)
+        model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
+    else:
+        architectures.fill(model, weights, source.card)
+        name = source.card.get("adapter")
+        lora.set_adapter(model, name if isinstance(name, str) else None)
     return model
 
 
-def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
-    """The family, its config and the card of a model folder, without weights. Raises ValueError like `load`."""
-    source = open_verified_source(Path(folder), max_bytes=0)
-    return source.family, source.config, dict(source.card)
+def describe(folder: Path | str) -> Source:
+    """The opened folder, of which no weight was read. Raises ValueError like `load`."""
+    return open_verified_source(Path(folder), max_bytes=0)
 
 
 def open_verified_source(
-    folder: Path, renames: Mapping[str, str] | None = None, max_bytes: float = atomic.LARGE
+    folder: Path,
+    renames: Mapping[str, str] | None = None,
+    max_bytes: float = atomic.LARGE,
+    build: Build | None = None,
 ) -> Source:
     """`open_source` for a folder whose files agree with its card, if it has one.
 
@@ -342,7 +335,7 @@ def open_verified_source(
     """
     folder = readable_folder(folder)
     card = verified_card(folder, max_bytes)  # first, since it names the file that was changed
-    return replace(open_source(folder, renames), card=card)
+    return replace(open_source(folder, renames, build), card=card)
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
@@ -384,7 +377,9 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
     BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary, only give a
     warning.
     """
-    rows, special = source.config.vocab, _special_ids(source)
+    rows, special = source.vocab, _special_ids(source)
+    if rows is None:
+        return
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
     marked = () if tokenizer is None else tokenizer.configured_ids
     largest = max([*marked, *(i for ids in special.values() for i in ids)], default=0)

@@ -12,9 +12,9 @@ from torch import Tensor
 from dunes import tree
 from dunes.checkpoint import card
 from dunes.checkpoint.folder import check_vocabulary
+from dunes.checkpoint.header import quote
 from dunes.checkpoint.lazy_tensor import Weights
 from dunes.checkpoint.source import Source
-from dunes.models.meta import build_on_meta
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count, plural
 
@@ -55,6 +55,9 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"
     yield f"family      {source.family}, {source.format} format: {size}"
     yield f"config      {', '.join(f'{f.name} {_format(getattr(config, f.name))}' for f in fields(config))}"
+    for change in source.architecture.changes:
+        settings = ", ".join(f"{k} {quote(v)}" for k, v in change.request.items() if k != "where")
+        yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
     yield from _parameters(source)
     dtypes = Counter[str]()
     for w in files.values():
@@ -83,12 +86,14 @@ def _count_kinds(differences: list[Any]) -> str:
 
 
 def _parameters(source: Source) -> Iterator[str]:
-    model = build_on_meta(source.family, source.config)
+    model = source.architecture.outline()
     total = tree.count(model)
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"
     yield f"parameters  {total:,} ({format_count(total)}): {parts}"
-    yield f"memory      {', '.join(f'{name} {format_bytes(total * bits // 8)}' for name, bits in BITS.items())}"
+    if source.own is None:
+        sizes = ", ".join(f"{name} {format_bytes(total * bits // 8)}" for name, bits in BITS.items())
+        yield f"memory      {sizes}"
     attn = model.get_submodule("blocks.0.attn")
     cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
     yield f"KV cache    {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"

@@ -1,6 +1,6 @@
 """Tensors whose shape and dtype are known before their values are read, such as those of a file with a header."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -43,15 +43,16 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
 
 def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
     """The tensors under other names and, if a conversion changes it, in another layout, converted when read."""
-    return {c.target: _convert(c, [weights[source] for source in c.sources]) for c in conversions}
+    return {c.target: combine(c.make, [weights[source] for source in c.sources]) for c in conversions}
 
 
-def _convert(conversion: Conversion, sources: list[LazyTensor]) -> LazyTensor:
-    shape = tuple(conversion.make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
+def combine(make: Callable[[list[Tensor]], Tensor], sources: Sequence[LazyTensor]) -> LazyTensor:
+    """The tensor that `make` computes from these when it is read."""
+    shape = tuple(make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
     origin = ", ".join(s.origin for s in sources)
 
     def read() -> Tensor:
-        return conversion.make([s.read() for s in sources]).contiguous()
+        return make([s.read() for s in sources]).contiguous()
 
     def release() -> None:
         for source in sources:

@@ -3,22 +3,22 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
-from dunes.augment.quantize import shape as quantize
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
 from dunes.checkpoint.adapter import WEIGHTS, PeftConfig, attach_adapter
+from dunes.checkpoint.architecture import Build
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
-from dunes.checkpoint.built import Build
 from dunes.checkpoint.folder import (
     LoadedModel,
     check_vocabulary,
-    context_length_of,
     load_decoder,
     load_tokenizer,
     open_verified_source,
@@ -28,7 +28,7 @@ from dunes.checkpoint.folder import (
 )
 from dunes.checkpoint.header import quote
 from dunes.checkpoint.hub import NAME, locate_model
-from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
+from dunes.checkpoint.source import ADAPTER, CONFIG, Source, context_length_of, tensors
 from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat_template, json_file
 from dunes.units import format_bytes, plural
@@ -43,7 +43,7 @@ def load(
 ) -> LoadedModel:
     """The model, its tokenizer and its card, from a folder in any supported format.
 
-    `build` is the function that was passed to `save` for a model that no family describes. `adapters` are folders
+    `build` is the function of the architecture that was passed to `save`, if it has one. `adapters` are folders
     of adapters that will be added to the model, which is verified to be their base, and prepared for them.
 
     For an adapter's folder, its base is loaded, verified against the digests in the adapter's card (unless
@@ -84,13 +84,13 @@ def _tokenizer_folder(folder: Path) -> Path:
     return base_folder(folder) if is_adapter(folder) and Tokenizer.find_file(folder) is None else folder
 
 
-def describe(folder: Path | str) -> tuple[str, Any, dict[str, Any]]:
-    """The family, its config and the card of a folder without its weights. Raises ValueError like `load`."""
+def describe(folder: Path | str) -> Source:
+    """A folder without its weights; for an adapter, its base with its card. Raises ValueError like `load`."""
     folder = Path(folder)
     if not is_adapter(folder):
         return whole.describe(folder)
-    family, config, _ = whole.describe(base_folder(readable_folder(folder)))
-    return family, config, verified_card(readable_folder(folder), max_bytes=0)
+    folder = readable_folder(folder)
+    return replace(whole.describe(base_folder(folder)), card=verified_card(folder, max_bytes=0))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -126,11 +126,12 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
     source = open_verified_source(base_folder(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
     check_vocabulary(source, tokenizer)
-    context_length = context_length_of(card, folder, source.config.context_length)
+    context_length = context_length_of(card, folder, source.context_length)
     model = load_decoder(source)
-    prepare_base(model, [folder, *others], any_base)
-    attach_adapter(model, folder, any_base=any_base)
-    return LoadedModel(model.to(device).eval(), tokenizer, context_length, card)
+    changes = prepare_base(model, [folder, *others], any_base)
+    changes += [attach_adapter(model, folder, any_base=any_base)]
+    architecture = replace(source.architecture, changes=(*source.architecture.changes, *changes))
+    return LoadedModel(model.to(device).eval(), tokenizer, context_length, card, architecture)
 
 
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
@@ -146,13 +147,16 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.configured_ids, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
     context_length = context_length_of(card, folder, loaded.context_length)
-    attach_adapter(loaded.model, folder, name, any_base)
+    change = attach_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
-    return LoadedModel(loaded.model, tokenizer, context_length, card)
+    architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, change))
+    return LoadedModel(loaded.model, tokenizer, context_length, card, architecture)
 
 
-def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> None:
+def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
     """Verify that a dense base is that of the adapters in these folders, and repeat its changes for them.
+
+    Returns these changes.
 
     A bit-equal base must also be bit-equal after the changes; one that was rounded since may differ. Raises
     ValueError like `load_adapter`.
@@ -168,32 +172,29 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
         if not record.digests or record.quantized_from(weights):
             exact.add(folder)
     del weights
+    changes: list[Change] = []
     for card, folder in changed:
-        replay_changes(model, card, folder)
+        changes = make_changes(model, card, folder)
         weights = BaseWeights(model)
         for folder in exact:
             check_base(weights, records[folder], folder)
+    return changes
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
-    """The notes of changes to a base before the adapter was added."""
-    return (
-        note for note in card.get("changes", []) if not (isinstance(note, dict) and note.get("name") == "lora")
-    )
+    """The records of changes to a base before the adapter was added."""
+    return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
 
 
-def replay_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> None:
-    """Repeat the changes to the base that an adapter's card lists. Raises ValueError for unknown ones."""
-    for note in _changes(card):
-        name = note.get("name") if isinstance(note, dict) else note
-        if name != "quantize":
-            raise ValueError(
-                f"{folder / cards.CARD}: the change {quote(name)} is not known; it needs a newer dunes"
-            )
-        try:
-            quantize(model, fill=True, request=note["request"], places=note["places"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder / cards.CARD}: the note of {name} is damaged: {error!r}") from None
+def make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
+    """Make the changes to the base that an adapter's card lists. Raises ValueError for unknown or damaged ones."""
+    try:
+        changes = list(map(Change.of, _changes(card)))
+        for change in changes:
+            make_change(model, change)
+    except ValueError as error:
+        raise ValueError(f"{folder / cards.CARD}: {error}") from None
+    return changes
 
 
 def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:

@@ -4,18 +4,19 @@ Its params are translated into the keys of a config.json, which the families rea
 https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
+from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, combine
+from dunes.models.config_values import check_supported, number, quotient, size
 from dunes.models.names import Layout, Names, identity, name
 
 PARAMS = "params.json"
-REQUIRED = ("dim", "n_layers", "n_heads")
 KNOWN = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "ffn_dim_multiplier"),
     *("norm_eps", "vocab_size", "tied_embeddings", "rope_theta", "max_seq_len"),
@@ -25,7 +26,7 @@ KNOWN = (
 """Supported keys, and `max_batch_size`, which does not affect the model. Any other key might."""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
 """Other keys, accepted only with this value."""
-EXPERTS = ("num_experts", "num_experts_per_tok")
+EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 LLAMA_3_2_DIMS = (2048, 3072)
 """Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
 
@@ -34,19 +35,22 @@ def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dic
     """The config.json equivalent to a params.json, and a note for each assumed value.
 
     `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for keys that are
-    missing or invalid.
+    unknown or invalid, KeyError for one that is missing. Values that are only passed on are checked by the family.
     """
-    p, notes = _validate(params, vocab), list[str]()
-    heads, dim, mistral, window = p["n_heads"], p["dim"], "multiple_of" not in p, _window(p)
+    p, notes = check_supported({k: v for k, v in params.items() if v is not None}, DEFAULTS), list[str]()
+    _refuse_unknown(p, {*KNOWN, *DEFAULTS}, "")
+    if p.get("vocab_size", -1) not in (-1, vocab):
+        raise ValueError(f"vocab_size is {p['vocab_size']!r}, the files have {vocab} rows")
+    mistral, window = "multiple_of" not in p, _window(p)
     config: dict[str, Any] = {
         "model_type": "mixtral" if p.get("moe") else "mistral" if mistral else "llama",
         "vocab_size": vocab,
-        "hidden_size": dim,
-        "num_hidden_layers": p["n_layers"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": p.get("n_kv_heads") or heads,
-        "head_dim": p.get("head_dim") or dim // heads,
-        "intermediate_size": p["hidden_dim"] if "hidden_dim" in p else _hidden(p),
+        "hidden_size": size(p, "dim"),
+        "num_hidden_layers": size(p, "n_layers"),
+        "num_attention_heads": size(p, "n_heads"),
+        "num_key_value_heads": size(p, "n_kv_heads", size(p, "n_heads")),
+        "head_dim": size(p, "head_dim") if "head_dim" in p else quotient(p, "dim", "n_heads"),
+        "intermediate_size": size(p, "hidden_dim") if mistral or "hidden_dim" in p else _hidden(p),
         "rms_norm_eps": p.get("norm_eps", 1e-5),
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
@@ -58,72 +62,41 @@ def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dic
     return config | _experts_config(p.get("moe")) | _rope_scaling(p, notes), notes
 
 
-def _validate(params: Mapping[str, Any], vocab: int) -> dict[str, Any]:
-    """The keys that a params.json sets. Raises ValueError for one that is missing, unknown or invalid."""
-    if missing := [k for k in REQUIRED if k not in params]:
-        raise ValueError(f"{PARAMS}: {missing[0]!r} is missing")
-    _refuse_unknown(params, KNOWN, "")
-    if params.get("causal") is False:
-        raise ValueError(f"{PARAMS}: causal is False, and only True is supported")
-    if params.get("vocab_size") not in (None, -1, vocab):
-        raise ValueError(f"{PARAMS}: vocab_size is {params['vocab_size']!r}, the files have {vocab} rows")
-    if "multiple_of" not in params and "hidden_dim" not in params:
-        raise ValueError(f"{PARAMS}: neither 'hidden_dim' (Mistral) nor 'multiple_of' (Meta) is given")
-    p = {k: _positive_int(k, v) if k in _INTEGERS else v for k, v in params.items() if v is not None}
-    if p["dim"] % p["n_heads"] and "head_dim" not in p:
-        raise ValueError(f"{PARAMS}: dim {p['dim']} is not divisible by n_heads {p['n_heads']}")
-    return p
-
-
-def _refuse_unknown(params: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
+def _refuse_unknown(params: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
     """Raise ValueError for an unknown key that is set."""
-    if unknown := [k for k, v in params.items() if k not in known and v and v != DEFAULTS.get(k)]:
-        raise ValueError(
-            f"{PARAMS}: {prefix}{unknown[0]} is {str(params[unknown[0]])[:60]}, which is not supported"
-        )
+    if unknown := [k for k, v in params.items() if k not in known and v]:
+        raise ValueError(f"{prefix}{unknown[0]} is {str(params[unknown[0]])[:60]}, which is not supported")
 
 
 def _experts_config(moe: Any) -> dict[str, Any]:
     if not moe:
         return {}
-    if not isinstance(moe, dict) or set(EXPERTS) - moe.keys():
-        raise ValueError(f"{PARAMS}: moe is {str(moe)[:60]}, and must have {' and '.join(EXPERTS)}")
+    if not isinstance(moe, dict):
+        raise ValueError(f"moe is {str(moe)[:60]}, and must have {' and '.join(EXPERTS)}")
     _refuse_unknown(moe, EXPERTS, "moe.")
-    return {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
+    return {theirs: moe[name] for name, theirs in EXPERTS.items()}
 
 
 def _rope_scaling(p: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     if not p.get("use_scaled_rope"):
         return {}
+    if (factor := p.get("rope_scaling_factor")) is None:
+        factor = 32.0 if p["dim"] in LLAMA_3_2_DIMS else 8.0
+        notes.append(f"{PARAMS} has no rope_scaling_factor: assumed {factor:g} (LLaMA 3.1 has 8, 3.2 has 32)")
     scaling = {
         "rope_type": "llama3",
-        "factor": _factor(p, notes),
+        "factor": factor,
         "low_freq_factor": 1.0,
-        "high_freq_factor": _positive_float("rope_high_freq_factor", p.get("rope_high_freq_factor", 4.0)),
+        "high_freq_factor": p.get("rope_high_freq_factor", 4.0),
         "original_max_position_embeddings": 8192,
     }
     return {"rope_scaling": scaling}
 
 
-_INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "max_seq_len")
-
-
-def _positive_int(key: str, value: Any) -> int:
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise ValueError(f"{PARAMS}: {key} is {value!r}, and must be a positive integer")
-    return value
-
-
-def _positive_float(key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < 1e12:
-        raise ValueError(f"{PARAMS}: {key} is {value!r}, and must be a positive number")
-    return float(value)
-
-
 def _hidden(p: Mapping[str, Any]) -> int:
     """Two thirds of four times the width, times a factor, up to the next multiple."""
-    hidden = int(_positive_float("ffn_dim_multiplier", p.get("ffn_dim_multiplier", 1.0)) * int(8 * p["dim"] / 3))
-    return -(-hidden // int(p["multiple_of"])) * int(p["multiple_of"])
+    hidden = int(number(p, "ffn_dim_multiplier", 1.0) * int(8 * size(p, "dim") / 3))
+    return -(-hidden // size(p, "multiple_of")) * size(p, "multiple_of")
 
 
 def _window(p: Mapping[str, Any]) -> int | None:
@@ -131,40 +104,29 @@ def _window(p: Mapping[str, Any]) -> int | None:
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:
-            raise ValueError(f"{PARAMS}: layers have different sliding windows {window}, which no family here has")
+            raise ValueError(f"layers have different sliding windows {str(window)[:60]}, which no family here has")
         window = window[0]
-    return (
-        None
-        if window is None
-        else _positive_int("sliding_window", int(str(window)) if str(window).isdigit() else window)
-    )
+    known = {"sliding_window": int(window) if isinstance(window, str) else window}
+    return None if window is None else size(known, "sliding_window")
 
 
 def _rope_theta(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
     if "rope_theta" in p:
-        return _positive_float("rope_theta", p["rope_theta"])
+        return number(p, "rope_theta")
     # The default was 10,000 in Mistral's first release, and is 1,000,000 in its present code.
     theta = 1e6 if mistral and window is None else 1e4
     notes.append(f"{PARAMS} has no rope_theta: assumed {theta:,.0f}")
     return theta
 
 
-def _factor(p: Mapping[str, Any], notes: list[str]) -> float:
-    if "rope_scaling_factor" in p:
-        return _positive_float("rope_scaling_factor", p["rope_scaling_factor"])
-    factor = 32.0 if p["dim"] in LLAMA_3_2_DIMS else 8.0
-    notes.append(f"{PARAMS} has no rope_scaling_factor: assumed {factor:g} (LLaMA 3.1 has 8, 3.2 has 32)")
-    return factor
-
-
 def _context_length(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
     if "max_seq_len" in p:
-        return int(p["max_seq_len"])
+        return size(p, "max_seq_len", largest=1 << 31)
     if mistral:
         context_length = 32768
     elif p.get("use_scaled_rope"):
         context_length = 131072
-    elif _positive_float("rope_theta", p.get("rope_theta", 1e4)) > 1e4:
+    elif number(p, "rope_theta", 1e4) > 1e4:
         context_length = 8192
     else:
         context_length = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
@@ -255,25 +217,12 @@ def join_shards(shards: Sequence[Weights], shapes: Mapping[str, tuple[int, ...]]
     return {key: _join([shard[key] for shard in shards if key in shard], shapes.get(key)) for key in keys}
 
 
-def _join(parts: list[LazyTensor], expected: tuple[int, ...] | None) -> LazyTensor:
+def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> LazyTensor:
     first = parts[0]
-    if len(parts) == 1 or expected is None or first.shape == expected:
+    if len(parts) == 1 or expected in (None, first.shape) or len({part.dtype for part in parts}) > 1:
         return first
-    dim = next((d for d in range(len(first.shape)) if _concatenated_shape(parts, d) == expected), 0)
-
-    def release() -> None:
-        for part in parts:
-            part.release()
-
-    shape = _concatenated_shape(parts, dim) or first.shape
-
-    return LazyTensor(shape, first.dtype, first.origin, lambda: torch.cat([p.read() for p in parts], dim), release)
-
-
-def _concatenated_shape(parts: Sequence[LazyTensor], dim: int) -> tuple[int, ...] | None:
-    """The shape of the parts concatenated along a dimension, or None if they do not fit."""
-    others = {(p.shape[:dim], p.shape[dim + 1 :], p.dtype) for p in parts if len(p.shape) > dim}
-    if len(others) != 1 or any(len(p.shape) <= dim for p in parts):
-        return None
-    shape = parts[0].shape
-    return (*shape[:dim], sum(p.shape[dim] for p in parts), *shape[dim + 1 :])
+    for dim in range(len(first.shape)):
+        with suppress(RuntimeError, IndexError):  # they do not fit along this dimension
+            if (joined := combine(partial(torch.cat, dim=dim), parts)).shape == expected:
+                return joined
+    return first

@@ -10,13 +10,14 @@ from typing import Any
 
 from dunes.checkpoint import card as cards
 from dunes.checkpoint import header, native, pickle_file
-from dunes.checkpoint.built import build_function_of, loading_hint
+from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.file_in_folder import file_in_folder
 from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory, renamed
 from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import Names, match_indices, substitute, to_theirs
+from dunes.parts import Decoder
 from dunes.text import json_file
 
 CONFIG = "config.json"
@@ -33,7 +34,8 @@ class Source:
     """A model whose weights have not been read yet. `hf_config` is its config.json, or the equivalent of it.
 
     `files` are the tensors by their names in the files, `names` maps these to the model's, `notes` lists
-    assumptions, and `card` is the content of dunes.json if there is one.
+    assumptions, and `card` is the content of dunes.json if there is one. `own` is the architecture of a model that
+    no Hugging Face config describes; its files have the model's own names.
     """
 
     folder: Path
@@ -44,16 +46,44 @@ class Source:
     ignored: tuple[str, ...]
     notes: tuple[str, ...] = ()
     card: Mapping[str, Any] = field(default_factory=dict)
+    own: Architecture | None = None
 
     @cached_property
-    def family(self) -> str:
-        return family_of(dict(self.hf_config))
-
-    @cached_property
-    def config(self) -> Any:
-        """The family's config. Raises ValueError for one that cannot be built."""
+    def architecture(self) -> Architecture:
+        """What the model is. Raises ValueError for a config that cannot be built."""
+        if self.own is not None:
+            return self.own
         with _naming_errors(self.folder / (native.PARAMS if self.format == "native" else CONFIG)):
-            return FAMILIES[self.family].from_hf(dict(self.hf_config))
+            family = family_of(dict(self.hf_config))
+            return Architecture(family, FAMILIES[family].from_hf(dict(self.hf_config)))
+
+    @property
+    def family(self) -> str:
+        return self.architecture.family
+
+    @property
+    def config(self) -> Any:
+        """The family's config."""
+        return self.architecture.config
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens the model can attend to. Raises ValueError unless a card has a positive integer."""
+        if self.own is None:
+            return int(self.config.context_length)
+        return context_length_of(self.card, self.folder)
+
+    @property
+    def vocab(self) -> int | None:
+        """The rows of the embedding; None if a function builds the model."""
+        return None if self.architecture.function else self.config.vocab
+
+    def outline(self) -> Decoder:
+        """The model's structure, on the meta device unless a function builds it."""
+        if self.own is None:
+            return self.architecture.outline()
+        with _naming_errors(self.folder / cards.CARD):
+            return self.own.outline()
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
@@ -61,8 +91,9 @@ class Source:
 
         Raises ValueError, before they are built, if the files have far fewer parameters.
         """
-        self._check_size(self.files.values())
-        return in_memory(build_on_meta(self.family, self.config).state_dict(), self.format)
+        if self.architecture.function is None:
+            self._check_size(self.files.values())
+        return in_memory(self.outline().state_dict(), self.format)
 
     def _check_size(self, files: Iterable[LazyTensor]) -> None:
         """Raise ValueError if these files have far fewer parameters than the config describes."""
@@ -89,11 +120,22 @@ class Source:
     @cached_property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference]]:
         """The files' tensors by the model's names, and their differences from this model."""
+        if self.own is not None:
+            _ = self.expected  # raises before a far too large model is built
+            return dict(self.files), compare_structure(
+                self.outline(), self.own, self.card, self.files, self.folder / cards.CARD
+            )
         return compare(self.expected, self.files, self.names, self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
         """The tensors by the model's names. Raises ValueError that lists every difference."""
         weights, differences = self.comparison
+        if differences and self.own is not None:
+            listed, intact = "; ".join(map(str, differences)), all(d.kind == "structure" for d in differences)
+            remedy = "; if this is intended, load model.safetensors with load_state_dict" if intact else ""
+            raise ValueError(
+                f"{self.folder}: {self.own.family} builds a different model from the saved one: {listed}{remedy}"
+            )
         if differences:
             raise ValueError(f"{self.folder}: {summarize(differences)}")
         return weights
@@ -107,17 +149,18 @@ def _naming_errors(path: Path) -> Iterator[None]:
     except KeyError as key:
         raise ValueError(f"{path}: {key} is missing") from None
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        reason = " ".join(str(error).split()).removeprefix(f"{CONFIG}: ").removeprefix(f"{native.PARAMS}: ")
+        reason = " ".join(str(error).split()).removeprefix(f"{CONFIG}: ")
         raise ValueError(f"{path}: {reason if len(reason) < 400 else reason[:400] + '...'}") from None
 
 
-def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Source:
+def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: Build | None = None) -> Source:
     """Open a model folder in any supported format. Raises ValueError that lists the file names it tried.
 
-    `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's.
+    `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's, `build` is the function
+    that builds a model of no family.
     """
-    if (function := build_function_of(cards.read_card(folder), folder / cards.CARD)) is not None:
-        raise ValueError(loading_hint(folder, function[0]))
+    if has_own_form(card := cards.read_card(folder)):
+        return _open_own(folder, card, build)
     if (folder / CONFIG).is_file() and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
@@ -135,6 +178,25 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None) -> Sourc
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
     raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}")
+
+
+def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
+    architecture = Architecture.of_card(card, folder / cards.CARD, build)
+    if (files := _find_weights(folder, SINGLE[0])) is None:
+        raise ValueError(f"{folder}: no weights; looked for {SINGLE[0]} and its index")
+    return Source(
+        folder, "dunes", json_file.read_if_present(folder / CONFIG), files, [], (), (), card, architecture
+    )
+
+
+def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
+    """The context length in a card. Raises ValueError unless it is a positive integer."""
+    context_length = card.get("context_length", otherwise)
+    if type(context_length) is not int or context_length < 1:
+        raise ValueError(
+            f"{folder / cards.CARD}: context_length is {header.quote(context_length)}; expected a number of tokens"
+        )
+    return context_length
 
 
 def _adapter_hint(folder: Path) -> str:

@@ -12,7 +12,7 @@ HEAD, EMBEDDING = "head.weight", "embed.token.weight"
 HEADS = ("lm_head.weight", "output.weight")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 8
-KINDS = ("shape", "dtype", "missing", "unexpected", "duplicate", "head")
+KINDS = ("shape", "dtype", "missing", "unexpected", "duplicate", "head", "tied", "structure")
 """The kinds of differences, in the order in which they are listed."""
 
 
@@ -29,6 +29,8 @@ class Difference(NamedTuple):
             return f"{self.name} {self.expected} is missing"
         if self.kind == "unexpected":
             return f"{self.name} {self.actual} is not a weight of this model"
+        if self.kind == "structure":
+            return f"{self.name} {self.actual}"
         return f"{self.name} is {self.actual}, not {self.expected}"
 
 

@@ -7,6 +7,7 @@ from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.runs.config import Dtype, flag
 
 Into = Literal["dequantized", "original"]
+Kind = Literal["int8", "nf4"]
 
 
 def merge(
@@ -30,12 +31,11 @@ def merge(
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.merge import merge as merge_adapter
+    from dunes.runs.export import export
     from dunes.text import templates
 
     torch_dtype = None if dtype is None else getattr(torch, dtype)
-    report = merge_adapter(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base)
-    for line in report.lines():
+    for line in export(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base).lines():
         print(line)
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:
@@ -43,7 +43,32 @@ def merge(
         print(f'next: dunes {verb} {out} "..."')
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge}
+def quantize(
+    model: Model,
+    out: Out,
+    *,
+    kind: Annotated[Kind, flag("|".join(get_args(Kind)))] = "nf4",
+    double: bool = False,
+) -> None:
+    """Quantize the linear layers of a model, and measure the effect on its logits.
+
+    Example: dunes augment quantize ~/models/mistral ~/models/mistral-nf4 --kind nf4
+
+    Args:
+        model: A model folder, an adapter folder, or a model name on the Hub.
+        out: Output folder.
+        kind: int8 with a scale for each row, or nf4 with a scale for each block of 64.
+        double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
+    """
+    from dunes import checkpoint
+    from dunes.runs.augment import augment_folder
+
+    for line in augment_folder(checkpoint.locate_model(model).folder, out, "quantize", kind=kind, double=double):
+        print(line)
+    print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge, "quantize": quantize}
 
 ABOUT = """Modify models: each command reads a folder and writes another.
 

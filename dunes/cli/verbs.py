@@ -354,10 +354,17 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, read_name_table
     from dunes.checkpoint.folder import open_verified_source
+    from dunes.runs.export import export, is_plain
     from dunes.runs.progress import Display
     from dunes.units import format_seconds
 
     location = checkpoint.locate_model(model, verify=True)
+    if not is_plain(location.folder) and names is None:
+        print(
+            "\n".join(export(location.folder, out, dtype=None if dtype is None else getattr(torch, dtype)).lines())
+        )
+        print(f'next: dunes generate {out} "..."')
+        return
     source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
     torch_dtype, start = None if dtype is None else getattr(torch, dtype), monotonic()
     with Display() as display:
@@ -372,7 +379,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
 
 
 def augment() -> None:
-    """Modify models: merge adapters (`dunes augment -h` lists the commands)."""
+    """Modify models: merge adapters, quantize (`dunes augment -h` lists the commands)."""
 
 
 def bench() -> None:

@@ -14,7 +14,7 @@ from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
 from dunes.data.shards import Shard, TokenFile, default_cache, open_shard, token_shard
 from dunes.data.sources import Corpus, collect_corpus
-from dunes.data.windows import SeparateDocuments, TokenIds, Windows
+from dunes.data.windows import PackedText, TokenIds, Windows
 
 __all__ = [
     "Batches",
@@ -22,9 +22,9 @@ __all__ = [
     "DataReport",
     "Document",
     "Example",
+    "PackedText",
     "Record",
     "Records",
-    "SeparateDocuments",
     "Shard",
     "TokenFile",
     "TokenIds",

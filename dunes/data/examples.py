@@ -144,13 +144,6 @@ def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[
     return _listed(fields), lambda row: _joined(_field(row, name) for name in fields)
 
 
-def _known_format(row: Any) -> str:
-    try:
-        return _record_format(row)
-    except ValueError as error:
-        raise ValueError(f"{error}; {NAME_FIELD}") from None
-
-
 def _listed(fields: Sequence[str]) -> str:
     return f"the field{'s' if len(fields) > 1 else ''} {', '.join(fields)}"
 
@@ -178,14 +171,15 @@ def _with_place(place: str, make: Callable[[], Any]) -> Any:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _record_format(row: Any) -> str:
+def _known_format(row: Any) -> str:
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}")
+        raise ValueError(f"expected a JSON object, found {_type(row)}; {NAME_FIELD}")
     for name, record_format in RECORD_FORMATS.items():
         if all(key in row for key in record_format.keys):
             return name
     expected = "; or ".join(", ".join(record_format.keys) for record_format in RECORD_FORMATS.values())
-    raise ValueError(f"expected the keys {expected}; found {', '.join(map(str, row))[:200] or 'none'}")
+    keys = ", ".join(map(str, row))[:200] or "none"
+    raise ValueError(f"expected the keys {expected}; found {keys}; {NAME_FIELD}")
 
 
 def _read(name: str, row: Any) -> Conversation:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from dunes.data.ignore import Rules, is_ignored, parse_lines, read_rules, rules_above, rules_above_folder
+from dunes.data.ignore import Rules, is_ignored, parse_lines, read_rules, rules_above
 
 NEVER = {".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "site-packages"}
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
@@ -48,7 +48,8 @@ class Walk:
             if str(source) == "stdlib":
                 yield from self._below(path, path, [(path, parse_lines(STDLIB_TESTS))])
             elif path.is_dir():
-                yield from self._below(path, path, rules_above_folder(path))
+                # Rules that exclude the folder itself, which the user has named, are dropped.
+                yield from self._below(path, path, rules_above(path, True) or [])
             else:
                 yield SourceFile(path, path.name, True)
 

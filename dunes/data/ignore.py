@@ -52,14 +52,6 @@ def read_rules(folder: Path) -> Rules:
     return [(folder.resolve(), parse_lines(text.split("\n")))]
 
 
-def rules_above_folder(folder: Path) -> Rules:
-    """The rules in the folders above one inside a git checkout.
-
-    They are dropped if they exclude the folder itself, which the user has named explicitly.
-    """
-    return rules_above(folder, True) or []
-
-
 def rules_above(path: Path, is_folder: bool) -> Rules | None:
     """The rules in the folders above a path inside a git checkout; None if they exclude it, or one of these."""
     parents = [path.resolve(), *path.resolve().parents]

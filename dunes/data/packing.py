@@ -40,7 +40,7 @@ class Batches:
     batch_size: int
     seed: int = 0
     packed: bool = True
-    _cache: dict[int, list[NDArray[np.int64]]] = field(default_factory=dict, repr=False)
+    _cache: dict[int, NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.context_length < 1 or self.batch_size < 1:
@@ -74,11 +74,6 @@ class Batches:
         """Rows in an epoch."""
         return len(self._layout)
 
-    @property
-    def fill_rate(self) -> float:
-        """The share of packed rows that is not padding."""
-        return float(self._lengths.sum() / (self.rows_per_epoch * self.context_length))
-
     def row(self, position: int) -> list[int]:
         """The indices of the examples in the row at this position of the endless order."""
         epoch, within = divmod(position, self.rows_per_epoch)
@@ -89,17 +84,19 @@ class Batches:
         """The examples by length from the longest; those of equal length are shuffled in each epoch."""
         if epoch not in self._cache:
             # Another key than that of the rows.
-            order = shuffle_index(
-                np.arange(len(self._with_target)), len(self._with_target), (self.seed, -1 - epoch)
-            )
+            count = len(self._with_target)
+            order = shuffle_index(np.arange(count), count, (self.seed, -1 - epoch))
             self._cache.clear()
-            self._cache[epoch] = [np.lexsort((order, -self._lengths))]
-        return self._cache[epoch][0]
+            self._cache[epoch] = np.lexsort((order, -self._lengths))
+        return self._cache[epoch]
 
     def batch(self, number: int) -> Batch:
         """Batch `number` (0, 1, 2, ...), which may span epochs; packed rows are padded to `context_length`."""
-        rows = [self.row(number * self.batch_size + i) for i in range(self.batch_size)]
-        return collate([[self.examples[i] for i in row] for row in rows], self.context_length, full=self.packed)
+        return self._rows(number * self.batch_size, (number + 1) * self.batch_size)
+
+    def _rows(self, start: int, stop: int) -> Batch:
+        rows = [[self.examples[i] for i in self.row(position)] for position in range(start, stop)]
+        return collate(rows, self.context_length, full=self.packed)
 
     def batches(self, start: int = 0) -> Iterator[Batch]:
         """Endless batches from number `start` on."""
@@ -110,8 +107,7 @@ class Batches:
     def one_epoch(self) -> Iterator[Batch]:
         """Each row of the first epoch once, for evaluation; the last batch may be smaller."""
         for start in range(0, self.rows_per_epoch, self.batch_size):
-            rows = [self.row(i) for i in range(start, min(start + self.batch_size, self.rows_per_epoch))]
-            yield collate([[self.examples[i] for i in row] for row in rows], self.context_length, full=self.packed)
+            yield self._rows(start, min(start + self.batch_size, self.rows_per_epoch))
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:

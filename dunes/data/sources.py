@@ -7,6 +7,7 @@ and after edits to other files; records for validation are selected by their own
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -101,9 +102,6 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None
     )
     valid: list[Document] = [d for d in records if d.validation]
     count = max(0, min(max(sum(d.split_hash < share for d in order), not valid), len(order) - 1))
-    corpus.valid = sorted([*order[:count], *valid], key=_name)
-    corpus.train = sorted([*order[count:], *(d for d in records if not d.validation)], key=_name)
-
-
-def _name(document: Document) -> str:
-    return document.name
+    name = attrgetter("name")
+    corpus.valid = sorted([*order[:count], *valid], key=name)
+    corpus.train = sorted([*order[count:], *(d for d in records if not d.validation)], key=name)

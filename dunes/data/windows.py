@@ -31,7 +31,7 @@ class TokenIds(Protocol):
 
 
 @dataclass(frozen=True)
-class SeparateDocuments:
+class PackedText:
     """Ids of documents that do not see each other, and the indices at which they begin, ascending from 0.
 
     A document usually begins with the `end` token of the one before it, as a prompt does: that token is the last
@@ -64,7 +64,7 @@ class SeparateDocuments:
 class Windows:
     """Each epoch has every token once, in windows of `length` + 1 ids that overlap by one.
 
-    Of `SeparateDocuments` a batch has positions too.
+    Of `PackedText` a batch has positions too.
 
     Each epoch has another offset and order. It omits less than two windows at the ends, which are part of other
     epochs. Raises ValueError if there are fewer tokens than one window needs.
@@ -104,7 +104,7 @@ class Windows:
         starts = self.starts(np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64))
         index = starts[:, None] + np.arange(self.length + 1)
         ids = torch.from_numpy(self.tokens[index].astype(np.int64))
-        return self.tokens.batch(ids, index) if isinstance(self.tokens, SeparateDocuments) else ids
+        return self.tokens.batch(ids, index) if isinstance(self.tokens, PackedText) else ids
 
     def batches(self, start: int = 0) -> Iterator[Tensor | tuple[Tensor, ...]]:
         """Endless batches from number `start` on."""

@@ -185,8 +185,8 @@ def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     if not is_adapter(folder):
         return {NONE: _chat_model(folder, None, loaded)}
     base = base_folder(folder)
-    _, config, card = checkpoint.describe(base)
-    base_only = replace(loaded, card=card, context_length=config.context_length)
+    source = checkpoint.describe(base)
+    base_only = replace(loaded, card=dict(source.card), context_length=source.context_length)
     if Tokenizer.find_file(base):
         base_only = replace(base_only, tokenizer=Tokenizer.load(base))
     return {_label(folder): _chat_model(folder, "default", loaded), NONE: _chat_model(base, None, base_only)}

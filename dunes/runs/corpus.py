@@ -12,16 +12,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from dunes.checkpoint.atomic import write_file
-from dunes.data import (
-    Corpus,
-    Document,
-    SeparateDocuments,
-    Shard,
-    TokenIds,
-    collect_corpus,
-    default_cache,
-    token_shard,
-)
+from dunes.data import Corpus, Document, PackedText, Shard, TokenIds, collect_corpus, default_cache, token_shard
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -70,11 +61,9 @@ def tokenize(config: TrainConfig, corpus: Corpus, folder: Path | None, display: 
     """
     tokenizer = Tokenizer.load(folder) if folder is not None else _tokenizer(config, corpus.train, display)
     shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
-    train: TokenIds
-    valid: TokenIds
     sides = _tails(shards[0]) if corpus.split == "tails" else [_whole(shard) for shard in shards]
     separate = config.separate_documents
-    train, valid = (SeparateDocuments(*side, tokenizer.eos) if separate else side[0] for side in sides)
+    train, valid = (PackedText(*side, tokenizer.eos) if separate else side[0] for side in sides)
     for side, tokens, minimum in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
         if len(tokens) < minimum:
             raise ValueError(

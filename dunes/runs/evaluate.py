@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import tree
-from dunes.data import SeparateDocuments, TokenIds
+from dunes.data import PackedText, TokenIds
 from dunes.parts import Decoder
 from dunes.runs.memory import next_token_loss
 from dunes.train import IGNORE
@@ -58,7 +58,7 @@ def evaluate(
     limit: int | None = None,
 ) -> Score:
     """Score the tokens in windows of `context`; each token is predicted from those before it in its window,
-    and of `SeparateDocuments` in its document.
+    and of `PackedText` in its document.
 
     A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
     than two tokens.
@@ -99,7 +99,7 @@ def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[to
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
     batch: tuple[torch.Tensor, ...] = window[:, :-1], window[:, 1:]
-    if isinstance(tokens, SeparateDocuments):
+    if isinstance(tokens, PackedText):
         batch = tokens.batch(window, index)
     ids, targets, *positions = batch
     return ids, targets.masked_fill(torch.from_numpy(index[:, 1:] >= len(tokens)), IGNORE), *positions

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dunes import checkpoint, measure
-from dunes.augment import base_model
+from dunes.augment import Change, base_model
 from dunes.checkpoint.adapter import architecture_digest, peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
@@ -60,8 +60,10 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, text, stored)
     before = _baseline(task, model, folder / BASELINE, display)
-    model, notes, base = _apply_method(model, config)
-    task = replace(task, before=before, notes=notes, base=base, settings=architecture_digest(base_model(model)))
+    model, changes, base = _apply_method(model, config)
+    task = replace(
+        task, before=before, changes=changes, base=base, settings=architecture_digest(base_model(model))
+    )
     cast_frozen_weights(model, config)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
@@ -71,17 +73,17 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     return Run(folder, config, task, model, trainer, schedule)
 
 
-def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]], dict[str, Any]]:
-    """The model to train, the record of its changes, and the identity of its base."""
+def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[Change], dict[str, Any]]:
+    """The model to train, the changes made to it, and the identity of its base."""
     if METHODS[config.method].adapter is None:
-        model, notes = prepare_model(model, config)
-        return model, notes, checkpoint.base_identity(model)
+        model, changes = prepare_model(model, config)
+        return model, changes, checkpoint.base_identity(model)
     base = checkpoint.base_identity(model)
-    model, notes = prepare_model(model, config)
+    model, changes = prepare_model(model, config)
     peft_factors(model)
-    if any(note["name"] == "quantize" for note in notes):
+    if len(changes) > 1:  # the base was changed before the adapter was added
         base |= checkpoint.base_identity(model)
-    return model, notes, base
+    return model, changes, base
 
 
 def _baseline(task: FinetuneTask, model: Decoder, path: Path, display: Display) -> Baseline:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
+from dunes.augment import Change
 from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import Example, Record, split_records, tokenize_records
 from dunes.data.packing import Batch, Batches, collate
 from dunes.data.preflight import check_report, data_report
 from dunes.data.text_windows import large_texts, split_tails, split_windows
-from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.runs.autosize import with_hardware
 from dunes.runs.finetune_config import FinetuneConfig
@@ -236,18 +235,16 @@ def _full_batch(config: FinetuneConfig) -> Batch:
 
 def _meta_model(data: FinetuneData) -> Decoder:
     """The trained model on fake tensors."""
-    hf = checkpoint.hf_config_of(data.base.model, data.base.context_length)
-    assert not isinstance(hf, str), "loaded from a config.json"
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
-    model = build_with_dtype(dtype, partial(FAMILIES[hf.family].build, hf.config))
+    model = build_with_dtype(dtype, data.base.architecture.build)
     apply_method(model, data.config, fill=False)
     cast_frozen_weights(model, data.config)
     return model
 
 
-def prepare_model(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[dict[str, Any]]]:
-    """The model to train, and the record of its changes.
+def prepare_model(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[Change]]:
+    """The model to train, and the changes made to it.
 
     Full finetuning trains in float32: updates are smaller than bfloat16's precision.
     """

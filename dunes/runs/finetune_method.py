@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from dunes import tree
-from dunes.augment import lora
-from dunes.augment.quantize import decide as decide_quantized
-from dunes.augment.quantize import shape as shape_quantized
+from dunes.augment import CHANGES, Change, lora, make_change, repeat_structure
+from dunes.augment.quantize import Quantized
 from dunes.data.examples import Records
 from dunes.parts import Decoder
 from dunes.runs.finetune_config import FinetuneConfig
@@ -87,26 +86,25 @@ def choose_template(
     return templates.get_template(DEFAULT_TEMPLATES.get(records.format, "chatml" if has_chatml else "mistral"))
 
 
-def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[dict[str, Any]]:
-    """Apply the method to the model, freeze all other weights, and return the record of the changes.
+def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[Change]:
+    """Make the changes of the method, freeze all other weights, and return the changes.
 
-    Without `fill` no values are read or initialised, for a model on fake tensors.
+    Without `fill` no values are read or initialised, for a model on fake tensors. Raises ValueError for a model
+    that the method cannot change.
     """
-    method, notes = METHODS[config.method], []
-    if method.quantize is not None:
-        note = decide_quantized(model, **method.quantize)
-        shape_quantized(model, fill=fill, **note)
-        notes.append(note)
+    method, changes = METHODS[config.method], list[Change]()
     if method.adapter is None:
+        if any(isinstance(module, Quantized) for module in model.modules()):
+            raise ValueError("--method full trains all weights, and these are quantized; use --method lora")
         set_trainable(model, config.target_modules or ("**",))
-        return notes
-    note = lora.decide(model, **_request(config), **method.adapter)
-    lora.shape(model, **note)
-    if fill:
-        lora.fill(model, **note)
-    lora.set_adapter(model, ADAPTER)
-    set_trainable(model, note["new"])
-    return [*notes, note]
+        return changes
+    requests = {"quantize": method.quantize, "lora": _request(config) | {**method.adapter}}
+    for name, request in requests.items():
+        if request is not None:
+            changes.append(CHANGES[name].decide(model, **request))
+            (make_change if fill else repeat_structure)(model, changes[-1])
+    set_trainable(model, changes[-1].new)
+    return changes
 
 
 def _request(config: FinetuneConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dunes import checkpoint, tree
+from dunes.augment import Change
 from dunes.checkpoint.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example
@@ -91,7 +92,7 @@ class FinetuneTask:
     forgetting_ids: TokenIds | None
     stored: torch.dtype
     before: Baseline | None = None
-    notes: Sequence[Mapping[str, Any]] = ()
+    changes: Sequence[Change] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
     settings: str = ""
 
@@ -207,7 +208,8 @@ class FinetuneTask:
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
         context = self.data.context
         if METHODS[self.config.method].adapter is None:
-            checkpoint.save(run.model, run.folder, self.tokenizer, context, about)
+            architecture = self.data.base.architecture
+            checkpoint.save(run.model, run.folder, self.tokenizer, context, about, architecture=architecture)
             return
         options: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **options)
@@ -228,7 +230,7 @@ class FinetuneTask:
             }
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
-        return about | {"changes": [*self.notes]}
+        return about | {"changes": [change.record() for change in self.changes]}
 
     def _lines(self, after: Baseline) -> list[str]:
         """The final report: validation loss, forgetting, and answers before and after."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dunes import checkpoint, measure
-from dunes.data import Document, SeparateDocuments, TokenIds, collect_corpus
+from dunes.data import Document, PackedText, TokenIds, collect_corpus
 from dunes.runs.corpus import join_texts, tail_start
 from dunes.runs.evaluate import Score, evaluate, widths
 from dunes.text import Tokenizer
@@ -60,4 +60,4 @@ def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool, separa
         parts.append(ids if full else ids[tail_start(0, len(ids)) :].copy())
     ids, starts = join_texts(parts or [np.array([], np.int32)])
     starts[1:] -= full and not begin
-    return SeparateDocuments(ids, starts, tokenizer.eos) if separate else ids
+    return PackedText(ids, starts, tokenizer.eos) if separate else ids

@@ -29,10 +29,10 @@ def read_if_present(path: Path) -> dict[str, Any]:
     return read(path, MAX_CONFIG_BYTES) if path.is_file() else {}
 
 
-def parse(text: bytes, path: Path) -> dict[str, Any]:
+def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
     """The object in the text of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
-    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
-        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
+    if (items := sum(map(text.count, (b",", b"[", b"{")))) > most:
+        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {most:,}")
     try:
         content = json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:

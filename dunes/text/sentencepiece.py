@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
@@ -60,7 +61,10 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     Control symbols (`<s>`, `[INST]`) are special tokens; `<s>` is added before a text with special tokens. Raises
     ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an unsupported setting.
     """
-    model = read(data)
+    try:
+        model = read(data)
+    except (TypeError, AttributeError, UnicodeDecodeError) as error:  # a field of another type
+        raise ValueError(f"not a sentencepiece model: {error}") from None
     inner = tokenizers.Tokenizer(_bpe(model))
     inner.normalizer = _normalizer(model)
     inner.pre_tokenizer = _pre_tokenizer(model)
@@ -81,21 +85,21 @@ def read(data: bytes) -> Model:
     messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):
         if number == 1:
-            pieces.append(_piece(_bytes(value)))
+            pieces.append(_piece(value))
             if len(pieces) > MAX_PIECES:
                 raise ValueError(f"not a sentencepiece model: more than {MAX_PIECES} pieces")
         elif number in messages:
-            messages[number] += _bytes(value)  # a message that comes in parts is the parts' concatenation
+            messages[number] += value  # a message that comes in parts is the parts' concatenation
     trainer, normalizer = dict(_fields(messages[2])), dict(_fields(messages[3]))
     model = Model(
         tuple(pieces),
         bool(trainer.get(35, 0)),
-        _text(trainer.get(46, b"<s>")),
+        trainer.get(46, b"<s>").decode(),
         bool(normalizer.get(3, 1)),
         bool(normalizer.get(4, 1)),
     )
     _check(model)
-    algorithm = _int(trainer.get(3, UNIGRAM))
+    algorithm = trainer.get(3, UNIGRAM)
     unusual = {
         "model_type=unigram": algorithm == UNIGRAM,
         f"model_type={algorithm}": algorithm != BPE,
@@ -110,7 +114,7 @@ def read(data: bytes) -> Model:
     return model
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """(field number, value) of a message: an integer, or bytes for any other type."""
     offset = 0
     while offset < len(data):
@@ -140,34 +144,15 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
     raise ValueError(f"not a sentencepiece model: a number at byte {offset} has no end")
 
 
-def _bytes(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        raise ValueError(f"not a sentencepiece model: expected bytes, found the number {value}")
-    return value
-
-
-def _int(value: int | bytes) -> int:
-    if isinstance(value, bytes):
-        raise ValueError(f"not a sentencepiece model: expected a number, found {plural(len(value), 'byte')}")
-    return value
-
-
-def _text(value: int | bytes) -> str:
-    try:
-        return _bytes(value).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not a sentencepiece model: a piece is not UTF-8: {error}") from None
-
-
 def _piece(data: bytes) -> Piece:
     fields = dict(_fields(data))
-    raw, score = _bytes(fields.get(1, b"")), _bytes(fields.get(2, bytes(4)))
+    raw, score = fields.get(1, b""), fields.get(2, bytes(4))
     if not 0 < len(raw) <= MAX_PIECE or len(score) != 4:
         raise ValueError(
             f"not a sentencepiece model: a piece of {plural(len(raw), 'byte')} with a score of {len(score)}; 1 to "
             f"{MAX_PIECE} and 4 are expected"
         )
-    return Piece(_text(raw), struct.unpack("<f", score)[0], _int(fields.get(3, NORMAL)))
+    return Piece(raw.decode(), struct.unpack("<f", score)[0], fields.get(3, NORMAL))
 
 
 def _check(model: Model) -> None:

@@ -39,8 +39,8 @@ ALONE = (
 )
 """Alpaca's prompts, with and without an input."""
 
-MAX_TEXTS, MAX_CHARS = 2048, 1 << 19
-"""Limits on the texts, and on their characters, that one process renders within its time limit."""
+GROUP = 512
+"""The number of conversations that one process renders, unless they exceed its limits."""
 
 SURROGATE, SURROGATES = 0xDC00, 1024
 """Two lone surrogates from here on, which are in no valid text, escape a special token in a user's text."""
@@ -110,8 +110,8 @@ class Template(ABC):
 
         Raises ValueError at a conversation that the template does not support.
         """
-        for group in _groups(conversations):
-            yield from self._render_group(group, add_generation_prompt)
+        for start in range(0, len(conversations), GROUP):
+            yield from self._render_group(conversations[start : start + GROUP], add_generation_prompt)
 
     @abstractmethod
     def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
@@ -274,20 +274,6 @@ def _text_or_error(
         return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt))
     except TemplateError as error:
         return ValueError(str(error))
-
-
-def _groups(conversations: Sequence[Conversation]) -> Iterator[Sequence[Conversation]]:
-    """The conversations in groups that one process renders, at least one in each."""
-    start, texts, chars = 0, 0, 0
-    for i, turns in enumerate(conversations):
-        renders = 1 + sum(turn.role in ANSWER_ROLES for turn in turns)
-        size = renders * sum(len(turn.full_text) for turn in turns)
-        texts, chars = texts + renders, chars + size
-        if i > start and (texts > MAX_TEXTS or chars > MAX_CHARS):
-            yield conversations[start:i]
-            start, texts, chars = i, renders, size
-    if start < len(conversations):
-        yield conversations[start:]
 
 
 def _checked_text(text: str | ValueError) -> str:

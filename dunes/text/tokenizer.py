@@ -40,8 +40,11 @@ SPECIAL = (
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
-MAX_BYTES, MAX_IDS = 1 << 27, 1 << 22
-"""The largest tokenizer file that is read, and the highest id that it may have."""
+MAX_BYTES, MAX_IDS, MAX_ITEMS = 1 << 27, 1 << 22, 16_000_000
+"""The largest tokenizer file that is read, the highest id, and the most commas and brackets that it may have.
+
+A vocabulary of 262,144 with its merges has two million.
+"""
 
 EXTRA_FILES = (
     "tokenizer_config.json",
@@ -318,7 +321,7 @@ def _load_json(path: Path) -> tokenizers.Tokenizer:
     """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
     data = path.read_bytes()
     # First, since building a tokenizer normalizes its added tokens.
-    tokenizer_limits.check_expansion(tokenizer_limits.parse_json(data))
+    tokenizer_limits.check_expansion(json_file.parse(data, Path(path.name), MAX_ITEMS))
     inner = tokenizers.Tokenizer.from_buffer(data)
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:

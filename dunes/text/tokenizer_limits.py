@@ -27,21 +27,6 @@ MAX_AFFIX, MAX_WORD = 100, 1000
 """Characters of a prefix or suffix of words, and of words that are looked up by trying all their parts."""
 UNICODE_GROWTH = 33
 """Bytes of the longest Unicode normalization of one character, U+FDFA."""
-MAX_ITEMS = 16_000_000
-"""Commas and brackets in a file. A vocabulary of 262,144 with its merges has two million."""
-
-
-def parse_json(data: bytes) -> dict[str, Any]:
-    """The object in a tokenizer.json. Raises ValueError if it is none, or has too many parts."""
-    if (parts := sum(map(data.count, (b",", b"[", b"{")))) > MAX_ITEMS:
-        raise ValueError(f"it has {parts:,} parts; {MAX_ITEMS:,} is the limit")
-    try:
-        content = json.loads(data)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"expected an object, found {type(content).__name__}")
-    return content
 
 
 def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:

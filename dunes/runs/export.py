@@ -1,4 +1,4 @@
-"""Merge an adapter into its base model, and verify the result."""
+"""Write a model with adapters or quantized layers as a plain Hugging Face folder, and verify the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from dunes import augment, checkpoint
-from dunes.augment import dequantize
+from dunes.augment import Adapted, dequantize
+from dunes.augment.lora import active_adapter
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.adapter import attach_adapter
+from dunes.checkpoint.architecture import has_own_form
+from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, open_verified_source, readable_folder
 from dunes.checkpoint.loading import base_folder, is_adapter
@@ -25,13 +28,24 @@ Into = Literal["dequantized", "original"]
 MAX_RATIO = 2.0
 """Allowed distance between original and quantized base with the adapter, as a multiple of their distance without
 it. Both should be about equal (tests/test_merge.py) unless the adapter depends on quantization errors."""
-NOT_INHERITED = ("files", "format", "dunes", "adapter", "base", "structure", "changes")
-"""Keys of an adapter's card that the merged model's card does not inherit."""
+NOT_INHERITED = (
+    "files",
+    "format",
+    "dunes",
+    "adapter",
+    "base",
+    "family",
+    "config",
+    "structure",
+    "changes",
+    "history",
+)
+"""Keys of a card that the card of a changed model does not inherit."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a merge. `errors` are rounding errors by module, relative to the update.
+    """The result of an export. `errors` are rounding errors by merged module, relative to the update.
 
     When merging into the original of a quantized base, `moved` is the relative distance between its logits and
     those of the trained model, and `allowed` the limit.
@@ -43,15 +57,16 @@ class Report:
     allowed: float | None = None
 
     def lines(self) -> list[str]:
-        place, worst = max(self.errors.items(), key=lambda pair: pair[1])
-        usual = mean(self.errors.values())
         lines = [
             self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base"),
-            f"merged into {plural(len(self.errors), 'matrix', 'matrices')}; rounding error relative to "
-            "the update: "
-            f"{usual:.1e} on average, {worst:.1e} at most ({place})",
             str(self.verified),
         ]
+        if self.errors:
+            place, worst = max(self.errors.items(), key=lambda pair: pair[1])
+            lines[1:1] = [
+                f"merged into {plural(len(self.errors), 'matrix', 'matrices')}; rounding error relative to "
+                f"the update: {mean(self.errors.values()):.1e} on average, {worst:.1e} at most ({place})"
+            ]
         if self.moved is not None:
             lines.append(
                 "the adapter was trained on the quantized base; on this one its logits differ by "
@@ -62,43 +77,51 @@ class Report:
 
     def card(self) -> dict[str, Any]:
         moved = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
+        if not self.errors:
+            return moved
         return {"errors": {"largest": max(self.errors.values()), "mean": mean(self.errors.values())}} | moved
 
 
-def merge(
+def export(
     folder: Path,
     out: Path,
     into: Into | None = None,
     dtype: torch.dtype | None = None,
     any_base: bool = False,
 ) -> Report:
-    """Merge the adapter in `folder` into its base and write `out`, with template, tokenizer and card.
+    """Merge the active adapter of the model in `folder`, dequantize it, and write `out` with its tokenizer.
 
-    `into` applies to quantized bases: merge into the dequantized weights (the default), on which the adapter was
-    trained, or into the original ones. `dtype` defaults to the base's. `any_base` accepts a base that is not
-    verified to be the adapter's, and the card records it. Raises ValueError if `out` exists, if `folder` is not an
-    adapter, and, with nothing written, if the merged model differs from the unmerged one.
+    For the folder of an adapter that was trained on a quantized base, `into` says whether to merge into the
+    dequantized weights (the default), on which it was trained, or into the original ones. `dtype` defaults to the
+    base's. `any_base` accepts a base that is not verified to be the adapter's, and the card records it. Raises
+    ValueError if `out` exists, if no Hugging Face config describes the result, and, with nothing written, if it
+    differs from the model in `folder`.
     """
-    if not is_adapter(folder):
-        raise ValueError(f"{folder}: not an adapter folder, so there is nothing to merge")
     folder = readable_folder(folder)
+    if is_plain(folder):
+        raise ValueError(f"{folder}: neither an adapter nor a quantized model, so there is nothing to merge")
     require_new_folder(folder, out)
-    base = base_folder(folder)
-    require_new_folder(base, out)
+    if is_adapter(folder):
+        require_new_folder(base_folder(folder), out)
     loaded = checkpoint.load(folder, any_base=any_base)
     if any_base:
         loaded = replace(loaded, card=loaded.card | {"any_base": True})
     model, distances = loaded.model, None
-    if into == "original" and any(isinstance(m, Quantized) for m in model.modules()):
-        model = load_decoder(open_verified_source(base)).eval()
+    if into == "original" and is_adapter(folder) and any(isinstance(m, Quantized) for m in model.modules()):
+        model = load_decoder(open_verified_source(base_folder(folder))).eval()
         attach_adapter(model, folder, any_base=any_base)
         distances = _check_distance(model, loaded)
     merged_dtype = dtype or next(augment.base_model(model).parameters()).dtype
     with exclusive_folder(out):
-        return _write_merged(model, loaded, (folder, out), merged_dtype, distances)
+        return _write_plain(model, loaded, (folder, out), merged_dtype, distances)
 
 
-def _write_merged(
+def is_plain(folder: Path) -> bool:
+    """Whether a folder holds weights of a Hugging Face model in any format, without adapters or changes."""
+    return not is_adapter(folder) and not has_own_form(read_card(readable_folder(folder)))
+
+
+def _write_plain(
     model: Decoder,
     loaded: LoadedModel,
     folders: tuple[Path, Path],
@@ -108,7 +131,9 @@ def _write_merged(
     folder, out = folders
     before = UnmergedLogits.of(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
-    errors = augment.merge(model, dtype=dtype).errors
+    errors = _merge_active(model, dtype)
+    if isinstance(reason := checkpoint.hf_config_of(model, loaded.context_length), str):
+        raise ValueError(f"{folder}: no Hugging Face config describes this model: {reason}")
     reports: list[Report] = []
 
     def check(staged: Path) -> dict[str, Any]:
@@ -121,9 +146,20 @@ def _write_merged(
     return reports[0]
 
 
+def _merge_active(model: Decoder, dtype: torch.dtype) -> dict[str, float]:
+    """Merge the active adapter and drop the others; returns the rounding errors."""
+    active = active_adapter(model)
+    adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
+    for name in adapters - {active}:
+        augment.detach(model, name)
+    return {} if active is None else augment.merge(model, dtype=dtype).errors
+
+
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
-    """The changes of the base: those in its own folder, and those before the adapter."""
-    return [*checkpoint.describe(base_folder(folder))[2].get("changes", []), *card.get("changes", [])]
+    """All changes so far: those of an adapter's base, and the model's own."""
+    if not is_adapter(folder):
+        return [*card.get("history", []), *card.get("changes", [])]
+    return [*checkpoint.describe(base_folder(folder)).card.get("changes", []), *card.get("changes", [])]
 
 
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""The record of a change to a model, which a checkpoint saves and repeats."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to a model in JSON values.
+
+    `name` and `version` are those of its entry in CHANGES. `request` has every argument of its `decide` with the
+    defaults bound, `places` the changed modules with what was decided for each, `new` globs of the parameters that
+    it added.
+    """
+
+    name: str
+    version: int
+    request: Mapping[str, Any]
+    places: Mapping[str, Mapping[str, Any]]
+    new: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Any) -> "Change":
+        """The inverse of `record`. Raises ValueError for anything else."""
+        try:
+            name, version, request, places = (record[key] for key in ("name", "version", "request", "places"))
+            if isinstance(places, list):  # of quantization before format 3
+                places = {place: {} for place in places}
+            valid = isinstance(name, str) and type(version) is int and all(map(_is_object, (request, places)))
+            new = tuple(record.get("new", ()))
+        except (KeyError, TypeError, AttributeError):
+            valid = False
+        if not valid or not all(map(_is_object, places.values())) or not all(isinstance(n, str) for n in new):
+            raise ValueError("the record of a change is damaged; expected name, version, request and places")
+        return cls(name, version, request, places, new)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)

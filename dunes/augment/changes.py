@@ -1,0 +1,77 @@
+"""The table of all changes to a built model, and how one is made or repeated."""
+
+from typing import Any
+
+from torch import nn
+
+import dunes.augment.quantize as quantization
+from dunes.augment import lora
+from dunes.augment.change import Change
+
+CHANGES: dict[str, Any] = {"lora": lora, "quantize": quantization}
+"""The entries by name. Each is a module with
+
+- `VERSION`, which rises when an older record would give another model,
+- `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
+- `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
+- if new weights are computed, `fill(model, change, weights)`, from the state dict before the change,
+- and if it can be taken back, `undo(model, change)`.
+"""
+
+
+def apply_change(model: nn.Module, name: str, **request: Any) -> Change:
+    """Change the model, and return the record of the change.
+
+    `request` are arguments of the change's `decide`. Raises ValueError for an invalid request, before anything is
+    changed.
+    """
+    change: Change = CHANGES[name].decide(model, **request)
+    make_change(model, change)
+    return change
+
+
+def make_change(model: nn.Module, change: Change) -> None:
+    """Make a change that was decided before: its structure and its first weights."""
+    entry, weights = _entry(change), model.state_dict()
+    repeat_structure(model, change)
+    if hasattr(entry, "fill"):
+        entry.fill(model, change, weights)
+
+
+def repeat_structure(model: nn.Module, change: Change) -> None:
+    """Make the structure of a change; its weights come from a file.
+
+    Raises ValueError for an unknown change, and for a record that does not fit the model.
+    """
+    try:
+        _entry(change).shape(model, change)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"the record of the change {change.name} is damaged: {error!r}") from None
+
+
+def _entry(change: Change) -> Any:
+    entry = CHANGES.get(change.name)
+    if entry is None or not 1 <= change.version <= entry.VERSION:
+        raise ValueError(
+            f"the change {change.name[:80]!a} of version {change.version} is not known; it needs a newer dunes"
+        )
+    return entry
+
+
+def attach(model: nn.Module, **request: Any) -> Change:
+    """Add an untrained adapter to linear layers of the model, and make it active; returns the record.
+
+    `request` are the arguments of `lora.decide`. Nothing is frozen: `change.new` are globs of the new parameters,
+    and `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` leaves only these trainable. Raises
+    ValueError for an invalid request, before anything is changed.
+    """
+    return apply_change(model, "lora", **request)
+
+
+def quantize(model: nn.Module, **request: Any) -> Change:
+    """Quantize linear layers, below their wrappers if they have any; returns the record.
+
+    `request` are the arguments of `quantize.decide`. Raises ValueError for an invalid one, before anything is
+    changed.
+    """
+    return apply_change(model, "quantize", **request)

@@ -1,0 +1,179 @@
+"""A model is a family, a config and its changes: made, trained, saved, loaded and exported in every order."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+import expansion
+from adapters import IDS, build, difference
+from dunes import checkpoint, tree
+from dunes.augment import CHANGES, Adapted, Change, apply_change, base_model
+from dunes.checkpoint import Architecture
+from dunes.models import FAMILIES
+from dunes.runs.export import export
+from dunes.train import next_token
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
+KINDS = {
+    "lora": ("lora", {"rank": 2}),
+    "dora": ("lora", {"rank": 2, "dora": True}),
+    "int8": ("quantize", {"kind": "int8"}),
+    "nf4": ("quantize", {"kind": "nf4", "double": True}),
+    "expand": ("expand", {}),
+}
+REFUSED = {
+    ("int8", "int8"): "already quantized", ("int8", "nf4"): "already quantized",
+    ("nf4", "int8"): "already quantized", ("nf4", "nf4"): "already quantized",
+    ("lora", "expand"): "already adapted", ("dora", "expand"): "already adapted",
+    ("int8", "expand"): "already quantized", ("nf4", "expand"): "already quantized",
+    ("expand", "expand"): None,
+}  # fmt: skip
+CONFIG = FAMILIES["llama"].Config.from_size(50, 32, 2, 32)
+PAIRS = list(itertools.product(KINDS, repeat=2))
+
+
+@pytest.fixture(autouse=True)
+def expand(monkeypatch):
+    monkeypatch.setitem(CHANGES, "expand", expansion)
+
+
+def changed(*kinds):
+    """A model after these changes and five steps of training of what each brought, and its architecture."""
+    model, changes = build(), []
+    for number, kind in enumerate(kinds):
+        name, request = KINDS[kind]
+        request = request | ({"adapter": f"a{number}"} if name == "lora" else {})
+        before = base_model(model)(IDS).detach() if name == "lora" else model(IDS).detach()
+        changes.append(apply_change(model, name, **request))
+        if name != "quantize":
+            assert difference(model(IDS), before) == 0.0, "nothing changes until it is trained"
+        train(model, changes[-1].new)
+    return model.eval(), Architecture("llama", CONFIG, tuple(changes))
+
+
+def train(model, new):
+    for name, p in model.named_parameters():
+        p.requires_grad_(any(tree.matches(glob, name) for glob in new))
+    learning = [p for p in model.parameters() if p.requires_grad]
+    if learning:
+        optimizer = torch.optim.SGD(learning, 0.05)
+        for _ in range(5):
+            optimizer.zero_grad()
+            total, count = next_token(model, IDS)
+            (total / count).backward()
+            optimizer.step()
+        assert all(p.grad.abs().sum() > 0 for p in learning if p.dim())
+
+
+@pytest.mark.parametrize("pair", [p for p in PAIRS if p not in REFUSED])
+def test_every_pair_of_changes_is_saved_loaded_and_exported(pair, tmp_path):
+    model, architecture = changed(*pair)
+    logits = model(IDS)
+    checkpoint.save(model, tmp_path / "a", None, 32, architecture=architecture)
+    loaded = checkpoint.load(tmp_path / "a")
+    assert torch.equal(loaded.model(IDS), logits), "bit for bit"
+    assert loaded.architecture == architecture
+    assert {n: t.dtype for n, t in loaded.model.state_dict().items()} == {
+        n: t.dtype for n, t in model.state_dict().items()
+    }
+    if "expand" in pair:  # the gate is a part that no family has
+        with pytest.raises(ValueError, match="no Hugging Face config describes"):
+            export(tmp_path / "a", tmp_path / "hf")
+        return
+    report = export(tmp_path / "a", tmp_path / "hf")
+    assert report.verified.relative <= 1e-4
+    plain = checkpoint.load(tmp_path / "hf")
+    assert difference(plain.model(IDS), logits) <= 2e-5 * logits.abs().max()
+    assert [change["name"] for change in plain.card["changes"]][:2] == [c.name for c in architecture.changes]
+    assert not any(isinstance(m, Adapted) for m in plain.model.modules())
+
+
+@pytest.mark.parametrize("pair", [p for p in PAIRS if REFUSED.get(p)])
+def test_a_pair_that_makes_no_sense_is_refused_by_name(pair):
+    model, _ = changed(pair[0])
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"^blocks\.\S+: {REFUSED[pair]}"):
+        apply_change(model, KINDS[pair[1]][0], **KINDS[pair[1]][1])
+    assert before.keys() == model.state_dict().keys()
+
+
+def test_loading_computes_nothing_again(tmp_path, monkeypatch):
+    model, architecture = changed("nf4", "lora")
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
+    for entry in CHANGES.values():
+        monkeypatch.delattr(entry, "fill")
+        monkeypatch.delattr(entry, "decide")
+    assert torch.equal(checkpoint.load(tmp_path).model(IDS), model(IDS))
+
+
+def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
+    model = build().to(torch.bfloat16)
+    config = checkpoint.hf_config_of(model, 32).config
+    change = apply_change(model, "quantize", kind="int8")
+    checkpoint.save(model, tmp_path, None, 32, architecture=Architecture("llama", config, (change,)))
+    loaded = checkpoint.load(tmp_path)
+    assert torch.equal(loaded.model(IDS), model(IDS))
+    assert loaded.model.blocks[0].attn.q.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda c: c["changes"][0].update(name="shuffle"), "the change 'shuffle' of version 2 is not known"),
+        (lambda c: c["changes"][0].update(version=99), "the change 'quantize' of version 99 is not known"),
+        (lambda c: c["changes"][0].update(places=3), "the record of a change is damaged"),
+        (lambda c: c["changes"][0]["request"].pop("kind"), "'kind'"),
+        (lambda c: c["changes"].pop(), "is not a weight of this model"),
+        (lambda c: c["changes"][0]["request"].update(kind="nf4"), "codes"),
+        (
+            lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}),
+            "q: this model has no such",
+        ),
+        (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
+        (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
+    ],
+)
+def test_an_edited_card_is_refused_before_a_weight_is_read(edit, words, tmp_path):
+    model, architecture = changed("int8")
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
+    card = json.loads((tmp_path / "dunes.json").read_text())
+    edit(card)
+    (tmp_path / "dunes.json").write_text(json.dumps(card))
+    with pytest.raises(ValueError, match=words) as caught:
+        checkpoint.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_architecture_of_another_model_is_refused_at_once(tmp_path):
+    model, _ = changed("int8")
+    with pytest.raises(ValueError, match="llama builds a different model"):
+        checkpoint.save(model, tmp_path / "a", None, 32, architecture=Architecture("llama", CONFIG))
+    with pytest.raises(ValueError, match="no family describes this model"):
+        checkpoint.save(model, tmp_path / "a", None, 32)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_model_of_ones_own_function_is_changed_and_saved_too(tmp_path):
+    def make(depth):
+        config = FAMILIES["llama"].Config.from_size(50, 32, depth, 32)
+        model = FAMILIES["llama"].build(config)
+        model.blocks[0].mlp.act = torch.sin
+        return model
+
+    model = make(2).eval()
+    change = apply_change(model, "quantize", kind="nf4")
+    architecture = Architecture.of_function(make, depth=2)
+    architecture = Architecture(architecture.family, architecture.config, (change,), make)
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
+    assert torch.equal(checkpoint.load(tmp_path, build=make).model(IDS), model(IDS))
+    with pytest.raises(ValueError, match="not imported automatically"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_record_survives_json():
+    model = build()
+    change = apply_change(model, "lora", rank=2, ranks={"**.q": 1})
+    assert Change.of(json.loads(json.dumps(change.record()))) == change
+    assert base_model(model) is not model
