@@ -464,11 +464,11 @@ def test_where_time_and_memory_go_can_be_drawn(tmp_path):
     subject = of_shape("arcee", 20_000, 32)
     setting = Setting(2, 32, "float32", 1)
     report, _ = profile_work(benchmarks.BENCHMARKS["train"].make(subject, setting))
-    plot.save_plot(plot.flame(report), tmp_path / "flame.svg")
+    plot.save_plot(plot.module_bars(report), tmp_path / "modules.svg")
     from dunes.bench.memory import estimate_memory
 
     plot.save_plot(plot.memory(estimate_memory(subject, setting, False, False).log), tmp_path / "memory.png")
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("flame.svg", "memory.png"))
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("modules.svg", "memory.png"))
 
 
 def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dunes import tree
-from dunes.generate import generate, generate_all
+from dunes.generate import Request, generate, generate_all
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.models.mixture import mixture
@@ -405,7 +405,7 @@ def test_the_cache_for_a_model():
 @torch.no_grad()
 def test_text_goes_on_beyond_the_window_as_without_a_cache():
     model, prompts = windowed(), [ids(1, 3)[0].tolist(), ids(1, 12)[0].tolist()]
-    rows = list(generate_all(model, prompts, limit=25, context_length=60))
+    rows = list(generate_all(model, [Request(prompt, 25) for prompt in prompts], context_length=60))
     for i, prompt in enumerate(prompts):
         text = list(prompt)
         for row in rows:

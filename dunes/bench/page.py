@@ -59,7 +59,7 @@ def _config(run: Path) -> RunConfig | None:
     """The config of a training or finetuning run, if any. Raises ValueError for a damaged one."""
     path = run / "state" / "plan.json"
     kind = FinetuneConfig if path.is_file() and "model" in json_file.read(path) else TrainConfig
-    return read_config(run, kind, f"`dunes bench plot {run}` plots its losses without it")
+    return read_config(run, kind, f"its losses are in {run / METRICS}")
 
 
 def _results(points: Sequence[Mapping[str, Any]], card: Mapping[str, Any]) -> dict[str, str]:

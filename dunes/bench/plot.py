@@ -96,11 +96,8 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
         + p.geom_line(p.aes(y="fit"), size=0.8)
         + p.geom_point(size=3)
-        + p.scale_x_log10(labels=_round, breaks=_log_ticks(r["x"] for r in records))
-        + p.scale_y_log10(
-            labels=lambda v: [format_value(t) for t in v],
-            breaks=_log_ticks(r[c] for r in records for c in ("y", "fit")),
-        )
+        + p.scale_x_log10(labels=_round)
+        + p.scale_y_log10(labels=lambda v: [format_value(t) for t in v])
         + p.scale_color_manual(COLOURS * 4)
         + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
         + p.labs(title=f"{results[0]['benchmark']}: {NAMES[of]} over {axis}", x=axis, y="")
@@ -111,31 +108,18 @@ def _round(values: Sequence[float]) -> list[str]:
     return [format_count(v) for v in values]
 
 
-def _log_ticks(values: Any) -> list[float]:
-    """1, 2 and 5 times powers of ten around the values; powers of ten alone for a wide range."""
-    values = list(values)
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    steps = (1, 2, 5) if max(values) < 300 * min(values) else (1,)
-    marks = [m * 10.0**e for e in range(low, high + 1) for m in steps]
-    return [m for m in marks if min(values) / 2 <= m <= max(values) * 2]
-
-
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
     """A bar chart of rates with their values, and intervals unless `interval` is empty.
 
     Takes records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
     """
     p = _plotnine()
-    records = [{"name": str(f["name"]), **{k: float(f[k]) for k in ("rate", "low", "high")}} for f in results]
-    for record in records:
-        assert isinstance(record["rate"], float), "converted above"
-        record["label"] = "  " + format_count(record["rate"])
+    frame = _frame([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
     order = [str(f["name"]) for f in reversed(results)]
-    frame = _frame(records)
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
     unit = results[0]["unit"] + (f"/s (line: {interval})" if interval else "/s")
     return (
-        _base(frame, high=1.2 + 0.42 * len(records), x="name", y="rate")
+        _base(frame, high=1.2 + 0.42 * len(results), x="name", y="rate")
         + p.geom_col(fill=COLOURS[0], width=0.65)
         + ([ends] if interval else [])
         + p.geom_text(p.aes(label="label", y="high"), ha="left", size=9)
@@ -225,64 +209,24 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def flame(report: Report) -> Any:
-    """A flame graph of modules: widths are times, callees are above callers, equal blocks are merged."""
+def module_bars(report: Report) -> Any:
+    """The time of each module with its submodules, by phase; equal blocks are summed."""
     p = _plotnine()
-    boxes: list[dict[str, Any]] = []
-    seconds = report.inside()
-    _boxes(seconds, "", 0.0, boxes)
-    boxes.append(
-        {"x": sum(seconds[""].values()), "wide": report.between, "level": 0, "name": "Python", "phase": "waiting"}
-    )
-    total = report.wall
+    modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
-        {
-            "left": 1e3 * b["x"],
-            "right": 1e3 * (b["x"] + b["wide"]),
-            "low": float(b["level"]),
-            "high": b["level"] + 0.94,
-            "middle": 1e3 * (b["x"] + b["wide"] / 2),
-            "centre": b["level"] + 0.47,
-            "phase": b["phase"],
-            "label": b["name"] if b["wide"] > 0.008 * (1 + len(b["name"])) * total else "",
-        }
-        for b in boxes
-        if b["wide"] > 0.001 * total
+        {"module": name or "all", "phase": phase, "milliseconds": 1e3 * seconds}
+        for name, by_phase in modules.items()
+        for phase, seconds in by_phase.items()
     ]
-    levels = 1 + max(b["level"] for b in boxes)
     shades = dict(zip((*PHASES, "waiting"), ("#56B4E9", "#E69F00", "#009E73", "#CCCCCC"), strict=True))
     return (
-        _base(_frame(records), wide=9, high=1.4 + 0.5 * levels)
-        + p.geom_rect(
-            p.aes(xmin="left", xmax="right", ymin="low", ymax="high", fill="phase"), color="white", size=0.3
-        )
-        + p.geom_text(p.aes(x="middle", y="centre", label="label"), size=8)
-        + p.scale_fill_manual(shades, breaks=[s for s in shades if any(r["phase"] == s for r in records)])
-        + p.labs(
-            title=f"{format_seconds(total)} by module",
-            x="milliseconds ((outside): outside any module, such as the loss)",
-            y="",
-        )
-        + p.theme(axis_text_y=p.element_blank(), panel_grid_major_y=p.element_blank())
+        _base(_frame(records), wide=9, high=1.4 + 0.25 * len(modules), x="module", y="milliseconds", fill="phase")
+        + p.geom_col(width=0.8)
+        + p.scale_x_discrete(limits=[name or "all" for name in reversed(modules)])
+        + p.scale_fill_manual(shades)
+        + p.coord_flip()
+        + p.labs(title=f"{format_seconds(report.wall)} by module", x="", y="milliseconds")
     )
-
-
-def _boxes(inside: Mapping[str, Mapping[str, float]], name: str, x: float, boxes: list[dict[str, Any]]) -> float:
-    """Add the boxes of a module, one per phase, and of its submodules, from x on; returns their right end."""
-    level = 0 if not name else name.count(".") + 1
-    prefix = f"{name}." if name else ""
-    parts = [n for n in inside if n.startswith(prefix) and n != name and "." not in n[len(prefix) :]]
-    short = name.rpartition(".")[2] or "model"
-    for phase in PHASES:
-        wide = inside[name].get(phase, 0.0)
-        if not wide:
-            continue
-        boxes.append({"x": x, "wide": wide, "level": level, "name": short, "phase": phase})
-        left = x
-        for part in parts:
-            left = _boxes({n: {phase: v.get(phase, 0.0)} for n, v in inside.items()}, part, left, boxes)
-        x += wide
-    return x
 
 
 def memory(log: Allocations, resolution: int = 400) -> Any:

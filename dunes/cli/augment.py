@@ -15,7 +15,9 @@ def merge(
     out: Out,
     *,
     into: Annotated[Into | None, flag("|".join(get_args(Into)), "dequantized")] = None,
-    dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "the base's")] = None,
+    dtype: Annotated[
+        Dtype | None, flag("|".join(get_args(Dtype)), "the base's", "Dtype of the merged weights.")
+    ] = None,
     any_base: AnyBase = False,
 ) -> None:
     """Merge an adapter into its base model, and verify the result; template and tokenizer are included.
@@ -23,10 +25,7 @@ def merge(
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        model: Adapter folder.
-        out: Output folder.
         into: For an adapter trained on a quantized base: merge into the dequantized weights, or the original ones.
-        dtype: Dtype of the merged weights.
     """
     import torch
 

@@ -64,7 +64,7 @@ def _benchmark_command(name: str, about: str) -> Callable[..., int]:
         rounds: Number of timed rounds.
         out: Output file for all measurements, .jsonl.
         by_module: Profile one run instead, by module and by operation.
-        picture: Output file for a flame graph of the profile, .svg or .png.
+        picture: Output file for a plot of the profile by module, .svg or .png.
     """
     return command
 
@@ -115,7 +115,7 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
         raise ValueError(f"--by-module: dunes bench {name} runs no model")
     report, overhead = profile_work(work)
     if picture:
-        plots.save_plot(plots.flame(report), picture)
+        plots.save_plot(plots.module_bars(report), picture)
     _print(lambda: table.print_times(report, overhead), report.record() | {"overhead": overhead}, as_json)
     return 0
 

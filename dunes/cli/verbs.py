@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 
@@ -13,9 +13,11 @@ from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, Fin
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.train_config import ModelShape, TextData, TrainConfig, TrainOptimization
 
-Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-Out = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-Round = Annotated[Dtype | None, flag("float32|bfloat16|float16", "as stored")]
+Model = Annotated[
+    str, tyro.conf.Positional, flag("MODEL", about="A model or adapter folder, or a name on the Hub.")
+]
+Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
+Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
@@ -108,11 +110,10 @@ def generate(
     Example: dunes generate runs/project "def main("
 
     Args:
-        model: A model folder, or a model name on the Hub.
         prompt: The text to continue; without one, a new document is generated.
     """
     from dunes import checkpoint, measure
-    from dunes.runs.write import write
+    from dunes.runs.text_generator import TextGenerator
     from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
@@ -120,9 +121,9 @@ def generate(
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(prompt, end="", flush=True)
     count = 0
-    for piece in write(loaded.model, tokenizer, loaded.context_length, prompt, tokens, sample):
+    for piece in TextGenerator(loaded.model, tokenizer, loaded.context_length).stream(prompt, tokens, sample):
         count += 1
-        print(piece, end="", flush=True)
+        print(piece.text, end="", flush=True)
     print()
     if count < tokens:
         print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
@@ -142,7 +143,6 @@ def chat(
     Example: dunes chat runs/chat
 
     Args:
-        model: A model folder, an adapter folder, or a model name on the Hub.
         message: A single question. Without it, chat interactively, or answer each line of standard input, with
             an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
@@ -193,18 +193,18 @@ def complete(
     Example: dunes complete runs/project src/main.py:12:9
 
     Args:
-        model: A model folder, or a model name on the Hub.
         place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
             without it the text before the cursor is read from standard input.
     """
     from dunes import checkpoint, measure
+    from dunes.runs.text_generator import TextGenerator
     from dunes.runs.write import complete_line, text_before_cursor
     from dunes.text.lines import decode_text
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
+    print(complete_line(TextGenerator(loaded.model, tokenizer, loaded.context_length), prefix))
 
 
 def evaluate(
@@ -228,7 +228,6 @@ def evaluate(
     Example: dunes eval runs/project --tasks hellaswag,lambada_openai
 
     Args:
-        model: A model folder, or a model name on the Hub.
         sources: Files and folders to evaluate on.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
         follow_links: Follow symbolic links that lead outside the sources.
@@ -276,7 +275,6 @@ def inspect(model: Model, values: bool = False) -> int:
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Args:
-        model: A model folder in any format, or a name on the Hub.
         values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
     """
     from dunes import checkpoint
@@ -314,9 +312,6 @@ def convert(
     Example: dunes convert ~/llama-2-7b-native ~/models/llama-2-7b --dtype bfloat16
 
     Args:
-        source: A model folder in any format, or a name on the Hub.
-        out: Output folder.
-        dtype: Dtype of the converted weights.
         names: JSON object that maps names in the source to Hugging Face's, with {i} for a number.
     """
     _convert(source, out, dtype, names)
@@ -334,10 +329,7 @@ def export(
     Example: dunes export runs/project ~/models/project --to hf
 
     Args:
-        model: A model folder, or a model name on the Hub.
-        out: Output folder.
         to: Format: hf (Hugging Face).
-        dtype: Dtype of the exported weights.
     """
     if to != "hf":
         raise ValueError(f"--to {to[:80]!a}: expected hf; Mistral's and Meta's own formats are read, not written")

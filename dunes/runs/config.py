@@ -21,9 +21,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T", bound="RunConfig")
 
 
-def flag(metavar: str, default: str = "") -> Any:
-    """The metavar of a flag in help, and its default if that is not the class attribute."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else None)
+def flag(metavar: str, default: str = "", about: str | None = None) -> Any:
+    """The metavar of a flag in help, its default and its help, unless the class says them."""
+    hint = f"(default: {default})" if default else None
+    return tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=hint)
 
 
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {

@@ -38,8 +38,6 @@ METRICS = "metrics.jsonl"
 FORMAT = 2
 """The format number of plan.json."""
 METRIC = "the metrics of a step"
-METRICS_OF_FORMAT_1 = {"norm": "grad_norm", "rate": "lr_scale"}
-"""What metrics were called in runs of format 1, and are called now."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
 WARMUP = 20
@@ -376,8 +374,7 @@ def append_metrics(folder: Path, record: dict[str, Any]) -> None:
 
 def read_metrics(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
     """The undamaged records of a metrics.jsonl; `warn` gets a line about damaged ones."""
-    records = read_records(path, METRIC, lambda record: _is_metric(_renamed(record)), warn)
-    return [_renamed(record) for record in records]
+    return read_records(path, METRIC, _is_metric, warn)
 
 
 def scalar_metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -385,11 +382,6 @@ def scalar_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     metrics = record.get("metrics")
     numbers = metrics.items() if isinstance(metrics, Mapping) else ()
     return {f"metrics/{name}": value for name, value in numbers if _is_number(value)}
-
-
-def _renamed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with today's names."""
-    return {METRICS_OF_FORMAT_1.get(name, name): value for name, value in record.items()}
 
 
 def _is_metric(record: dict[str, Any]) -> bool:
