@@ -189,7 +189,8 @@ def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
 def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
     looks = itertools.count()
-    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
+    for module in (loop_module, timings_module):
+        monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
