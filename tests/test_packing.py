@@ -443,7 +443,7 @@ def test_a_mixture_beside_what_mixes_tokens_is_balanced_over_the_whole_batch():
     with record_auxiliary(module.train()) as recorded:
         for ids, _ in alone(EXAMPLES):
             module(ids)
-    balance = torch.stack([load_balance([torch.cat(logits)], 2) for logits in recorded.values()]).mean()
+    balance = torch.stack([load_balance(torch.cat(logits), 2) for logits in recorded.values()]).mean()
     assert float(added.detach()) == pytest.approx(0.1 * float(balance.detach()) * int((batch[1] != IGNORE).sum()))
 
 
