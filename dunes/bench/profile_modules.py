@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dunes import measure
@@ -106,22 +107,18 @@ def profile_modules(model: nn.Module) -> Iterator[Report]:
 @contextmanager
 def _mark_modules(model: nn.Module) -> Iterator[None]:
     """Mark the forward of each module for the profiler."""
-    open_ranges: list[Any] = []
+    names, open_ranges = {module: name for name, module in model.named_modules()}, list[Any]()
 
-    def begin(name: str) -> Any:
-        def open_range(module: nn.Module, inputs: Any) -> None:
-            open_ranges.append(record_function(MODULE + name))
+    def begin(module: nn.Module, inputs: Any) -> None:
+        if module in names:
+            open_ranges.append(record_function(MODULE + names[module]))
             open_ranges[-1].__enter__()
 
-        return open_range
-
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
+        if module in names:
+            open_ranges.pop().__exit__(None, None, None)
 
-    hooks = []
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(begin(name)))
-        hooks.append(module.register_forward_hook(end, always_call=True))
+    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
     try:
         yield
     finally:
