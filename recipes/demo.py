@@ -11,6 +11,7 @@ from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
 from dunes.data import collect_corpus
 from dunes.runs.progress import Display
+from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import complete_line
@@ -36,9 +37,10 @@ def main(minutes: float = 3.0) -> int:
     run = RUNS / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
     loaded = checkpoint.load(run)
+    generator = TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length)
     print("\nCompletions of three lines from validation files, cut at a random column:")
     for place, before, ending in unseen_lines(3, seed=time.time_ns()):
-        completion = complete_line(loaded.model, loaded.tokenizer, loaded.context_length, before)
+        completion = complete_line(generator, before)
         print(f"\n  {place}\n    {split_lines(before)[-1].strip()}▏")
         print(f"    model:    {completion}\n    original: {ending}")
     print(f"\nloss curve: {run}/loss.png   samples: {run}/samples.md")

@@ -24,13 +24,14 @@ from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.generate import sampler
 from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage, write_lines
-from dunes.runs.write import write
+from dunes.runs.text_generator import TextGenerator
 from dunes.units import plural
 
 
 def local_model(path: str, limit: int = TOKENS) -> AskModel:
     """A model folder. Raises ValueError if a prompt leaves no room for an answer."""
     loaded = checkpoint.load(path)
+    generator = TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length)
 
     def complete(prompt: str) -> tuple[str, bool]:
         length = len(loaded.tokenizer.prompt(prompt))
@@ -42,9 +43,7 @@ def local_model(path: str, limit: int = TOKENS) -> AskModel:
                 f"model with {needed} or more, half of them for the answer (dunes train --context-length {needed})"
             )
         sample = sampler(1.0, seed=zlib.crc32(prompt.encode()))
-        return cut_at_stop(
-            write(loaded.model, loaded.tokenizer, loaded.context_length, prompt, room, sample), room
-        )
+        return cut_at_stop((piece.text for piece in generator.stream(prompt, room, sample)), room)
 
     return lambda prompts: [complete(prompt) for prompt in prompts]
 

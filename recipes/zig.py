@@ -11,19 +11,20 @@ from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
 from dunes.runs.progress import Display
+from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.write import complete_line, write
+from dunes.runs.write import complete_line
 
 
 def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
     if status := train(TrainConfig(sources=(folder,), minutes=minutes), Path(out), Display()):
         return status
     zig = checkpoint.load(out)
-    sample = sampler(0.7, top_k=50)
-    print("".join(write(zig.model, zig.tokenizer, zig.context_length, "pub fn ", limit=200, sample=sample)))
+    generator = TextGenerator(zig.model, zig.tokenizer, zig.context_length)
+    print(generator.text("pub fn ", 200, sampler(0.7, top_k=50)))
     for prefix in ("const std = @im", "    for (items) |", "pub fn deinit(self: *S"):
-        print(f"{prefix}▏{complete_line(zig.model, zig.tokenizer, zig.context_length, prefix)}")
+        print(f"{prefix}▏{complete_line(generator, prefix)}")
     return 0
 
 

@@ -13,7 +13,7 @@ from adapters import trained
 from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.generate import Token, sampler
-from dunes.runs import chat as chats
+from dunes.runs import text_generator
 from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, get_template
@@ -30,19 +30,20 @@ class Script:
     def __init__(self, tokenizer, *answers):
         self.tokenizer, self.answers, self.asked = tokenizer, list(answers), []
 
-    def __call__(self, model, ids, *, limit, context_length, sample, stop):
-        self.asked.append(list(ids))
-        self.limit, self.stop = limit, stop
+    def __call__(self, model, requests, *, context_length, cache):
+        (request,) = requests
+        self.asked.append(list(request.prompt))
+        self.limit, self.stop = request.limit, request.stop
         text = self.answers.pop(0) if self.answers else "b"
-        for i in self.tokenizer.encode(text)[:limit]:
-            yield Token(i, 0.0)
+        for i in self.tokenizer.encode(text)[: request.limit]:
+            yield [Token(i, 0.0)]
 
 
 @pytest.fixture
 def scripted(monkeypatch, tmp_path):
     def make(tokenizer, template, *answers, context=1000, **options):
         script = Script(tokenizer, *answers)
-        monkeypatch.setattr(chats, "generate", script)
+        monkeypatch.setattr(text_generator, "generate_all", script)
         told = attach_template(get_template(template), tokenizer)
         chat_model = ChatModel(tmp_path, None, told, context, {"template": template})
         notes = []

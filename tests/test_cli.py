@@ -17,7 +17,8 @@ from dunes.measure import DEVICES
 from dunes.models import FAMILIES
 from dunes.runs import config, finetune_config, train_config
 from dunes.runs.finetune_method import METHODS
-from dunes.runs.write import complete_line, write
+from dunes.runs.text_generator import TextGenerator
+from dunes.runs.write import complete_line
 from dunes.text import KINDS
 from dunes.text.templates import TEMPLATES
 
@@ -126,11 +127,10 @@ def test_train_generate_complete_eval(code, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "done after 20 steps" in done.stdout
     loaded, file = checkpoint.load(run), code / "module_1.py"
-    pieces = write(
-        loaded.model, loaded.tokenizer, loaded.context_length, "def ", 9, sampler(0.8, top_k=50, seed=1)
-    )
+    generator = TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length)
+    text = generator.text("def ", 9, sampler(0.8, top_k=50, seed=1))
     generated = dunes("generate", run, "def ", "--tokens", 9, "--seed", 1)
-    assert generated.stdout == f"def {''.join(pieces)}\n"
-    rest = complete_line(loaded.model, loaded.tokenizer, loaded.context_length, file.read_text()[:4])
+    assert generated.stdout == f"def {text}\n"
+    rest = complete_line(generator, file.read_text()[:4])
     assert dunes("complete", run, text=file.read_text()[:4]).stdout == f"{rest}\n"
     assert "bits/byte" in dunes("eval", run, file).stdout

@@ -3,11 +3,12 @@
 import itertools
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
-from dunes.generate import force_prefix, generate, generate_all, sampler
+from dunes.generate import Request, Sampler, force_prefix, generate, generate_all, sampler
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import IdCache, RollingCache, cache_for
@@ -48,8 +49,7 @@ def greedy(model, prompt, limit):
 def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(model):
     want = [greedy(model, p, 20) for p in PROMPTS]
     assert [[t.id for t in generate(model, p, limit=20, context_length=CONTEXT)] for p in PROMPTS] == want
-    rows = list(generate_all(model, PROMPTS, limit=20, context_length=CONTEXT))
-    assert [[row[i].id for row in rows] for i in range(3)] == want
+    assert together(model, PROMPTS, limit=20) == want
     assert len({i for ids in want for i in ids}) > 4, "the text must not be trivial"
 
 
@@ -73,22 +73,24 @@ def test_a_text_longer_than_the_context_goes_on_from_its_last_half(model):
 def test_a_row_that_stops_does_not_disturb_the_others(model):
     want = [greedy(model, p, 12) for p in PROMPTS]
     stop = want[0][3]
-    rows = list(generate_all(model, PROMPTS, limit=12, context_length=CONTEXT, stop={stop}))
-    for i, ids in enumerate(want):
-        ended = ids.index(stop) if stop in ids else 12
-        assert [row[i].id for row in rows if row[i]] == ids[:ended]
+    ended = [ids[: ids.index(stop) if stop in ids else 12] for ids in want]
+    assert together(model, PROMPTS, limit=12, stop={stop}) == ended
 
 
-def alone(model, prompts, **settings):
-    """The text of each prompt by itself, by a sampler that draws as the row in the batch does."""
-    samplers = settings.pop("samplers", [None] * len(prompts))
-    pairs = zip(prompts, samplers, strict=True)
-    return [[t.id for t in generate(model, p, context_length=CONTEXT, sample=s, **settings)] for p, s in pairs]
+def ids_of(model, requests):
+    rows = list(generate_all(model, requests, context_length=CONTEXT))
+    return [[row[i].id for row in rows if row[i]] for i in range(len(requests))]
 
 
-def together(model, prompts, **settings):
-    rows = list(generate_all(model, prompts, context_length=CONTEXT, **settings))
-    return [[row[i].id for row in rows if row[i]] for i in range(len(prompts))]
+def together(model, prompts, samplers=None, **settings):
+    samplers = samplers or [Sampler()] * len(prompts)
+    return ids_of(model, [Request(p, sample=s, **settings) for p, s in zip(prompts, samplers, strict=True)])
+
+
+def alone(model, prompts, samplers=None, **settings):
+    """The text of each prompt by itself."""
+    samplers = samplers or [Sampler()] * len(prompts)
+    return [together(model, [p], [s], **settings)[0] for p, s in zip(prompts, samplers, strict=True)]
 
 
 CROSSING = [[(7 * i + n) % VOCAB for i in range(n)] for n in (20, CONTEXT, CONTEXT - 1, 50)]
@@ -115,9 +117,8 @@ def test_a_row_crosses_the_context_when_its_own_text_does(family):
 
 def test_a_row_that_crosses_the_context_draws_as_it_does_alone():
     model, settings = made("llama"), {"top_k": 20, "penalty": 1.1}
-    samplers = [sampler(1.0, seed=3 + i, **settings) for i in range(len(CROSSING))]
-    drawn = together(model, CROSSING, limit=36, sample=sampler(1.0, seed=3, **settings))
-    assert drawn == alone(model, CROSSING, limit=36, samplers=samplers)
+    samplers = lambda: [sampler(1.0, seed=3 + i, **settings) for i in range(len(CROSSING))]
+    assert together(model, CROSSING, samplers(), limit=36) == alone(model, CROSSING, samplers(), limit=36)
 
 
 @pytest.mark.parametrize("window", [5, 20])
@@ -184,9 +185,7 @@ def test_a_cache_of_ids_serves_rollback_and_picked_rows():
 
 def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
     def text(prompts, seed):
-        sample = sampler(1.0, seed=seed)
-        rows = list(generate_all(model, prompts, limit=10, context_length=CONTEXT, sample=sample))
-        return [[row[i].id for row in rows] for i in range(len(prompts))]
+        return together(model, prompts, [sampler(1.0, seed=seed + i) for i in range(len(prompts))], limit=10)
 
     assert text(PROMPTS, 1) == text(PROMPTS, 1)
     assert text(PROMPTS, 1) != text(PROMPTS, 2)
@@ -217,6 +216,10 @@ def theirs(settings):
     return generation.LogitsProcessorList(made)
 
 
+def choices(sample, logits, history):
+    return [int(sample(row, ids)) for row, ids in zip(logits, history, strict=True)]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -234,15 +237,18 @@ def test_the_distribution_is_that_of_transformers(settings, monkeypatch):
     history = torch.randint(40, (3, 6))
     seen = []
     monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: (seen.append(p), p.argmax()[None])[1])
-    sampler(**settings)(logits, history.tolist())
+    sample = sampler(**settings)
+    assert choices(sample, logits, history.tolist()) == [int(p.argmax()) for p in seen]
     want = theirs(settings)(history, logits.clone()).softmax(-1)
     assert (torch.stack(seen) - want).abs().max() < 1e-6
+    probs = [sample.process(x, ids).softmax(-1) for x, ids in zip(logits, history.tolist(), strict=True)]
+    assert torch.equal(torch.stack(probs), torch.stack(seen)), "and it is at hand"
 
 
 @pytest.mark.parametrize("seed", [10**22 + 7, -(10**22), 2**64 - 1, -1, -(2**63)])
 def test_any_seed_is_a_seed(seed):
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
-    draws = [sampler(1.0, seed=s)(logits, [[]] * 3).tolist() for s in (seed, seed, seed + 1)]
+    draws = [choices(sampler(1.0, seed=s), logits, [[]] * 3) for s in (seed, seed, seed + 1)]
     assert draws[0] == draws[1] != draws[2]
     weights = [initialise(made("llama"), s).embed.token.weight for s in (seed, seed, seed + 1)]
     assert torch.equal(weights[0], weights[1])
@@ -250,11 +256,11 @@ def test_any_seed_is_a_seed(seed):
 
 
 def test_draws_follow_the_distribution():
-    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]])
+    logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
     sample = sampler(1.0, seed=3)
-    drawn = torch.tensor([int(sample(logits, [[]])) for _ in range(4000)])
+    drawn = torch.tensor([int(sample(logits, [])) for _ in range(4000)])
     share = torch.bincount(drawn, minlength=4) / 4000
-    assert (share - logits[0].softmax(-1)).abs().max() < 0.03
+    assert (share - logits.softmax(-1)).abs().max() < 0.03
 
 
 TINY = (1e-3, 1e-30, 1e-39, 1e-40, 1e-45, 5e-324)
@@ -264,17 +270,17 @@ TINY = (1e-3, 1e-30, 1e-39, 1e-40, 1e-45, 5e-324)
 def test_the_limit_of_a_small_temperature_is_the_likeliest(temperature):
     logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [-1e4, -5.0, -1e-3, 0.0], [3e4, 3e4 - 1, 0.0, 3e38]])
     for rest in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 5e-324}, {"penalty": 1.2}):
-        assert sampler(temperature, **rest)(logits, [[], [], []]).tolist() == [1, 3, 3]
-    equal = torch.tensor([[2.0, 5.0, 5.0]])
+        assert choices(sampler(temperature, **rest), logits, [[], [], []]) == [1, 3, 3]
+    equal = torch.tensor([2.0, 5.0, 5.0])
     sample = sampler(temperature)
-    assert {int(sample(equal, [[]])) for _ in range(40)} == {1, 2}, "of equals each is as likely"
+    assert {int(sample(equal, [])) for _ in range(40)} == {1, 2}, "of equals each is as likely"
 
 
 @pytest.mark.parametrize("temperature", [1e20, 1e39, 1e308])
 def test_the_limit_of_a_large_temperature_is_even(temperature):
-    logits = torch.tensor([[1.0, 300.0, 2.0, -torch.inf]])
+    logits = torch.tensor([1.0, 300.0, 2.0, -torch.inf])
     sample = sampler(temperature)
-    assert {int(sample(logits, [[]])) for _ in range(60)} == {0, 1, 2}
+    assert {int(sample(logits, [])) for _ in range(60)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-39, 0.01])
@@ -282,7 +288,7 @@ def test_the_limit_of_a_large_temperature_is_even(temperature):
 def test_the_limit_of_a_small_penalty_is_the_likeliest_of_the_seen(penalty, temperature):
     sample = sampler(temperature, penalty=penalty)
     logits = torch.tensor([[4.0, 9.0, 1.0, 2.0], [-3.0, 5.0, -2.0, -9.0], [-3.0, -5.0, -2.0, -torch.inf]])
-    assert sample(logits, [[2, 3], [3, 0], []]).tolist() == [3, 1, 2]
+    assert choices(sample, logits, [[2, 3], [3, 0], []]) == [3, 1, 2]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-39, 1.0])
@@ -290,7 +296,7 @@ def test_the_limit_of_a_small_penalty_is_the_likeliest_of_the_seen(penalty, temp
 def test_the_limit_of_a_large_penalty_is_what_was_not_seen(penalty, temperature):
     sample = sampler(temperature, penalty=penalty)
     logits = torch.tensor([[-4.0, -9.0, -torch.inf, -2.0], [-90.0, -80.0, -70.0, -100.0]])
-    assert sample(logits, [[3, 0], [0, 1, 2]]).tolist() == [1, 3]
+    assert choices(sample, logits, [[3, 0], [0, 1, 2]]) == [1, 3]
 
 
 @pytest.mark.parametrize("name", ["temperature", "penalty", "top_p", "min_p"])
@@ -308,22 +314,23 @@ def test_settings_without_a_meaning_are_refused_by_name(bad):
 
 def test_an_empty_prompt_is_refused():
     model = qwen3.build(qwen3.Config.from_size(VOCAB, 64, 2, CONTEXT))
-    for prompts in ([], [[]], [[1], []]):
-        with pytest.raises(ValueError, match="a prompt has no tokens"):
-            next(generate_all(model, prompts, limit=1, context_length=CONTEXT))
+    with pytest.raises(ValueError, match="a prompt has no tokens"):
+        next(generate(model, [], limit=1, context_length=CONTEXT))
+    with pytest.raises(ValueError, match="a prompt has no tokens"):
+        Request([], 1)
 
 
 def test_a_begun_sampler_spells_what_it_must_begin_with():
     pieces = [b"im", b"port", b"import", b"i", b"x", b"mp", b"", b"importer"]
-    logits = torch.zeros(1, 8)
-    logits[0, 4], logits[0, 6] = 9.0, 9.0  # what the model would like does not fit
-    sample = force_prefix(sampler(0.0), pieces, b"impo")
-    text, history = b"", []
+    logits = torch.zeros(8)
+    logits[4], logits[6] = 9.0, 9.0  # what the model would like does not fit
+    sample = Sampler((partial(force_prefix, pieces, b"impo", 2),))
+    text, history = b"", [4, 4]
     for _ in range(4):
-        chosen = int(sample(logits, [history]))
+        chosen = int(sample(logits, history))
         text += pieces[chosen]
         history.append(chosen)
         if len(text) >= 4:
             break
     assert text.startswith(b"impo")
-    assert int(sample(logits, [history])) == 4, "then it is free"
+    assert int(sample(logits, history)) == 4, "then it is free"

@@ -36,6 +36,7 @@ from dunes.runs.progress import Display
 from dunes.runs.run import read_metrics, scalar_metrics
 from dunes.runs.score import evaluation_tokens, score_folder
 from dunes.runs.tensorboard import scalars
+from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.runs.write import complete_line
@@ -613,7 +614,7 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
-        rest = complete_line(loaded.model, loaded.tokenizer, loaded.context_length, prefix)
+        rest = complete_line(TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length), prefix)
         assert cut + rest == "import itertools"
 
 

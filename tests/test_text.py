@@ -284,7 +284,8 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
     from dunes.generate import sampler
     from dunes.models import llama
     from dunes.models.initialise import initialise
-    from dunes.runs.write import complete_line, write
+    from dunes.runs.text_generator import TextGenerator
+    from dunes.runs.write import complete_line
 
     tokenizer = TOKENIZERS[kind]
     ids = [*tokenizer.encode("a"), tokenizer.vocab, tokenizer.vocab + 7, *tokenizer.encode("b")]
@@ -292,20 +293,24 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
     assert tokenizer.decode(ids) == "".join(map(stream.step, ids)) == "ab"
     model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab + 512, 32, 1, 16)))
     for temperature in (0.0, 9.0):
-        pieces = list(write(model, tokenizer, 16, "a", 20, sampler(temperature)))
+        pieces = list(TextGenerator(model, tokenizer, 16).stream("a", 20, sampler(temperature)))
         assert len(pieces) <= 20
-    complete_line(model, tokenizer, 16, "a")
+        assert all(piece.token.id < tokenizer.vocab for piece in pieces)
+    complete_line(TextGenerator(model, tokenizer, 16), "a")
 
 
 def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
+    from functools import partial
+
     import torch
 
     from dunes.generate import limit_vocab, sampler
 
-    logits = torch.tensor([[1.0, 3.0, 2.0, 9.0, 8.0]])
-    assert limit_vocab(sampler(0.0), 3)(logits, [[]]).tolist() == [1]
-    assert limit_vocab(sampler(0.0), 5)(logits, [[]]).tolist() == sampler(0.0)(logits, [[]]).tolist() == [3]
-    drawn = {int(limit_vocab(sampler(9.0, seed=s, penalty=1.1), 3)(logits, [[0]])) for s in range(40)}
+    logits = torch.tensor([1.0, 3.0, 2.0, 9.0, 8.0])
+    limited = lambda count, *settings, **more: sampler(*settings, **more).after(partial(limit_vocab, count))
+    assert int(limited(3, 0.0)(logits, [])) == 1
+    assert int(limited(5, 0.0)(logits, [])) == int(sampler(0.0)(logits, [])) == 3
+    drawn = {int(limited(3, 9.0, seed=s, penalty=1.1)(logits, [0])) for s in range(40)}
     assert drawn == {0, 1, 2}
 
 

@@ -235,25 +235,27 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
 
 
 def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
-    from dunes.generate import sampler
-    from dunes.runs import write
+    from dunes.runs import text_generator
+    from dunes.runs.text_generator import TextGenerator
+    from dunes.runs.write import complete_line
 
     asked = []
 
-    def generate(model, ids, **options):
-        asked.append((ids, options.get("stop")))
+    def generate_all(model, requests, **options):
+        asked.append((requests[0].prompt, requests[0].stop))
         yield from ()
 
-    monkeypatch.setattr(write, "generate", generate)
+    monkeypatch.setattr(text_generator, "generate_all", generate_all)
     tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
-    assert list(write.write(None, tokenizer, 64, "to", 9, sampler(0.0))) == []
-    write.complete_line(None, tokenizer, 64, "(x, y): ")
-    own = Tokenizer.train("bytes", [])
-    assert list(write.write(None, own, 64, "to", 9, sampler(0.0))) == []
+    assert TextGenerator(None, tokenizer, 64).text("to", 9) == ""
+    complete_line(TextGenerator(None, tokenizer, 64), "(x, y): ")
+    own = TextGenerator(None, Tokenizer.train("bytes", []), 64)
+    assert own.text("to", 9) == ""
     assert asked[0] == ([1, *tokenizer.encode("to")], {2})
     assert asked[1][0][0] == 1
     assert asked[1][0].count(1) == 1, "never begun twice"
-    assert list(write.write(None, own, 64, "", 9, sampler(0.0))) == []
+    assert own.text("", 9) == ""
+    own = own.tokenizer
     assert asked[2] == (own.encode("to"), {own.eos})
     assert asked[3] == ([own.eos], {own.eos})
 

@@ -19,7 +19,7 @@ from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.runs.chat import load_chat_engine
 from dunes.runs.export import export as merge
-from dunes.runs.write import write
+from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 
 IDS = torch.arange(24).view(2, 12)
@@ -70,10 +70,7 @@ def test_special_ids_above_the_vocabulary_are_warned_of_and_never_met(tmp_path):
         ours = checkpoint.load(folder)
     assert ours.tokenizer is not None
     assert ours.tokenizer.eos == tokens.eos
-    text = "".join(
-        write(ours.model, ours.tokenizer, ours.context_length, "ab", 8, lambda logits, seen: logits.argmax(-1))
-    )
-    assert isinstance(text, str)
+    assert isinstance(TextGenerator(ours.model, ours.tokenizer, ours.context_length).text("ab", 8), str)
     checkpoint.save(ours.model, tmp_path / "again", ours.tokenizer, ours.context_length)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == tokens.eos
     with pytest.warns(UserWarning, match="special ids are up to 50256"):  # its generation_config.json is kept

@@ -17,8 +17,9 @@ from dunes.cli import verbs
 from dunes.generate import Token
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs import write as runs_write
+from dunes.runs import text_generator
 from dunes.runs.sampling import SamplingOptions
+from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line, text_before_cursor
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
@@ -97,11 +98,11 @@ def writes(monkeypatch, tokenizer, text):
     """Let the decode loop write this text whatever it is asked; return what it is asked."""
     asked = []
 
-    def generate(model, ids, **options):
-        asked.append(ids)
-        yield from (Token(i, 0.0) for i in [*tokenizer.encode(text), tokenizer.eos])
+    def generate_all(model, requests, **options):
+        asked.append(requests[0].prompt)
+        yield from ([Token(i, 0.0)] for i in [*tokenizer.encode(text), tokenizer.eos])
 
-    monkeypatch.setattr(runs_write, "generate", generate)
+    monkeypatch.setattr(text_generator, "generate_all", generate_all)
     return asked
 
 
@@ -109,15 +110,15 @@ def writes(monkeypatch, tokenizer, text):
 def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
         writes(monkeypatch, tokenizer, f"a\x0cb;{end}")
-        assert complete_line(None, tokenizer, 64, "x = ") == "a\x0cb;"
+        assert complete_line(TextGenerator(None, tokenizer, 64), "x = ") == "a\x0cb;"
 
 
 def test_a_line_end_that_is_healed_does_not_end_the_rest(monkeypatch):
     tokenizer = foreign(["\n\n", "\nab"])
     writes(monkeypatch, tokenizer, "\nabc\nd")
-    assert complete_line(None, tokenizer, 64, "x\n") == "abc"
+    assert complete_line(TextGenerator(None, tokenizer, 64), "x\n") == "abc"
     writes(monkeypatch, tokenizer, "\n\nabc")
-    assert complete_line(None, tokenizer, 64, "x\n") == ""
+    assert complete_line(TextGenerator(None, tokenizer, 64), "x\n") == ""
 
 
 def foreign(tokens):
@@ -142,12 +143,12 @@ def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
     for tokenizer, start in ((own, [own.eos]), (other, [])):
         asked = writes(monkeypatch, tokenizer, "")
         for length in (1, 32, 33, 8 * 64 + 1):
-            complete_line(None, tokenizer, 64, "x" * length)
+            complete_line(TextGenerator(None, tokenizer, 64), "x" * length)
         ids = tokenizer.encode("x" * 32)
         assert asked == [[*start, ids[0]], [*start, *ids], ids, ids]
     begins = Tokenizer(foreign(["ab"]).inner, SpecialTokens((7,), None))
     asked = writes(monkeypatch, begins, "")
-    complete_line(None, begins, 64, "x" * 100)
+    complete_line(TextGenerator(None, begins, 64), "x" * 100)
     assert asked == [[7, *begins.encode("x" * 32)]]
 
 
@@ -210,7 +211,7 @@ def test_an_own_tokenizer_sets_nothing_in_front_and_neither_does_transformers(fo
 def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch, capsys):
     tokenizer = Tokenizer.load(folder)
     monkeypatch.setattr(
-        runs_write, "generate", lambda *_, limit, **__: (Token(i, 0.0) for i in tokenizer.encode(text))
+        text_generator, "generate_all", lambda *_, **__: ([Token(i, 0.0)] for i in tokenizer.encode(text))
     )
     verbs.generate("runs/project", SamplingOptions(tokens=30), "def main(")
     said = capsys.readouterr()

@@ -3,7 +3,7 @@
 from dunes.augment.adapted import Adapted, Adapter
 from dunes.augment.change import Change
 from dunes.augment.changes import CHANGES, apply_change, attach, make_change, quantize, repeat_structure
-from dunes.augment.lora import adapter_active, base_model, detach, set_adapter
+from dunes.augment.lora import adapter_active, base_model, detach, row_adapters, set_adapter
 from dunes.augment.merge import Merged, merge, unmerge
 from dunes.augment.quantize import dequantize
 
@@ -23,6 +23,7 @@ __all__ = [
     "merge",
     "quantize",
     "repeat_structure",
+    "row_adapters",
     "set_adapter",
     "unmerge",
 ]

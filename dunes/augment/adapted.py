@@ -6,6 +6,7 @@ DoRA https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948
 
 # Shapes: I inputs, O outputs (of an embedding: the vocabulary and the width), R rank.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -139,6 +140,7 @@ class Adapted(nn.Module):
         self.base = base
         self.adapters = nn.ModuleDict()
         self._active: str | None = None  # a state, and no part of the structure
+        self._row_adapters: Sequence[str | None] = ()  # set by `lora.row_adapters` for a forward
 
     @property
     def active(self) -> str | None:
@@ -167,6 +169,8 @@ class Adapted(nn.Module):
         return cast(Adapter, self.adapters[name])
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._row_adapters:
+            return self._forward_by_row(x, self._row_adapters)
         adapter = self.active_adapter
         if adapter is not None and _fusable(adapter, self.base, x):
             make = lambda: dense(self.base)
@@ -176,6 +180,13 @@ class Adapted(nn.Module):
             return y
         updated: Tensor = adapter(x, y, self.base)
         return updated
+
+    def _forward_by_row(self, x: Tensor, names: Sequence[str | None]) -> Tensor:
+        y: Tensor = self.base(x)
+        for name in set(self.adapters) & set(names):
+            rows = torch.tensor([i for i, row in enumerate(names) if row == name], device=x.device)
+            y = y.index_copy(0, rows, self[name](x[rows], y[rows], self.base))
+        return y
 
     def dense(self) -> Tensor:
         """The effective matrix, in the base's dtype."""

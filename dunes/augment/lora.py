@@ -26,7 +26,8 @@ from dunes.augment.adapted import (
     sides,
 )
 from dunes.augment.change import Change
-from dunes.parts import Decoder
+from dunes.parts import Decoder, MoE
+from dunes.parts.context import undeclared_modules
 
 VERSION = 1
 Settings = Mapping[str, Any]
@@ -242,6 +243,32 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
     finally:
         for module, active in before:
             module.active = active
+
+
+@contextmanager
+def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
+    """Let row i of a forward's batch use the adapter `names[i]`, or with None the base alone.
+
+    Raises ValueError for an unknown name, and for a model in which a row may not be found again: with adapters in
+    experts, or parts that may mix tokens.
+    """
+    if len(set(names)) == 1:
+        with adapter_active(model, names[0]):
+            yield
+        return
+    for name in set(names) - {None}:
+        adapted_modules(model, name)
+    modules = adapted_modules(model)
+    experts = [e for m in model.modules() if isinstance(m, MoE) for e in m.modules()]
+    if undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
+        raise ValueError("adapters in experts, or beside parts that may mix tokens: use one adapter at a time")
+    for module in modules.values():
+        module._row_adapters = names
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            module._row_adapters = ()
 
 
 def detach(model: nn.Module, adapter: str | None = None) -> list[str]:

@@ -22,12 +22,13 @@ from dunes import checkpoint, measure, tree
 from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
 from dunes.data import collect_corpus
-from dunes.generate import generate_all
+from dunes.generate import Request, generate_all
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder
 from dunes.runs.autosize import flops
 from dunes.runs.evaluate import evaluate, widths
 from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
+from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line
 from dunes.train import Trainer, muon
 
@@ -101,11 +102,11 @@ def decode(subject: Subject, setting: Setting) -> Work:
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
         raise ValueError(f"a context of {setting.context} leaves nothing to decode; at least 4 tokens are needed")
-    prompts = _random_ids(model, setting.batch, half).tolist()
     count = setting.context - half
+    requests = [Request(ids, count) for ids in _random_ids(model, setting.batch, half).tolist()]
 
     def prefilled() -> Any:
-        tokens = generate_all(model, prompts, limit=count, context_length=setting.context)
+        tokens = generate_all(model, requests, context_length=setting.context)
         next(tokens)  # reads the prompt
         return tokens
 
@@ -136,7 +137,7 @@ def complete(subject: Subject, setting: Setting) -> Work:
     """Completion of a truncated line of the standard library."""
     tokenizer, model = subject.tokenizer, subject.model(setting.dtype)
     text = _text(4 * setting.context)
-    run = lambda _: complete_line(model, tokenizer, setting.context, text)
+    run = lambda _: complete_line(TextGenerator(model, tokenizer, setting.context), text)
     return Work(run, 1, "lines", model=model)
 
 

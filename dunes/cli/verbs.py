@@ -113,7 +113,7 @@ def generate(
         prompt: The text to continue; without one, a new document is generated.
     """
     from dunes import checkpoint, measure
-    from dunes.runs.write import write
+    from dunes.runs.text_generator import TextGenerator
     from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
@@ -121,9 +121,9 @@ def generate(
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(prompt, end="", flush=True)
     count = 0
-    for piece in write(loaded.model, tokenizer, loaded.context_length, prompt, tokens, sample):
+    for piece in TextGenerator(loaded.model, tokenizer, loaded.context_length).stream(prompt, tokens, sample):
         count += 1
-        print(piece, end="", flush=True)
+        print(piece.text, end="", flush=True)
     print()
     if count < tokens:
         print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
@@ -197,13 +197,14 @@ def complete(
             without it the text before the cursor is read from standard input.
     """
     from dunes import checkpoint, measure
+    from dunes.runs.text_generator import TextGenerator
     from dunes.runs.write import complete_line, text_before_cursor
     from dunes.text.lines import decode_text
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     folder = checkpoint.locate_model(model).folder
     loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    print(complete_line(loaded.model, tokenizer, loaded.context_length, prefix))
+    print(complete_line(TextGenerator(loaded.model, tokenizer, loaded.context_length), prefix))
 
 
 def evaluate(

@@ -1,6 +1,6 @@
 """Autoregressive decoding with any model that is called as `model(ids, positions=..., cache=..., last=1)`."""
 
-# Shapes: B batch, T prompt tokens, V vocabulary.
+# Shapes: N tokens, V vocabulary.
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,41 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.generate.sampling import Sampler, sampler
-from dunes.parts import Cache, cache_for
+from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.sampling import Sampler
+
+GREEDY = Sampler()
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled id and its log-probability (nats) under the model, before any filter."""
+    """An id and its log-probability (nats) under the model, before any processor.
+
+    `alternatives` are the most probable (id, log-probability), as many as the request asks for.
+    """
 
     id: int
     logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Up to `limit` tokens after the prompt, or until one in `stop`, by an adapter of the model.
+
+    Raises ValueError for an empty prompt.
+    """
+
+    prompt: Sequence[int]
+    limit: int
+    sample: Sampler = GREEDY
+    stop: Container[int] = ()
+    alternatives: int = 0
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt has no tokens; give it at least the end token")
 
 
 def generate(
@@ -27,82 +52,101 @@ def generate(
     *,
     limit: int,
     context_length: int,
-    sample: Sampler | None = None,
+    sample: Sampler = GREEDY,
     stop: Container[int] = (),
+    cache: PrefixCache | None = None,
 ) -> Iterator[Token]:
     """Yield up to `limit` tokens after the prompt, or until one in `stop`, which is not yielded.
 
     `context_length` is how many tokens the model can attend to; when a text reaches it, generation continues from
     its last half. Without a sampler decoding is greedy. Raises ValueError for an empty prompt.
     """
-    for row in generate_all(model, [prompt], limit=limit, context_length=context_length, sample=sample, stop=stop):
-        token = row[0]
-        assert token is not None, "generation ends with its only row"
-        yield token
+    request = Request(prompt, limit, sample, stop)
+    for row in generate_all(model, [request], context_length=context_length, cache=cache):
+        assert row[0] is not None, "generation ends with its only row"
+        yield row[0]
 
 
 def generate_all(
     model: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    requests: Sequence[Request | None],
     *,
-    limit: int,
     context_length: int,
-    sample: Sampler | None = None,
-    stop: Container[int] = (),
+    cache: PrefixCache | None = None,
 ) -> Iterator[list[Token | None]]:
-    """The same for several prompts at once, which may differ in length; None where a row has ended.
+    """The same for several requests at once; None where a row has ended. Each row's text is the same as alone.
 
-    Each row's text is the same as alone: when it continues from its last half depends only on its own length, and
-    a sampler from `sampler` draws for row i as one with a seed greater by i does for a single row.
+    Between two tokens the caller may put another request, or None, into a place of `requests`. A `cache` has as
+    many rows: what it holds of the beginning of a text is not evaluated, and afterwards it holds the new texts.
     """
-    if not prompts or not all(prompts):
-        raise ValueError("a prompt has no tokens; give it at least the end token")
-    sample = sample or sampler(0.0)
-    texts = [list(prompt) for prompt in prompts]
-    active = [True] * len(texts)
-    cache = cache_for(model, len(texts), min(context_length, max(map(len, texts)) + limit), _device(model))
-    pending = [text[-context_length:] for text in texts]
-    for _ in range(limit):
-        with torch.no_grad(), tree.mode(model, False):
-            _drop_first_halves(model, texts, active, cache, context_length)
-            logits = _forward(model, pending, cache)
-            chosen = sample(logits, texts)
-            logprobs = logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
-        row: list[Token | None] = []
-        for i, (id, logprob) in enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True)):
-            active[i] = active[i] and id not in stop
-            texts[i] += [id] if active[i] else []
-            row.append(Token(id, logprob) if active[i] else None)
-        if not any(active):
+    cache = cache or PrefixCache(model, len(requests))
+    rows: list[_Row | None] = [None] * len(requests)
+    while True:
+        rows = [_row(request, row, context_length) for request, row in zip(requests, rows, strict=True)]
+        active = {i: row for i, row in enumerate(rows) if row is not None and len(row.ids) < row.end}
+        if not active:
             return
-        pending = [[text[-1]] if running else [] for text, running in zip(texts, active, strict=True)]
-        yield row
+        cache.reserve(max(row.capacity for row in active.values()))
+        for i, row in active.items():
+            cache.set_adapter(i, row.request.adapter)
+        logits = cache.logits({i: row.window() for i, row in active.items()})
+        tokens = dict(zip(active, _next_tokens(list(active.values()), logits), strict=True))
+        if any(tokens.values()):
+            yield [tokens.get(i) for i in range(len(rows))]
 
 
-def _drop_first_halves(
-    model: nn.Module, texts: Sequence[Sequence[int]], active: Sequence[bool], cache: Cache, context_length: int
-) -> None:
-    """Prefill rows that are full again with their last half but the newest id; other rows do not change."""
-    lengths = cache.length.tolist()
-    full = [i for i, length in enumerate(lengths) if active[i] and length == context_length]
-    if not full:
-        return
-    half, rows = max(1, context_length // 2), torch.tensor(full, device=cache.length.device)
-    part = cache.select_rows(rows)
-    part.truncate(torch.zeros_like(rows))
-    if half > 1:
-        _forward(model, [texts[i][-half:-1] for i in full], part)
-    cache.write_rows(rows, part)
+def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
+    """The ids after the first one, with their log-probabilities after those before them."""
+    device = next(model.parameters()).device
+    with torch.no_grad(), tree.mode(model, False):
+        logits = model(torch.tensor([ids], device=device))[0, :-1]
+    return _tokens(logits, torch.tensor(ids[1:], device=device), [alternatives] * len(logits))
 
 
-def _forward(model: nn.Module, pending: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-    """Logits (B, V) after the pending ids, which are padded on the left."""
-    width, device = max(map(len, pending)), _device(model)
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
-    real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
-    logits: Tensor = model(ids, positions=cache.start(real), cache=cache, last=1)
-    return logits[:, -1]
+class _Row:
+    """A request and its ids so far, which end when there are `end`."""
+
+    def __init__(self, request: Request, context_length: int) -> None:
+        self.request, self.context_length, self.ids = request, context_length, list(request.prompt)
+        self.start, self.end = max(0, len(self.ids) - context_length), len(self.ids) + request.limit
+
+    @property
+    def capacity(self) -> int:
+        return min(self.context_length, self.end)
+
+    def window(self) -> list[int]:
+        """The ids that the model attends to, which go on from their last half when there are too many."""
+        if len(self.ids) - self.start > self.context_length:
+            self.start = len(self.ids) - max(1, self.context_length // 2)
+        return self.ids[self.start :]
+
+    def append(self, token: Token) -> Token | None:
+        """The token as part of the text; None if the text ends instead."""
+        if token.id in self.request.stop:
+            self.end = len(self.ids)
+            return None
+        self.ids.append(token.id)
+        return token
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def _row(request: Request | None, row: _Row | None, context_length: int) -> _Row | None:
+    """The row of this request: the one there is, or a new one."""
+    if request is None:
+        return None
+    return row if row is not None and row.request is request else _Row(request, context_length)
+
+
+def _next_tokens(rows: Sequence[_Row], logits: Tensor) -> list[Token | None]:
+    """Choose a token for each row by its logits (N, V), and append it."""
+    chosen = torch.stack([row.request.sample(x, row.ids) for row, x in zip(rows, logits, strict=True)])
+    tokens = _tokens(logits, chosen, [row.request.alternatives for row in rows])
+    return [row.append(token) for row, token in zip(rows, tokens, strict=True)]
+
+
+def _tokens(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
+    """The ids (N,) chosen from logits (N, V), each with as many alternatives."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(alternatives, default=0), logits.shape[-1]))
+    rows = zip(ids.tolist(), own, best.indices.tolist(), best.values.tolist(), alternatives, strict=True)
+    return [Token(i, logprob, tuple(zip(top, values, strict=True))[:n]) for i, logprob, top, values, n in rows]

@@ -1,9 +1,11 @@
-"""Samplers: from logits to the next id."""
+"""From logits to the next id: processors change the logits, then a choice takes an id."""
 
-# Shapes: B batch, V vocabulary.
+# Shapes: V vocabulary.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +16,51 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-37, 1e37
 MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30
 """Penalties are clamped to these, which leaves room for the logits."""
 
-History = Sequence[Sequence[int]]
-Sampler = Callable[[Tensor, History], Tensor]
-"""(logits (B, V), the ids of each row so far) -> ids (B,)."""
+Processor = Callable[[Tensor, Sequence[int]], Tensor]
+"""(logits (V,), the ids so far) -> logits (V,), or of the first ids only; -inf excludes an id."""
+
+Choice = Callable[[Tensor], Tensor]
+"""Processed logits (V,) -> id ()."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The choice of the most probable id."""
+    return logits.argmax(-1)
+
+
+def draw(seed: int) -> Choice:
+    """A choice by the probabilities, with random numbers of its own. Seeds are taken modulo 2^64."""
+    generators: list[torch.Generator] = []
+
+    def choose(logits: Tensor) -> Tensor:
+        if not generators:
+            generators.append(torch.Generator(logits.device).manual_seed(seed % 2**64))
+        return torch.multinomial(logits.softmax(-1), 1, generator=generators[0])[0]
+
+    return choose
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Processors in their order, and a choice. Requests that draw need a sampler each."""
+
+    processors: tuple[Processor, ...] = ()
+    choose: Choice = greedy
+
+    def __call__(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
+        """The next id () for logits (V,) after `ids`."""
+        return self.choose(self.process(logits, ids))
+
+    def process(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
+        """The processed logits (V,), whose softmax is the distribution that is drawn from."""
+        logits = logits.float()
+        for processor in self.processors:
+            logits = processor(logits, ids)
+        return logits
+
+    def after(self, *processors: Processor) -> "Sampler":
+        """The sampler with these processors before its own."""
+        return Sampler((*processors, *self.processors), self.choose)
 
 
 def sampler(
@@ -28,13 +72,9 @@ def sampler(
     penalty: float = 1.0,
     seed: int = 0,
 ) -> Sampler:
-    """A sampler; temperature 0 is greedy. Filters apply in this order:
+    """A sampler with processors in this order: penalty, temperature, top-k, top-p, min-p.
 
-    `penalty` divides positive logits of ids that occurred before and multiplies negative ones
-    (https://arxiv.org/abs/1909.05858); temperature; the `top_k` most probable; the fewest that reach the
-    cumulative probability `top_p`; those with at least `min_p` times the largest probability. Each row has its own
-    generator, so its text does not depend on other rows. Raises ValueError for settings out of range. Seeds are
-    taken modulo 2^64.
+    Temperature 0 is greedy. Raises ValueError for settings out of range.
     """
     checks = {
         "temperature": (temperature, 0 <= temperature < math.inf, "a finite number of at least 0"),
@@ -46,78 +86,73 @@ def sampler(
     for name, (value, valid, expected) in checks.items():
         if not valid:
             raise ValueError(f"sampling: {name} is {value}; expected {expected}")
-    penalty = min(max(penalty, MIN_PENALTY), MAX_PENALTY)
-    generators: list[torch.Generator] = []
-
-    def sample(logits: Tensor, history: History) -> Tensor:
-        logits = _penalise(logits.float(), history, penalty)
-        if temperature == 0:
-            return logits.argmax(-1)
-        # The largest logit is 0 before the division and stays 0 for any temperature.
-        logits = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
-        logits = logits if top_k is None else _top_k(logits, top_k)
-        logits = logits if top_p is None else _top_p(logits, top_p)
-        logits = logits if min_p is None else _min_p(logits, min_p)
-        while len(generators) < len(logits):
-            generators.append(torch.Generator(logits.device).manual_seed((seed + len(generators)) % 2**64))
-        probabilities = logits.softmax(-1)
-        rows = [torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, generators, strict=False)]
-        return torch.cat(rows)
-
-    return sample
+    penalties = () if penalty == 1.0 else (partial(penalise, penalty),)
+    if temperature == 0:
+        return Sampler(penalties)
+    filters: list[tuple[Callable[..., Tensor], float | None]] = [
+        (scale_logits, temperature),
+        (keep_top_k, top_k),
+        (keep_top_p, top_p),
+        (keep_min_p, min_p),
+    ]
+    kept = (partial(keep, value) for keep, value in filters if value is not None)
+    return Sampler((*penalties, *kept), draw(seed))
 
 
-def limit_vocab(sample: Sampler, count: int) -> Sampler:
-    """The sampler restricted to ids below `count`: an embedding may have more rows than its tokenizer has ids."""
-    return lambda logits, history: sample(logits[:, :count], history)
+def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Keep ids below `count`: an embedding may have more rows than its tokenizer has ids."""
+    return logits[:count]
 
 
-def force_prefix(sample: Sampler, pieces: Sequence[bytes], prefix: bytes) -> Sampler:
-    """The sampler restricted to ids whose bytes begin with `prefix`, or if there are none, to ids that spell it.
+def force_prefix(pieces: Sequence[bytes], prefix: bytes, start: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Keep ids with which the text from `ids[start]` on begins with `prefix`, or if there are none, that spell it.
 
-    Token healing for one row: text that ends inside a word is tokenized as it never was in training, so its last
-    token is removed and its bytes are given as a `prefix` that the model must generate again.
+    Token healing: text that ends inside a word is tokenized as it never was in training, so its last token is
+    removed and its bytes are given as a `prefix` that the model must generate again.
     """
-    remaining = prefix
-
-    def restricted(logits: Tensor, history: History) -> Tensor:
-        nonlocal remaining
-        if remaining:
-            fits = [p.startswith(remaining) for p in pieces]
-            if not any(fits):
-                fits = [bool(p) and remaining.startswith(p) for p in pieces]
-            fits += [False] * (logits.shape[-1] - len(fits))
-            logits = logits.masked_fill(~torch.tensor(fits, device=logits.device), -torch.inf)
-        chosen = sample(logits, history)
-        remaining = remaining[len(pieces[int(chosen[0])]) :] if remaining else remaining
-        return chosen
-
-    return restricted
-
-
-def _penalise(logits: Tensor, history: History, penalty: float) -> Tensor:
-    if penalty == 1.0:
+    remaining = prefix[sum(len(pieces[i]) for i in ids[start : start + len(prefix)]) :]
+    if not remaining:
         return logits
+    fits = [p.startswith(remaining) for p in pieces]
+    if not any(fits):
+        fits = [bool(p) and remaining.startswith(p) for p in pieces]
+    fits += [False] * (len(logits) - len(fits))
+    return logits.masked_fill(~torch.tensor(fits, device=logits.device), -torch.inf)
+
+
+def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Divide positive logits of ids that occurred before and multiply negative ones.
+
+    https://arxiv.org/abs/1909.05858
+    """
+    penalty = min(max(penalty, MIN_PENALTY), MAX_PENALTY)
     occurred = torch.zeros_like(logits, dtype=torch.bool)
-    for row, ids in zip(occurred, history, strict=True):
-        row[list(ids)] = True
+    occurred[list(ids)] = True
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(occurred, penalised, logits)
 
 
-def _top_k(logits: Tensor, k: int) -> Tensor:
-    least = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
+def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Divide by the temperature. The largest logit is 0 before the division and stays 0 for any temperature."""
+    return (logits - logits.amax()) / min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+
+
+def keep_top_k(k: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Keep the `k` most probable ids."""
+    least = logits.topk(min(k, len(logits))).values[-1]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
-def _top_p(logits: Tensor, p: float) -> Tensor:
+def keep_top_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Keep the fewest ids that reach the cumulative probability `p`."""
     sorted_logits, order = logits.sort(descending=True, stable=True)
     probs = sorted_logits.softmax(-1)
     surplus = probs.cumsum(-1) - probs >= p  # those before it already reach p
-    surplus[:, 0] = False  # in case p rounds to 0 in float32
+    surplus[0] = False  # in case p rounds to 0 in float32
     return logits.masked_fill(surplus.scatter(-1, order, surplus), -torch.inf)
 
 
-def _min_p(logits: Tensor, p: float) -> Tensor:
+def keep_min_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Keep ids with at least `p` times the largest probability."""
     probs = logits.softmax(-1)
-    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits.masked_fill(probs < p * probs.amax(), -torch.inf)

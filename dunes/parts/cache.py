@@ -11,6 +11,7 @@ import copy
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dunes.units import plural
@@ -82,6 +83,14 @@ class Cache:
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B,) tokens longer."""
         self.length += n
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` positions in each row, if there is less; a rolling cache needs no more."""
+        if self.window is not None or capacity <= self.capacity:
+            return
+        more, self.capacity = capacity - self.capacity, capacity
+        for tensors in (self.keys, self.values):
+            tensors[:] = [F.pad(t, (0, more) if t.dim() == 2 else (0, 0, 0, more)) for t in tensors]
 
     def truncate(self, n: Tensor) -> Tensor:
         """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain."""

@@ -19,9 +19,10 @@ from dunes.augment import adapter_active
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
-from dunes.generate import Sampler, generate, limit_vocab
+from dunes.generate import Sampler
 from dunes.parts import Decoder
-from dunes.text import DecodeStream, Tokenizer
+from dunes.runs.text_generator import TextGenerator
+from dunes.text import Tokenizer
 from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
 from dunes.units import plural
 
@@ -83,6 +84,7 @@ class ChatEngine:
 
     model: Decoder
     models: Mapping[str, ChatModel]
+    generators: dict[ChatModel, TextGenerator] = field(default_factory=dict)
 
     def chat_model(self, name: str | None = None) -> ChatModel:
         """The model of this name, or the default. Raises ValueError for an unknown name."""
@@ -104,33 +106,24 @@ class ChatEngine:
         template cannot write, or that is too long.
         """
         chat_model = self.chat_model(name)
-        ids, stream = (
-            encode_prompt(chat_model.template, talk, chat_model.tokenizer),
-            DecodeStream(chat_model.tokenizer),
-        )
+        ids = encode_prompt(chat_model.template, talk, chat_model.tokenizer)
         if len(ids) >= chat_model.context:
             raise ValueError(
                 f"the conversation has {plural(len(ids), 'token')} in its template, but the model's "
-                "context length is "
-                f"{chat_model.context}; shorten it"
+                f"context length is {chat_model.context}; shorten it"
             )
-        tokens_left = generate(
-            self.model,
-            ids,
-            limit=min(tokens, chat_model.context - len(ids)),
-            context_length=chat_model.context,
-            sample=limit_vocab(sample, chat_model.tokenizer.vocab),
-            stop={*chat_model.tokenizer.stops, chat_model.template.stop_id(chat_model.tokenizer)},
-        )
-        while True:
-            with adapter_active(
-                self.model, chat_model.adapter
-            ):  # only for this step: other answers may be in progress
-                token = next(tokens_left, None)
-            if token is None:
-                return
-            if piece := stream.step(token.id):
-                yield piece
+        limit = min(tokens, chat_model.context - len(ids))
+        stop = {*chat_model.tokenizer.stops, chat_model.template.stop_id(chat_model.tokenizer)}
+        generator = TextGenerator(self.model, chat_model.tokenizer, chat_model.context)
+        generator = self.generators.setdefault(chat_model, generator)
+        with closing(generator.stream(ids, limit, sample, stop=stop)) as pieces:
+            while True:
+                with adapter_active(self.model, chat_model.adapter):  # other answers may be in progress
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                if piece.text:
+                    yield piece.text
 
     def truncate(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
         """Drop the oldest exchanges as needed to leave room for the answer; the system prompt stays."""

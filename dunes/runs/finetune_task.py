@@ -18,7 +18,6 @@ from dunes.checkpoint.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
-from dunes.generate import generate, limit_vocab, sampler
 from dunes.parts import Decoder
 from dunes.runs.evaluate import Score, evaluate, score_batches, widths
 from dunes.runs.finetune_config import FinetuneConfig
@@ -29,6 +28,7 @@ from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import describe_memory
 from dunes.runs.run import Run, card_facts
 from dunes.runs.stored_state import read_score
+from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer, json_file, templates
 from dunes.text.templates import Conversation
 from dunes.units import format_count, plural
@@ -166,15 +166,10 @@ class FinetuneTask:
         else:
             prompt = talk[:-1] if talk[-1].role == "assistant" else talk
             ids = templates.encode_prompt(self.data.template, prompt, self.tokenizer)
-        context = self.data.context
-        greedy, stop = limit_vocab(sampler(0.0), self.tokenizer.vocab), self.tokenizer.stops
-        context_ids = ids[-max(1, context - ANSWER_TOKENS) :]
+        ids = ids[-max(1, self.data.context - ANSWER_TOKENS) :]
         device, dtype = next(model.parameters()).device.type, getattr(torch, self.config.dtype or "float32")
         with torch.autocast(device, dtype, dtype != torch.float32):
-            tokens = generate(
-                model, context_ids, limit=ANSWER_TOKENS, context_length=context, sample=greedy, stop=stop
-            )
-            return self.tokenizer.decode([token.id for token in tokens])
+            return TextGenerator(model, self.tokenizer, self.data.context).text(ids, ANSWER_TOKENS)
 
     def memory_advice(self) -> str:
         remedy = "reduce --context-length or --micro-batch, or use --method qlora"

@@ -10,6 +10,7 @@ https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.m
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +21,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from dunes import checkpoint, measure
-from dunes.generate import Sampler, generate_all, sampler
+from dunes.generate import Request, Sampler, sampler
 from dunes.runs.evaluate import BATCH
+from dunes.runs.text_generator import TextGenerator
 from dunes.text import json_file
 from dunes.text.special_tokens import token_text
 from dunes.units import plural
@@ -54,11 +56,12 @@ class Harness(TemplateLM):
         self._device = measure.device()
         loaded, tokenizer = checkpoint.load_with_tokenizer(folder, self._device, any_base)
         self.model, self.max_length, self.show, self.truncated = loaded.model, loaded.context_length, show, 0
+        self.generator = TextGenerator(loaded.model, tokenizer, loaded.context_length)
         # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
         self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
-        self._end, self.ends = tokenizer.eos, tokenizer.stops
+        self._end = tokenizer.eos
         # The `hf` backend scores after BOS even if the tokenizer does not add it.
         first = token_text(json_file.read_if_present(tokenizer.config_path), "bos_token")
         self._first = self._end if first is None else tokenizer.token_id(first)
@@ -168,7 +171,7 @@ class Harness(TemplateLM):
             settings = self._settings(first.args[1], f"task {first.task_name}")
             prompts = {i: self._prompt(requests[i].args[0], settings.limit) for i in members}
             for batch in self._batches("generating", sorted(members, key=lambda i: -len(prompts[i]))):
-                for i, text in zip(batch, self._write([prompts[i] for i in batch], settings), strict=True):
+                for i, text in zip(batch, self._write({i: prompts[i] for i in batch}, settings), strict=True):
                     answers[i] = text
         return answers
 
@@ -194,27 +197,19 @@ class Harness(TemplateLM):
         self.truncated += len(ids) > room
         return ids[-room:]
 
-    def _write(self, prompts: Sequence[list[int]], settings: "GenerationSettings") -> list[str]:
+    def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
+        """The text after each prompt; random numbers follow from the prompt's number."""
         generated: list[list[int]] = [[] for _ in prompts]
         # A stop string may be generated as other tokens than its encoding: check a few more.
         spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in settings.until}
-        active = set(range(len(prompts)))
-        for row in generate_all(
-            self.model,
-            prompts,
-            limit=settings.limit,
-            context_length=self.max_length,
-            sample=settings.sample,
-            stop=self.ends,
-        ):
-            for i in tuple(active):
-                token = row[i]
-                if token is not None:
-                    generated[i].append(token.id)
-                if token is None or any(stop in self._decode(generated[i][-n:]) for stop, n in spans.items()):
-                    active.remove(i)
-            if not active:
-                break
+        requests: list[Request | None] = [
+            self.generator.request(ids, settings.limit, settings.sample(seed=i)) for i, ids in prompts.items()
+        ]
+        for row in self.generator.tokens(requests):
+            for i, token in enumerate(row):
+                generated[i] += [] if token is None else [token.id]
+                if any(stop in self._decode(generated[i][-n:]) for stop, n in spans.items()):
+                    requests[i] = None
         return [cut_at_stop(str(self.inner.decode(ids)), settings.until) for ids in generated]
 
     def _batches(self, doing: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -225,11 +220,11 @@ class Harness(TemplateLM):
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Stop strings, maximum of new tokens, and sampler of an answer."""
+    """Stop strings, maximum of new tokens, and the sampler of an answer by its seed."""
 
     until: tuple[str, ...]
     limit: int
-    sample: Sampler
+    sample: Callable[..., Sampler]
 
 
 def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSettings:
@@ -241,13 +236,15 @@ def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSetting
     if settings.get("do_sample") and not temperature:
         raise ValueError(f"{place}: generation_kwargs has do_sample without a temperature; set one above 0")
     top_k = settings.get("top_k") or 0
-    sample = sampler(
+    sample = partial(
+        sampler,
         0.0 if settings.get("do_sample") is False else temperature,
         top_k=top_k if top_k > 0 else None,
         top_p=settings.get("top_p"),
         min_p=settings.get("min_p"),
         penalty=settings.get("repetition_penalty", 1.0),
     )
+    sample()  # raises ValueError for settings out of range
     limit = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
     return GenerationSettings(tuple(_as_list(settings.get("until"))), limit, sample)
 

@@ -1,50 +1,41 @@
-"""Generating text: samples, continuations, line completion."""
+"""Samples, and the rest of a line."""
 
 import re
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
-from dunes.generate import Sampler, force_prefix, generate, limit_vocab, sampler
-from dunes.text import DecodeStream, Tokenizer
+from dunes.generate import Sampler, force_prefix, sampler
+from dunes.runs.text_generator import TextGenerator
+from dunes.text import Tokenizer
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
 
 LINE_END = re.compile(rb"[\r\n]")
 
 
-def write(
-    model: nn.Module, tokenizer: Tokenizer, context: int, prompt: str, limit: int, sample: Sampler
-) -> Iterator[str]:
-    """Stream the text that follows the prompt, a piece per token, up to the end of the document."""
-    ids, stream = tokenizer.prompt(prompt), DecodeStream(tokenizer)
-    sample = limit_vocab(sample, tokenizer.vocab)
-    for token in generate(model, ids, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
-        yield stream.step(token.id)
-
-
 def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int = 0, limit: int = 120) -> str:
     """A sample without a prompt."""
-    pieces = write(model, tokenizer, context, "", limit, sampler(0.8, top_k=50, seed=seed))
-    return "".join(pieces).strip("\n")
+    return TextGenerator(model, tokenizer, context).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
 
 
-def complete_line(model: nn.Module, tokenizer: Tokenizer, context: int, prefix: str, limit: int = 48) -> str:
+def complete_line(generator: TextGenerator, prefix: str, limit: int = 48) -> str:
     """Complete the line that the prefix ends in, by greedy decoding, without the newline (\\n, \\r\\n or \\r).
 
     A prefix that fits the context is the start of a document. Token healing: the last tokens are removed, and
     generation is constrained to start with their bytes.
     """
+    tokenizer, context = generator.tokenizer, generator.context_length
     pieces = tokenizer.token_bytes()
     room = max(context // 2, context - limit)
     encoded = tokenizer.encode(prefix[-8 * context :])
     is_whole = len(prefix) <= 8 * context and len(encoded) <= room
     ids, healed = split_last_tokens(encoded[-room:], pieces)
     prompt = [*(tokenizer.document_start if is_whole else tokenizer.bos), *ids] or [tokenizer.eos]
-    sample, text = limit_vocab(force_prefix(sampler(0.0), pieces, healed), len(pieces)), b""
-    for token in generate(model, prompt, limit=limit, context_length=context, sample=sample, stop=tokenizer.stops):
-        text += pieces[token.id]
+    sample, text = Sampler((partial(force_prefix, pieces, healed, len(prompt)),)), b""
+    for piece in generator.stream(prompt, limit, sample):
+        text += pieces[piece.token.id]
         if LINE_END.search(text, len(healed)):
             break
     return LINE_END.split(text[len(healed) :])[0].decode(errors="ignore")

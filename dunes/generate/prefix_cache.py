@@ -1,0 +1,89 @@
+"""A cache that knows which ids it holds, so that a text is evaluated from where it differs from the last one."""
+
+# Shapes: B rows of the cache, N rows of a forward, T new tokens, V vocabulary.
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.parts import Cache, cache_for
+
+Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
+
+
+class PrefixCache:
+    """The cache of a model, whose weights must not change meanwhile, and the ids in each of its rows.
+
+    `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use
+    what is active in the model.
+    """
+
+    def __init__(self, model: nn.Module, rows: int = 1, activate: Activate | None = None) -> None:
+        self.model, self.activate = model, activate or (lambda names: nullcontext())
+        self.cache: Cache | None = None
+        self.ids: list[list[int]] = [[] for _ in range(rows)]
+        self.adapters: list[str | None] = [None] * rows
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for as many ids in each row."""
+        if self.cache is None:
+            self.cache = cache_for(self.model, len(self.ids), capacity, _device(self.model))
+        self.cache.grow(capacity)
+
+    def set_adapter(self, row: int, adapter: str | None) -> None:
+        """Let the row use this adapter; ids that it holds of another one are dropped."""
+        if adapter != self.adapters[row]:
+            self.adapters[row], self.ids[row] = adapter, []
+
+    def logits(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Logits (N, V) after the texts, by row; what a row holds of a text's beginning is not evaluated."""
+        # Many tokens in one row would be as many of padding in all others.
+        prefill = [i for i, ids in texts.items() if ids[:-1] != self.ids[i]] if any(self.ids) else []
+        logits = self._evaluate({i: texts[i] for i in prefill}, prefill)
+        rows = list(range(len(self.ids)))
+        logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows)
+        return torch.stack([logits[i] for i in texts])
+
+    def _evaluate(self, texts: Mapping[int, Sequence[int]], rows: Sequence[int]) -> dict[int, Tensor]:
+        """Logits (V,) after each text by a forward of these rows, of which those without a text are padding."""
+        if not texts:
+            return {}
+        assert self.cache is not None, "reserve comes first"
+        index = torch.tensor(rows, device=self.cache.length.device)
+        part = self.cache if len(rows) == len(self.ids) else self.cache.select_rows(index)
+        kept = [_common(self.ids[i], texts[i]) if i in texts else len(self.ids[i]) for i in rows]
+        kept = part.truncate(torch.tensor(kept)).tolist()
+        for i in texts:
+            self.ids[i] = []  # an interrupted forward leaves a row undefined
+        pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, kept, strict=True)]
+        with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
+            logits = _forward(self.model, pending, part)
+        if part is not self.cache:
+            self.cache.write_rows(index, part)
+        for i, ids in texts.items():
+            self.ids[i] = list(ids)
+        return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
+
+
+def _common(held: Sequence[int], ids: Sequence[int]) -> int:
+    """How many ids at the beginning are equal, but for the last one, which gives the logits."""
+    most = min(len(held), len(ids) - 1)
+    if held[:most] == ids[:most]:
+        return most
+    return next(i for i in range(most) if held[i] != ids[i])
+
+
+def _forward(model: nn.Module, pending: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+    """Logits (N, V) after the pending ids, which are padded on the left."""
+    width, device = max(map(len, pending)), _device(model)
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
+    real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
+    logits: Tensor = model(ids, positions=cache.start(real), cache=cache, last=1)
+    return logits[:, -1]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

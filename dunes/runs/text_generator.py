@@ -1,0 +1,72 @@
+"""Text from a model: a prompt becomes ids, and ids become pieces of text, up to a limit or a stop."""
+
+from collections.abc import Container, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens
+from dunes.text import DecodeStream, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A token, and the text that it completes: empty while a character is incomplete."""
+
+    text: str
+    token: Token
+
+
+class TextGenerator:
+    """Generates text with a model whose weights do not change.
+
+    It keeps the cache of the last text: of one that begins alike, as a conversation's next turn or the text after
+    a keystroke, only the rest is evaluated. A prompt is a text or the ids of one.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
+        self.model, self.tokenizer, self.context_length = model, tokenizer, context_length
+        self.cache: PrefixCache | None = None
+
+    def stream(
+        self, prompt: str | Sequence[int], limit: int, sample: Sampler | None = None, **options: Any
+    ) -> Generator[Piece, None, None]:
+        """Yield a piece for each token of a `request` with these arguments. Closing it cancels the rest."""
+        stream = DecodeStream(self.tokenizer)
+        for (token,) in self.tokens([self.request(prompt, limit, sample, **options)]):
+            assert token is not None, "generation ends with its only row"
+            yield Piece(stream.step(token.id), token)
+
+    def text(self, prompt: str | Sequence[int], limit: int, sample: Sampler | None = None) -> str:
+        """The text that `stream` yields."""
+        return "".join(piece.text for piece in self.stream(prompt, limit, sample))
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        limit: int,
+        sample: Sampler | None = None,
+        *,
+        stop: Container[int] | None = None,
+        alternatives: int = 0,
+    ) -> Request:
+        """A request for ids of the tokenizer; by default greedy, and up to the tokenizer's stops."""
+        sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
+        return Request(
+            self._ids(prompt), limit, sample, self.tokenizer.stops if stop is None else stop, alternatives
+        )
+
+    def tokens(self, requests: Sequence[Request | None]) -> Iterator[list[Token | None]]:
+        """`generate_all` of these requests, from the cache of the last call if that had as many rows."""
+        if self.cache is None or len(self.cache.ids) != len(requests):
+            self.cache = PrefixCache(self.model, len(requests))
+        yield from generate_all(self.model, requests, context_length=self.context_length, cache=self.cache)
+
+    def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
+        """The prompt's tokens that the model can attend to, after the first one, with their log-probabilities."""
+        return prompt_tokens(self.model, self._ids(prompt)[-self.context_length :], alternatives)
+
+    def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        return self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt
