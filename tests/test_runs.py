@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.nn.modules.module import register_module_forward_hook
 
-from conftest import display, toy
+from conftest import display, metaspace_tokenizer, toy
 from dunes import checkpoint, measure
 from dunes.data import collect_corpus
 from dunes.models import FAMILIES
@@ -177,6 +177,19 @@ def test_separate_documents_are_scored_as_they_are_trained_and_resumed_exactly(s
     ids, _ = evaluation_tokens(tokenizer, card)
     score = evaluate(loaded.model, ids, widths(tokenizer.token_bytes()), 128)
     assert abs(score.loss / card["measured"]["loss"] - 1) > 1e-4, "joined, they score otherwise"
+
+
+@pytest.mark.parametrize("split", ["files", "tails"])
+@pytest.mark.parametrize("tokenizer", [Tokenizer.train("bytes", []), metaspace_tokenizer()])
+def test_the_validation_tokens_of_eval_are_those_of_training(tokenizer, split, code):
+    config = toy(code, split=split, separate_documents=True)
+    with display()[0] as show:
+        ids = tokenize(config, gather(config), tokenizer, show).valid
+    again, _ = evaluation_tokens(tokenizer, {"trained": asdict(config)})
+    every = np.arange(len(ids))[None]
+    assert np.array_equal(ids[every], again[every[0]][None])
+    assert ids.starts.tolist() == again.starts.tolist()
+    assert ids.end == again.end == tokenizer.eos
 
 
 def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
