@@ -12,7 +12,7 @@ from dunes.data import Batches, Example, PackedText, Windows, packing
 from dunes.data.packing import best_fit, collate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
-from dunes.parts import Cache, Checkpointed, decoder
+from dunes.parts import Cache, Checkpointed, decoder, document_losses
 from dunes.parts.auxiliary import record_auxiliary
 from dunes.parts.context import ForwardContext, document_starts, supports_packing
 from dunes.parts.moe import load_balance
@@ -145,7 +145,7 @@ def broken_parts(monkeypatch, change):
     original = packing._row
 
     def row(examples, context):
-        return change(*(part.copy() for part in original(examples, context)), examples)
+        return np.stack(change(*original(examples, context).copy(), examples))
 
     monkeypatch.setattr(packing, "_row", row)
 
@@ -179,7 +179,8 @@ def test_a_target_across_an_edge_is_seen(monkeypatch):
         ids = np.concatenate([e.ids[: context + 1] for e in examples]).astype(np.int64)[: context + 1]
         trained = np.concatenate([e.loss_mask[: context + 1] for e in examples])[: context + 1]
         positions = np.concatenate([np.arange(len(e.ids[: context + 1])) for e in examples])[: context + 1]
-        return ids[:-1], np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE), positions[:-1]
+        targets = np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE)
+        return np.stack([ids[:-1], targets, positions[:-1]])
 
     monkeypatch.setattr(packing, "_row", shifted)
     with pytest.raises(AssertionError):
@@ -355,6 +356,29 @@ def test_real_lengths_fill_their_rows():
     assert sum(len(e) - 1 for e in made.examples) / (made.rows_per_epoch * made.context_length) > 0.98
 
 
+@pytest.mark.parametrize("in_rows", [True, False])
+@pytest.mark.parametrize("family", FAMILY)
+def test_the_loss_of_each_document_is_its_own(family, in_rows):
+    module = model(family)
+    for ids, targets, positions in packed(packed=in_rows):
+        sums, counts = document_losses(module(ids, positions), targets, positions)
+        pieces = [(row, i) for row, p in enumerate(positions) for i in (p == 0).nonzero()[:, 0].tolist()]
+        assert len(pieces) == len(sums)
+        for (row, start), total, count in zip(pieces, sums, counts, strict=True):
+            end = next((i for i in range(start + 1, ids.shape[1]) if positions[row, i] <= 0), ids.shape[1])
+            piece = slice(start, end)
+            want, wanted, _ = module(ids[None, row, piece], targets=targets[None, row, piece])
+            assert count == wanted
+            assert float(total.detach()) == pytest.approx(float(want.detach()), rel=1e-5)
+        whole, count, _ = module(ids, positions, targets=targets)
+        assert float(sums.sum().detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
+        assert counts.sum() == count
+    ids = torch.randint(VOCAB, (3, 9))
+    by_row, _ = document_losses(module(ids[:, :-1]), ids[:, 1:])
+    want = torch.stack([loss.next_token(module, row[None])[0] for row in ids])
+    assert torch.allclose(by_row, want, rtol=1e-5)
+
+
 # What a step leaves out
 
 
@@ -420,7 +444,7 @@ def test_a_mixture_beside_what_mixes_tokens_is_balanced_over_the_whole_batch():
     with record_auxiliary(module.train()) as recorded:
         for ids, _ in alone(EXAMPLES):
             module(ids)
-    balance = torch.stack([load_balance([torch.cat(logits)], 2) for logits in recorded.values()]).mean()
+    balance = torch.stack([load_balance(torch.cat(logits), 2) for logits in recorded.values()]).mean()
     assert float(added.detach()) == pytest.approx(0.1 * float(balance.detach()) * int((batch[1] != IGNORE).sum()))
 
 

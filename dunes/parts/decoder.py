@@ -152,10 +152,8 @@ class Decoder(nn.Module):
         with record_auxiliary(self) as recorded:
             if positions is not None and starts is not None:
                 x = self._states(ids, ForwardContext(positions, document_starts=starts))
-            elif self._head_mixes:
-                x = self._apply_separately(self.logits, ids, positions)
             else:
-                x = self.hidden(ids, positions)
+                x = self._apply_separately(self.logits if self._head_mixes else lambda x: x, ids, positions)
         total, count = self._cross_entropy(x.flatten(0, 1), targets.flatten(), starts is not None)
         real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
         metrics = {}
@@ -218,6 +216,20 @@ def _target_index(targets: Tensor) -> Tensor:
     counted = targets != IGNORE
     count = int(counted.sum())
     return torch.sort(~counted, stable=True).indices[: count + -count % PAD_MULTIPLE]
+
+
+def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each document's summed cross entropy and count of targets (documents,), in the order of logits (B, T, V).
+
+    The positions are the model's; without them, each row is a document.
+    """
+    if positions is None:
+        positions = torch.arange(targets.shape[1], device=targets.device)
+    positions, counted, number = positions.expand_as(targets), targets != IGNORE, torch.zeros_like(targets)
+    starts, number[positions >= 0] = torch.unique(document_starts(positions), return_inverse=True)
+    losses = F.cross_entropy(logits[counted].float(), targets[counted], reduction="none")
+    sums = losses.new_zeros(len(starts)).index_add(0, number[counted], losses)
+    return sums, number[counted].bincount(minlength=len(starts))
 
 
 def cache_for(model: nn.Module, batch: int, capacity: int, device: torch.device | str = "cpu") -> Cache:

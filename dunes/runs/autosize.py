@@ -19,7 +19,7 @@ from dunes.augment.adapted import sides
 from dunes.models import FAMILIES
 from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.config import Dtype, T
-from dunes.runs.memory import Shape, describe_memory, process_memory, train_allocations
+from dunes.runs.memory import Build, Shape, describe_memory, process_memory, train_allocations
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
@@ -259,20 +259,26 @@ def memory_advice(config: TrainConfig) -> str:
     return f"{describe_memory(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
 
 
-def estimate_memory(config: TrainConfig) -> dict[str, float]:
-    """Bytes that a run needs, by purpose, estimated on fake tensors."""
+def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
+    """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model to train."""
     assert config.dtype, "chosen before"
-    log = train_allocations(
-        partial(build_model, config), Shape(config.batch, config.context_length, getattr(torch, config.dtype))
-    )
+    shape = Shape(config.batch, config.context_length, getattr(torch, config.dtype))
+    log = train_allocations(build or partial(build_model, config), shape)
     return process_memory(log, log.by("kind", moment=0).get(("parameters",), 0))
+
+
+def describe_machine(machine: Machine) -> str:
+    """One line with the measured rates."""
+    return (
+        f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
+        f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s"
+    )
 
 
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
     """The chosen options, and the reason for the size if it was chosen (`why`)."""
     return [
-        f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
-        f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s",
+        describe_machine(machine),
         f"chosen for {config.length}: {format_count(expected.parameters)} parameters, batch size {config.batch}, "
         f"context length {config.context_length}",
         f"at about {format_count(expected.rate)} tokens/s, trains on {format_count(expected.tokens)} tokens "

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,12 +53,12 @@ def gather(config: TrainConfig) -> Corpus:
     return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
 
 
-def tokenize(config: TrainConfig, corpus: Corpus, folder: Path | None, display: Display) -> Tokens:
-    """Train the tokenizer, or load the one in `folder`, and tokenize the documents.
+def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, display: Display) -> Tokens:
+    """Tokenize the documents, with a tokenizer trained on them if none is given.
 
     Raises ValueError if there are too few tokens for one training window, or for validation.
     """
-    tokenizer = Tokenizer.load(folder) if folder is not None else _tokenizer(config, corpus.train, display)
+    tokenizer = tokenizer or _tokenizer(config, corpus.train, display)
     shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
     sides = _tails(shards[0]) if corpus.split == "tails" else [_whole(shard) for shard in shards]
     separate = config.separate_documents

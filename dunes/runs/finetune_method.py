@@ -94,8 +94,6 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
     """
     method, changes = METHODS[config.method], list[Change]()
     if method.adapter is None:
-        if any(isinstance(module, Quantized) for module in model.modules()):
-            raise ValueError("--method full trains all weights, and these are quantized; use --method lora")
         set_trainable(model, config.target_modules or ("**",))
         return changes
     requests = {"quantize": method.quantize, "lora": _request(config) | {**method.adapter}}
@@ -116,8 +114,10 @@ def _request(config: FinetuneConfig) -> dict[str, Any]:
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
     """Make the parameters trainable whose own or module's names match the globs.
 
-    Raises ValueError that lists the names if none match.
+    Raises ValueError that lists the names if none match, and if all are to be trained and some are quantized.
     """
+    if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
+        raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
     for name, parameter in model.named_parameters():
         trainable = False
         for glob in globs:

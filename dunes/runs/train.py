@@ -1,4 +1,4 @@
-"""Training a model from scratch on text."""
+"""Training on text, from scratch or from a model."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -14,6 +14,7 @@ from dunes.data import Windows
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
+from dunes.runs.augment import save_changed
 from dunes.runs.autosize import autosize_run, config_for, memory_advice, size_warning
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
@@ -24,6 +25,8 @@ from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule, card_facts
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import TrainConfig
+from dunes.runs.train_from import base_tokenizer, choose_options, load_base, score_base, select_trainable
+from dunes.runs.train_from import memory_advice as base_memory_advice
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
@@ -39,21 +42,26 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 
     def prepare_data(config: TrainConfig, timings: Timings) -> Make | None:
         with timings("reading data"):
+            base = load_base(config) if config.base else None
             corpus = gather(config)
         for line in (corpus.report(), *corpus.notes):
             display.detail(line)
         config, chosen = replace(config, split=corpus.split), not config.size
         with timings("choosing the size"):
-            config, reasons = autosize_run(config, sum(d.size for d in corpus.train))
+            size = sum(d.size for d in corpus.train)
+            config, reasons = choose_options(config, base) if base else autosize_run(config, size)
         for line in reasons:
             display.detail(line)
-        if not chosen and (warning := size_warning(config)):
+        if not chosen and not base and (warning := size_warning(config)):
             display.line(warning)
         if run_options.dry_run:
             return None
         with timings("tokenizing"):
-            tokens = tokenize(config, corpus, folder / "state" if run_options.resume else None, display)
-        return lambda: prepare(config, folder, tokens)
+            earlier = Tokenizer.load(folder / "state") if run_options.resume else None
+            tokens = tokenize(config, corpus, base_tokenizer(base) if base else earlier, display)
+        if base is None:
+            return lambda: prepare(config, folder, tokens)
+        return lambda: prepare_from(base, config, folder, tokens, None if run_options.resume else display)
 
     return execute_run(config, folder, display, run_options, prepare_data)
 
@@ -66,18 +74,40 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
     device, dtype = measure.device(), getattr(torch, config.dtype)
     model_config = config_for(config, tokens.tokenizer.vocab)
     model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
-    schedule = build_schedule(config)
+    return _run(TrainTask(config, tokens), model, folder, dtype)
+
+
+def prepare_from(
+    base: checkpoint.LoadedModel, config: TrainConfig, folder: Path, tokens: Tokens, display: Display | None
+) -> Run:
+    """A run at step 0 that continues the training of a model, which is scored first if there is a display."""
+    assert config.dtype, "set by `choose_options`"
+    assert config.threads, "set by `choose_options`"
+    torch.set_num_threads(config.threads)
+    # In float32: updates are smaller than bfloat16's precision.
+    identity, model = checkpoint.base_identity(base.model), base.model.float().to(measure.device())
+    select_trainable(model, config.trainable, base.architecture.changes)
+    tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": str(identity["sha256"])})
+    run = _run(TrainTask(config, tokens, base), model, folder, getattr(torch, config.dtype))
+    if display is not None:
+        score_base(run, display)
+    return run
+
+
+def _run(task: "TrainTask", model: Decoder, folder: Path, dtype: torch.dtype) -> Run:
+    config, schedule = task.config, build_schedule(task.config)
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
-    return Run(folder, config, TrainTask(config, tokens), model, trainer, schedule)
+    return Run(folder, config, task, model, trainer, schedule)
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Next-token prediction on text."""
+    """Next-token prediction on text; `base` is the model whose training is continued, if any."""
 
     config: TrainConfig
     text: Tokens
+    base: checkpoint.LoadedModel | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -105,21 +135,29 @@ class TrainTask:
         return sample_text(model, self.tokenizer, self.config.context_length, seed=self.config.seed)
 
     def memory_advice(self) -> str:
-        return memory_advice(self.config)
+        return base_memory_advice(self.config, self.base) if self.base else memory_advice(self.config)
 
     def summary(self, run: Run) -> str:
         config = self.config
         assert config.threads, "set by `autosize_run`"
         return (
-            f"{config.family}, {format_count(tree.count(run.model))} parameters; "
+            f"{config.base or config.family}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
         )
 
+    def _parameters(self, model: Decoder) -> str:
+        total, trained = tree.count(model), tree.count(model, trainable=True)
+        share = "" if total == trained else f"{format_count(trained)} of "
+        return f"{share}{format_count(total)} parameters"
+
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        checkpoint.save(
-            run.model, run.folder, self.tokenizer, self.config.context_length, card_facts(run, score, "trained")
-        )
+        context, facts = self.config.context_length, card_facts(run, score, "trained")
+        if self.base is None:
+            checkpoint.save(run.model, run.folder, self.tokenizer, context, facts)
+        else:
+            trained = replace(self.base, context_length=max(context, self.base.context_length))
+            save_changed(trained, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder))
         return [f"model: {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from dunes.runs.config import Optimization, RunConfig, flag
+from dunes.runs.config import Optimization, RunConfig, flag, option
 
 SMALLEST = 10_000
 """The smallest valid --size: for smaller numbers the unit was probably forgotten."""
@@ -38,6 +38,12 @@ class TextData:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
+    base: Annotated[
+        str, tyro.conf.arg(name="from", metavar="MODEL", help_behavior_hint="(default: a new model)")
+    ] = ""
+    """Continue the training of this model: a folder of any format, or a name on the Hub."""
+    trainable: Annotated[tuple[str, ...], flag("all|new|GLOB", "all")] = ()
+    """With --from, the parameters to train: all, those that the last change added, or globs of their names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     size: Annotated[str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes, the text and this machine")] = ""
@@ -62,8 +68,8 @@ class TrainOptimization(Optimization):
 class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
     """Options of training from scratch (`runs/autosize.py` chooses open ones)."""
 
-    OVERRIDABLE = ("sources", "corpus", *RunConfig.OVERRIDABLE)
-    PATHS = ("sources",)
+    OVERRIDABLE = ("sources", "base", "corpus", *RunConfig.OVERRIDABLE)
+    PATHS = ("sources", "base")
     VERB = "train"
 
     def __post_init__(self) -> None:
@@ -75,6 +81,11 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
             )
         if self.size and not self.shape:
             parse_size(self.size)
+        shaped = [name for name in ("family", "size", "tokenizer", "vocab_size") if name in self.changed()]
+        if self.base and shaped:
+            raise ValueError(f"--{option(shaped[0])} describes a new model, and --from continues another; omit it")
+        if self.trainable and not self.base:
+            raise ValueError("--trainable applies to --from; a new model is trained as a whole")
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -83,7 +94,7 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
 
     @property
     def about(self) -> str:
-        return f"{self.family} on {', '.join(self.sources)}"
+        return f"{self.base or self.family} on {', '.join(self.sources)}"
 
     @property
     def missing(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import tree
-from dunes.train.loss import Loss, Metrics
+from dunes.train.loss import Loss
 from dunes.units import plural
 
 
@@ -74,15 +74,8 @@ class Trainer:
     ) -> None:
         _check(accumulate, clip, dtype, seed, patience)
         self.model, self.optimizer, self.loss, self.lr_scale = model, optimizer, loss, lr_scale
-        self.accumulate, self.clip, self.dtype, self.seed, self.patience = (
-            accumulate,
-            clip,
-            dtype,
-            seed,
-            patience,
-        )
-        self.number = 0
-        self.bad_steps = 0
+        self.accumulate, self.clip, self.dtype = accumulate, clip, dtype
+        self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         if not all(0 <= lr < math.inf for lr in self.base_lrs):
             raise ValueError(f"the optimizer's learning rates are {self.base_lrs}; expected numbers from 0")
@@ -186,15 +179,16 @@ class Trainer:
             if self.sync:
                 self.sync((i + 1) % len(batches) == 0)
             with _seeded(self.device, (int(self.seed), self.number, i)), self._autocast():
-                loss, counted, metrics = _checked(self.loss(self.model, _to_device(batch, self.device)))
+                pairs = _pairs(self.loss(self.model, _to_device(batch, self.device)))
+            loss, counted = pairs["loss"]
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             elif counted != 0:
                 raise ValueError("the loss has no gradient: it depends on no trained parameter, or was detached")
-            for name, pair in {"loss": (loss, counted), **metrics}.items():
-                total, n = (t.detach().to(self._float64_device, torch.float64) for t in pair)
-                total_before, n_before = sums.get(name, (0.0, 0.0))
-                sums[name] = total_before + total, n_before + n
+            for name, pair in pairs.items():
+                total, count = (t.detach().to(self._float64_device, torch.float64) for t in pair)
+                earlier = sums.get(name, (0.0, 0.0))
+                sums[name] = earlier[0] + total, earlier[1] + count
         if self.ranks > 1:
             for t in chain.from_iterable(sums.values()):
                 dist.all_reduce(t)
@@ -212,8 +206,8 @@ class Trainer:
         if not grads:
             return torch.zeros_like(count)
         norm = torch.nn.utils.get_total_norm(grads)
-        if hasattr(norm, "full_tensor"):  # sharded over ranks, which average their gradients
-            norm = norm.full_tensor()
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        # FSDP averages the gradients of the ranks.
         norm, scale = norm.to(count) * self.ranks / count, self.ranks / count
         if self.clip is not None:
             scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -265,8 +259,8 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
     return [part.view(t.shape).tolist() for part, t in zip(parts, tensors, strict=True)]
 
 
-def _checked(result: Any) -> tuple[Tensor, Tensor, Metrics]:
-    """The (sum, count, metrics) that a loss returned, the first two 0-dim. Raises ValueError for anything else."""
+def _pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """The pairs (sum, count) that a loss returned: "loss", 0-dim, and metrics. Raises ValueError for others."""
     if not isinstance(result, (tuple, list)) or not 2 <= len(result) <= 3:
         raise ValueError(
             f"the loss returned {_describe(result)}; expected (sum, count) or (sum, count, metrics), not a mean"
@@ -278,20 +272,15 @@ def _checked(result: Any) -> tuple[Tensor, Tensor, Metrics]:
         count = torch.tensor(float(count), dtype=torch.float64)
     if not isinstance(count, Tensor) or count.numel() != 1 or count.dtype == torch.bool:
         raise ValueError(f"the count that the loss returned is {_describe(count)}; expected one number of targets")
-    return loss.reshape(()), count.detach().reshape(()), _checked_metrics(*result[2:])
-
-
-def _checked_metrics(metrics: Any = None) -> Metrics:
-    """The metrics that a loss returned, if any. Raises ValueError unless they are named pairs of tensors."""
-    metrics = {} if metrics is None else metrics
+    metrics = result[2] if len(result) == 3 else {}
     for name, pair in metrics.items() if isinstance(metrics, Mapping) else [("", metrics)]:
-        tensors = isinstance(pair, tuple) and all(isinstance(t, Tensor) for t in pair)
-        if name in ("", "loss") or not tensors or len(pair) != 2:
+        fits = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)
+        if name in ("", "loss") or not fits:
             raise ValueError(
                 f"the loss returned {_describe(pair)} as the metric {name!r}; expected tensors (sum, count) "
                 "by name, none of which is 'loss'"
             )
-    return metrics  # type: ignore[no-any-return]
+    return {"loss": (loss.reshape(()), count.detach().reshape(())), **metrics}
 
 
 def _is_number(value: Any) -> bool:

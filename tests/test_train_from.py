@@ -1,0 +1,160 @@
+"""Training that goes on from a folder: exact at its start, resumed bit for bit, saved as what it was."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import expansion
+from conftest import display
+from dunes import checkpoint
+from dunes.augment import CHANGES, apply_change
+from dunes.checkpoint import Architecture
+from dunes.checkpoint.convert import convert
+from dunes.checkpoint.source import open_source
+from dunes.models import FAMILIES
+from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.run import read_metrics
+from dunes.runs.score import evaluation_tokens
+from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
+from dunes.text import Tokenizer
+from test_runs import stopping_at, weights
+
+TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A model of transformers, as dunes convert brings it in."""
+    folder = tmp_path_factory.mktemp("bases")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=TOKENIZER.vocab, max_position_embeddings=64, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "theirs")
+    TOKENIZER.save(folder / "theirs")
+    convert(open_source(folder / "theirs"), folder / "base")
+    return folder / "base"
+
+
+def going_on(base, code, **changes):
+    fixed = {"batch": 4, "context_length": 32, "steps": 12, "lr": 0.01, "dtype": "float32", "threads": 1}
+    return TrainConfig(sources=(str(code),), base=str(base), **fixed | changes)
+
+
+def losses(folder):
+    return [
+        (r["step"], r.get("loss_hex"), r.get("validation_loss")) for r in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_the_loss_at_step_0_is_that_of_eval(converted, code, tmp_path):
+    train(going_on(converted, code, context_length=64), tmp_path / "run", display()[0])
+    first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    base = checkpoint.load(converted)
+    ids, _ = evaluation_tokens(base.tokenizer, checkpoint.load(tmp_path / "run").card)  # as dunes eval reads them
+    score = evaluate(base.model, ids, widths(base.tokenizer.token_bytes()), 64)
+    print(f"{first['validation_loss']} and {score.loss}")
+    assert first["step"] == 0
+    assert first["validation_loss"] == pytest.approx(score.loss, abs=1e-6)
+
+
+def changed(base, folder, *names):
+    """The base after these changes, in a folder."""
+    loaded = checkpoint.load(base)
+    requests = {"quantize": {"kind": "nf4"}, "lora": {"rank": 2}, "expand": {}}
+    made = [apply_change(loaded.model, name, **requests[name]) for name in names]
+    architecture = Architecture("llama", loaded.architecture.config, tuple(made))
+    checkpoint.save(loaded.model, folder, loaded.tokenizer, 64, architecture=architecture)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "trainable"),
+    [((), ()), ((), ("blocks.1.**",)), (("quantize", "lora"), ("new",)), (("expand",), ("new",))],
+)
+def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted, code, tmp_path, monkeypatch):
+    monkeypatch.setitem(CHANGES, "expand", expansion)
+    base = changed(converted, tmp_path / "base", *names)
+    config, straight, halves = going_on(base, code, trainable=trainable), tmp_path / "a", tmp_path / "b"
+    assert train(config, straight, display()[0]) == 0
+    with monkeypatch.context() as patch:
+        stopping_at(5, patch)
+        assert train(config, halves, display()[0]) == 130
+    assert train(TrainConfig(), halves, display()[0], resume=True) == 0
+    assert losses(straight) == losses(halves)
+    one, two = weights(straight), weights(halves)
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert (straight / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
+    before, after = checkpoint.load(base).model.state_dict(), checkpoint.load(straight).model.state_dict()
+    assert before.keys() == after.keys()
+    differing = {name for name in before if not torch.equal(before[name], after[name])}
+    assert differing, "it learned"
+    if trainable:
+        parts = {"blocks.1.**": "blocks.1.", "new": "adapters" if "lora" in names else "blocks.1."}
+        assert all(parts[trainable[0]] in n or ".3." in n for n in differing), "nothing else changed"
+    assert checkpoint.load(straight).architecture == checkpoint.load(base).architecture
+
+
+def test_what_the_base_was_stays(converted, code, tmp_path):
+    train(going_on(converted, code), tmp_path / "run", display()[0])
+    loaded = checkpoint.load(tmp_path / "run")
+    assert loaded.context_length == 64, "the model's, though it was trained on 32"
+    assert loaded.tokenizer.json() == checkpoint.load(converted).tokenizer.json()
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "run").config.hidden_size == 32
+    assert loaded.card["trained"]["base"] == str(converted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"family": "gpt2"}, "--family describes a new model, and --from continues another"),
+        ({"size": "3m"}, "--size describes a new model"),
+        ({"tokenizer": "bytes"}, "--tokenizer describes a new model"),
+        ({"trainable": ("new",)}, "the model's last change added no parameters"),
+        ({"trainable": ("nothing",)}, "matches no parameter"),
+        ({"base": "", "trainable": ("all",)}, "--trainable applies to --from"),
+        ({"base": "nowhere"}, "no such folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, words, converted, code, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        train(going_on(**{"base": converted, "code": code} | changes), tmp_path / "run", display()[0])
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_codes_and_adapters_are_not_trained_as_a_whole(converted, code, tmp_path):
+    base = changed(converted, tmp_path / "base", "quantize")
+    with pytest.raises(ValueError, match="some are quantized; train an adapter"):
+        train(going_on(base, code), tmp_path / "run", display()[0])
+    loaded = checkpoint.load(converted)
+    apply_change(loaded.model, "lora", rank=2)
+    with torch.no_grad():
+        for name, p in loaded.model.named_parameters():
+            if name.endswith(".B"):
+                p.add_(1.0)
+    checkpoint.save_adapter(loaded.model, tmp_path / "adapter", base=converted)
+    with pytest.raises(ValueError, match="an adapter, not a model; merge it first"):
+        train(going_on(tmp_path / "adapter", code), tmp_path / "run", display()[0])
+
+
+def test_a_base_that_changed_is_not_gone_on_with(converted, code, tmp_path, monkeypatch):
+    base = changed(converted, tmp_path / "base")
+    with monkeypatch.context() as patch:
+        stopping_at(5, patch)
+        train(going_on(base, code), tmp_path / "run", display()[0])
+    loaded = checkpoint.load(base)
+    with torch.no_grad():
+        loaded.model.norm.weight.mul_(1.5)
+    checkpoint.save(loaded.model, base, loaded.tokenizer, 64)
+    with pytest.raises(ValueError, match="the model changed"):
+        train(TrainConfig(), tmp_path / "run", display()[0], resume=True)
+
+
+def test_the_family_of_the_card_is_that_of_the_base(code, tmp_path):
+    module = FAMILIES["qwen3"]
+    model = module.build(module.Config.from_size(TOKENIZER.vocab, 32, 2, 64))
+    checkpoint.save(model, tmp_path / "base", TOKENIZER, 64)
+    train(going_on(tmp_path / "base", code, steps=2), tmp_path / "run", display()[0])
+    assert json.loads((tmp_path / "run" / "dunes.json").read_text())["family"] == "qwen3"
