@@ -27,6 +27,7 @@ from dunes.parts import Decoder
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
+from dunes.runs import timings as timings_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
@@ -201,7 +202,8 @@ def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
 def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
     looks = itertools.count()
-    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
+    for module in (loop_module, timings_module):
+        monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
@@ -213,7 +215,8 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
 def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatch):
     """Two sessions of one run by the clock, which counts looks."""
     looks = itertools.count()
-    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
+    for module in (loop_module, timings_module):
+        monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     config, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
     with monkeypatch.context() as patch:
         stopping_at(20, patch)
