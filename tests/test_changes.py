@@ -9,9 +9,19 @@ import torch
 import expansion
 from adapters import IDS, build, difference
 from dunes import checkpoint, tree
-from dunes.augment import CHANGES, Adapted, Change, apply_change, base_model, dequantize, repeat_structure
+from dunes.augment import (
+    CHANGES,
+    Adapted,
+    Change,
+    apply_change,
+    base_model,
+    dequantize,
+    repeat_structure,
+    undo_change,
+)
 from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
+from dunes.runs.augment import augment_folder
 from dunes.runs.export import export
 from dunes.train import next_token
 
@@ -208,6 +218,44 @@ def test_a_model_of_ones_own_function_is_changed_and_saved_too(tmp_path):
     assert torch.equal(checkpoint.load(tmp_path, build=make).model(IDS), model(IDS))
     with pytest.raises(ValueError, match="not imported automatically"):
         checkpoint.load(tmp_path)
+
+
+def test_a_change_is_taken_back():
+    model = build()
+    logits, names = model(IDS), list(model.state_dict())
+    lora = apply_change(model, "lora", rank=2)
+    undo_change(model, lora)
+    assert torch.equal(model(IDS), logits)
+    quantized = apply_change(model, "quantize", kind="int8")
+    rounded = model(IDS)
+    undo_change(model, quantized)
+    assert list(model.state_dict()) == names
+    assert difference(model(IDS), rounded) <= 1e-5
+    expanded = apply_change(model, "expand")
+    with pytest.raises(ValueError, match="the change expand cannot be taken back"):
+        undo_change(model, expanded)
+
+
+def test_a_quantized_folder_takes_an_adapter_and_is_exported_to_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    checkpoint.save(build(), tmp_path / "dense", None, 32)
+    lines = augment_folder(tmp_path / "dense", tmp_path / "nf4", "quantize", kind="nf4", double=True)
+    assert "the written folder is equal" in lines[1]
+    loaded = checkpoint.load(tmp_path / "nf4")
+    apply_change(loaded.model, "lora", rank=2)
+    train(loaded.model, ("**.adapters.**",))
+    logits = loaded.model.eval()(IDS)
+    checkpoint.save_adapter(loaded.model, tmp_path / "adapter", base=tmp_path / "nf4")
+    again = checkpoint.load(tmp_path / "adapter")
+    assert torch.equal(again.model(IDS), logits)
+    assert [change.name for change in again.architecture.changes] == ["quantize", "lora"]
+    with pytest.raises(ValueError, match=r"made for a base in 'NF4, torch\.float32'"):
+        checkpoint.load_adapter(checkpoint.load(tmp_path / "dense").model, tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "plain")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    print(f"logits differ by {difference(theirs(IDS).logits, logits)}")
+    assert difference(theirs(IDS).logits, logits) <= 2e-5 * logits.abs().max()
 
 
 def test_a_record_survives_json():

@@ -76,8 +76,8 @@ def test_a_mixture_in_float64_is_exact(renormalise):
 
 def test_padding_that_overflowed_does_not_reach_the_balance():
     logits, real = torch.randn(6, 4, requires_grad=True), torch.tensor([True] * 4 + [False] * 2)
-    want = load_balance([logits[:4]], 2)
-    found = load_balance([torch.cat([logits[:4], torch.full((2, 4), torch.inf)])], 2, real)
+    want = load_balance(logits[:4], 2)
+    found = load_balance(torch.cat([logits[:4], torch.full((2, 4), torch.inf)]), 2, real)
     assert torch.equal(found, want)
     assert torch.isfinite(torch.autograd.grad(found, logits)[0]).all()
 
@@ -188,14 +188,14 @@ def test_a_step_on_tensors_without_data():
 
 def test_balance_is_k_if_even_and_the_experts_if_collapsed():
     even = torch.eye(4).repeat(3, 1) * 1e-7  # each is the likeliest of as many, by next to nothing
-    assert load_balance([even], 1) == pytest.approx(1, abs=1e-5)
+    assert load_balance(even, 1) == pytest.approx(1, abs=1e-5)
     pairs = even + even.roll(1, 1)
-    assert load_balance([pairs], 2) == pytest.approx(2, abs=1e-5)
+    assert load_balance(pairs, 2) == pytest.approx(2, abs=1e-5)
     collapsed = torch.tensor([[50.0, 50.0, 0, 0, 0, 0, 0, 0]]).repeat(9, 1)
-    assert load_balance([collapsed], 2) == pytest.approx(8, abs=1e-4)
+    assert load_balance(collapsed, 2) == pytest.approx(8, abs=1e-4)
     others = [collapsed.roll(2 * i, 1) for i in range(4)]
-    assert load_balance(others, 2) == pytest.approx(2, abs=1e-4), "together they look even"
-    assert sum(load_balance([layer], 2) for layer in others) / 4 == pytest.approx(8, abs=1e-4)
+    assert load_balance(torch.cat(others), 2) == pytest.approx(2, abs=1e-4), "together they look even"
+    assert sum(load_balance(layer, 2) for layer in others) / 4 == pytest.approx(8, abs=1e-4)
 
 
 def test_balance_is_that_of_transformers_and_padding_does_not_count():
@@ -204,10 +204,10 @@ def test_balance_is_that_of_transformers_and_padding_does_not_count():
     torch.manual_seed(0)
     layers = [torch.randn(20, 6) for _ in range(3)]
     real = torch.rand(2, 10) > 0.3
-    assert load_balance(layers, 2) == pytest.approx(float(theirs(tuple(layers), 6, 2)), rel=1e-6)
-    masked = load_balance([layers[0]], 2, real.flatten())
+    assert load_balance(torch.cat(layers), 2) == pytest.approx(float(theirs(tuple(layers), 6, 2)), rel=1e-6)
+    masked = load_balance(layers[0], 2, real.flatten())
     assert masked == pytest.approx(float(theirs((layers[0],), 6, 2, real)), rel=1e-6)
-    assert masked == pytest.approx(float(load_balance([layers[0][real.flatten()]], 2)), rel=1e-6)
+    assert masked == pytest.approx(float(load_balance(layers[0][real.flatten()], 2)), rel=1e-6)
 
 
 def small(family="mixtral", **changes):
@@ -230,7 +230,7 @@ def test_the_loss_has_the_balance_in_training_only():
     total, _, metrics = model.train()(x, targets=y)
     with record_auxiliary(model) as recorded:
         model(x)
-    want = sum(load_balance(logits, 2) for logits in recorded.values()) / 2
+    want = sum(load_balance(*logits, 2) for logits in recorded.values()) / 2
     assert [len(logits) for logits in recorded.values()] == [1, 1]
     assert float((total - plain).detach()) == pytest.approx(0.5 * float(want.detach()) * int(count), rel=1e-3)
     assert all(m.recorded is None for m in model.modules() if isinstance(m, MoE))

@@ -145,7 +145,7 @@ def broken_parts(monkeypatch, change):
     original = packing._row
 
     def row(examples, context):
-        return change(*(part.copy() for part in original(examples, context)), examples)
+        return np.stack(change(*original(examples, context).copy(), examples))
 
     monkeypatch.setattr(packing, "_row", row)
 
@@ -179,7 +179,8 @@ def test_a_target_across_an_edge_is_seen(monkeypatch):
         ids = np.concatenate([e.ids[: context + 1] for e in examples]).astype(np.int64)[: context + 1]
         trained = np.concatenate([e.loss_mask[: context + 1] for e in examples])[: context + 1]
         positions = np.concatenate([np.arange(len(e.ids[: context + 1])) for e in examples])[: context + 1]
-        return ids[:-1], np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE), positions[:-1]
+        targets = np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE)
+        return np.stack([ids[:-1], targets, positions[:-1]])
 
     monkeypatch.setattr(packing, "_row", shifted)
     with pytest.raises(AssertionError):
@@ -443,7 +444,7 @@ def test_a_mixture_beside_what_mixes_tokens_is_balanced_over_the_whole_batch():
     with record_auxiliary(module.train()) as recorded:
         for ids, _ in alone(EXAMPLES):
             module(ids)
-    balance = torch.stack([load_balance([torch.cat(logits)], 2) for logits in recorded.values()]).mean()
+    balance = torch.stack([load_balance(torch.cat(logits), 2) for logits in recorded.values()]).mean()
     assert float(added.detach()) == pytest.approx(0.1 * float(balance.detach()) * int((batch[1] != IGNORE).sum()))
 
 

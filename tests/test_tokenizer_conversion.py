@@ -371,7 +371,7 @@ def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_not
         ({"vocab": None}, "TypeError"),
         ({"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300}, "256 bytes in order"),
         ({"vocab": [{"rank": 0, "token_bytes": "!"}] * 300}, "not a tekken.json"),
-        ({"config": {"pattern": "(", "default_vocab_size": 265, "default_num_special_tokens": 4}}, "pattern cannot be compiled"),
+        ({"config": {"pattern": "(", "default_vocab_size": 265, "default_num_special_tokens": 4}}, "unmatched parenthesis"),
         ({"config": {"pattern": ".", "default_vocab_size": 9999, "default_num_special_tokens": 4}}, "9999 ids"),
         ({"config": {"pattern": ".", "default_vocab_size": 1e99, "default_num_special_tokens": 4}}, "not a tekken"),
         ({"config": {"pattern": ".", "default_vocab_size": 266, "default_num_special_tokens": -4}}, "-4 special"),

@@ -2,8 +2,7 @@
 
 import os
 import re
-import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dunes import measure
@@ -61,13 +61,6 @@ class Report:
         """Seconds in which no operation ran: Python and waiting."""
         return max(0.0, self.wall - sum(e.seconds for e in self.entries))
 
-    def by(self, *names: str) -> dict[tuple[Any, ...], float]:
-        """Seconds summed by some of Entry's fields, largest first."""
-        sums: Counter[tuple[Any, ...]] = Counter()
-        for entry in self.entries:
-            sums[tuple(getattr(entry, name) for name in names)] += entry.seconds  # type: ignore[assignment]
-        return dict(sums.most_common())
-
     def inside(self) -> dict[str, dict[str, float]]:
         """Seconds of each module with its submodules, by phase; equal blocks are summed.
 
@@ -82,8 +75,10 @@ class Report:
 
     def kinds(self) -> dict[str, dict[str, float]]:
         """Seconds of each kind of operation, by phase, largest first."""
-        sums = self.by("kind", "phase")
-        return {kind: {p: sums[kind, p] for p in PHASES if (kind, p) in sums} for (kind,) in self.by("kind")}
+        sums: dict[str, Counter[str]] = {}
+        for entry in self.entries:
+            sums.setdefault(entry.kind, Counter())[entry.phase] += entry.seconds  # type: ignore[assignment]
+        return {kind: dict(sums[kind]) for kind in sorted(sums, key=lambda kind: -sums[kind].total())}
 
     def record(self) -> dict[str, Any]:
         """The sums, for JSON."""
@@ -99,55 +94,31 @@ def profile_modules(model: nn.Module) -> Iterator[Report]:
     """
     report, cuda = Report(), measure.device().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    profiler = profile(activities=activities)
-    with _mark_modules(model):
-        with _silence_stderr():
-            profiler.start()
-        try:
-            start = perf_counter()
-            yield report
-            measure.synchronize(measure.device())
-            report.wall = perf_counter() - start
-        finally:
-            with _silence_stderr():
-                profiler.stop()
-    events = profiler.events()  # type: ignore[no-untyped-call]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes its start and its end to stderr
+    with _mark_modules(model), profile(activities=activities) as profiler:
+        start = perf_counter()
+        yield report
+        measure.synchronize(measure.device())
+        report.wall = perf_counter() - start
+    events = profiler.events()
     report.entries.extend(_entries(events or [], cuda))
-
-
-@contextmanager
-def _silence_stderr() -> Iterator[None]:
-    """Suppress the lines that the profiler's tracer writes directly to standard error."""
-    sys.stderr.flush()
-    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(devnull)
 
 
 @contextmanager
 def _mark_modules(model: nn.Module) -> Iterator[None]:
     """Mark the forward of each module for the profiler."""
-    open_ranges: list[Any] = []
+    names, open_ranges = {module: name for name, module in model.named_modules()}, list[Any]()
 
-    def begin(name: str) -> Any:
-        def open_range(module: nn.Module, inputs: Any) -> None:
-            open_ranges.append(record_function(MODULE + name))
+    def begin(module: nn.Module, inputs: Any) -> None:
+        if module in names:
+            open_ranges.append(record_function(MODULE + names[module]))
             open_ranges[-1].__enter__()
 
-        return open_range
-
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
+        if module in names:
+            open_ranges.pop().__exit__(None, None, None)
 
-    hooks = []
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(begin(name)))
-        hooks.append(module.register_forward_hook(end, always_call=True))
+    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
     try:
         yield
     finally:
@@ -161,20 +132,14 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
     for event in events:
         if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:
             makers.setdefault(event.sequence_nr, name)
-    sums: Counter[tuple[str, str, str]] = Counter()
-    calls: Counter[tuple[str, str, str]] = Counter()
+    times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for event in events:
         # Kernels are separate events; their time is included in that of the operation that launched them.
         if event.name.startswith((MODULE, "ProfilerStep")) or event.device_type != DeviceType.CPU:
             continue
         seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
-        phase, module = _place(event, makers)
-        key = (phase, module, event.name.removeprefix("aten::"))
-        sums[key] += seconds
-        calls[key] += 1
-    return [
-        Entry(p, m, kind_of_operation(o), o, s, calls[p, m, o]) for (p, m, o), s in sums.most_common() if s > 0
-    ]
+        times[*_place(event, makers), event.name.removeprefix("aten::")].append(seconds)
+    return [Entry(p, m, kind_of_operation(o), o, sum(t), len(t)) for (p, m, o), t in times.items() if sum(t) > 0]
 
 
 def profile_work(work: Work) -> tuple[Report, float]:

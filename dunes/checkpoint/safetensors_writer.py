@@ -4,7 +4,6 @@ https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dunes.checkpoint import atomic, header
-from dunes.checkpoint.lazy_tensor import LazyTensor, Weights
+from dunes.checkpoint.lazy_tensor import Weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,30 +26,19 @@ def write_tensors(folder: Path, weights: Weights, single: str = SINGLE, shard: i
 
     Tensors are read one at a time and released afterwards. Raises OSError if a file cannot be written.
     """
-    shards = list(_split(weights, shard))
-    if len(shards) == 1:
-        _write_file(folder / single, shards[0])
-        return
-    weight_map: dict[str, str] = {}
-    for i, part in enumerate(shards, 1):
-        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, part)
-        weight_map |= dict.fromkeys(part, name)
-    total = sum(w.nbytes for w in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-
-def _split(weights: Weights, shard: int) -> Iterator[dict[str, LazyTensor]]:
-    part: dict[str, LazyTensor] = {}
-    size = 0
-    for key, tensor in weights.items():
-        if part and size + tensor.nbytes > shard:
-            yield part
-            part, size = {}, 0
-        part[key] = tensor
-        size += tensor.nbytes
-    yield part
+    split = split_state_dict_into_shards_factory(
+        dict(weights),
+        get_storage_size=lambda weight: weight.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard,
+    )
+    for name, keys in split.filename_to_tensors.items():
+        _write_file(folder / (name if split.is_sharded else single), {key: weights[key] for key in keys})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(path: Path, weights: Weights) -> None:

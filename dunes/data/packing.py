@@ -11,7 +11,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,31 +116,22 @@ def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool =
     which is never read.
     """
     parts = [_row(row, context_length) for row in rows]
-    width = context_length if full else max(len(ids) for ids, *_ in parts)
-    padded = [
-        [_pad(part, width, value) for part, value in zip(row, (0, IGNORE, -1), strict=True)] for row in parts
-    ]
-    ids, targets, positions = (torch.from_numpy(np.stack(part)) for part in zip(*padded, strict=True))
+    width = context_length if full else max(part.shape[1] for part in parts)
+    batch = np.tile(np.array([0, IGNORE, -1], np.int64)[:, None, None], (1, len(rows), width))
+    for i, part in enumerate(parts):
+        batch[:, i, : part.shape[1]] = part
+    ids, targets, positions = map(torch.from_numpy, batch)
     return ids, targets, positions
 
 
-def _row(row: Sequence[Example], context_length: int) -> tuple[NDArray[np.int64], ...]:
-    parts = [_parts(example, context_length) for example in row]
-    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
-
-
-def _parts(
-    example: Example, context_length: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Ids, targets and positions of one example, each of length at most `context_length`."""
-    ids = example.ids[: context_length + 1].astype(np.int64)
-    targets = np.where(example.loss_mask[1 : context_length + 1], ids[1:], IGNORE)
-    return ids[:-1], targets, np.arange(len(ids) - 1)
-
-
-def _pad(part: NDArray[Any], width: int, value: int) -> NDArray[Any]:
-    assert len(part) <= width, "a row has more tokens than the context"
-    return np.pad(part, (0, width - len(part)), constant_values=value)
+def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
+    """Ids, targets and positions (3, T) of a row, of each example at most `context_length`."""
+    parts = []
+    for example in row:
+        ids = example.ids[: context_length + 1].astype(np.int64)
+        targets = np.where(example.loss_mask[1 : context_length + 1], ids[1:], IGNORE)
+        parts.append([ids[:-1], targets, np.arange(len(ids) - 1)])
+    return np.concatenate(parts, 1)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -64,7 +64,7 @@ class MoE(nn.Module):
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Tensor]:
         """`balance` times the `load_balance` of the recorded router logits, those of several calls together."""
         real_tokens = None if real is None else real.repeat(len(recorded))
-        return {"balance": self.balance * load_balance([torch.cat([*recorded])], self.top_k, real_tokens)}
+        return {"balance": self.balance * load_balance(torch.cat([*recorded]), self.top_k, real_tokens)}
 
     def pack(self) -> bool:
         """Make each matrix of all experts a view of one storage, which the grouped form reads.
@@ -107,30 +107,24 @@ class MoE(nn.Module):
         return forms.Stacks(*map(forms.stacked, matrices))
 
 
-def load_balance(layers: Sequence[Tensor], top_k: int, real: Tensor | None = None) -> Tensor:
-    """The load-balancing loss of the router logits (N, E) of one layer, or of several layers pooled.
+def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tensor:
+    """The load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
 
     E times the sum over experts of their share of tokens times their mean probability: `top_k` if all are used
     equally, E if `top_k` of them get every token (the convention of transformers;
     https://arxiv.org/abs/2101.03961 divides by `top_k`). Pooled layers look balanced if each prefers other
-    experts, so training takes each layer alone. Only tokens that are `real` (N, bool) count.
+    experts, so training takes each layer alone.
     """
-    shares = [_shares(logits, top_k, real) for logits in layers]
-    load, probs = (torch.stack(part).mean(0) for part in zip(*shares, strict=True))
-    return layers[0].shape[-1] * (load * probs).sum()
-
-
-def _shares(logits: Tensor, top_k: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The share of tokens that are routed to each expert (E,), and its mean probability (E,)."""
     if real is not None:  # padding may be NaN, and NaN times zero is NaN, forward and backward
         logits = logits.masked_fill(~real[:, None], 0.0)
     probs = _at_least_float32(logits).softmax(-1)
     chosen = torch.sort(probs.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
     load = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)
     if real is None:
-        return load.mean(0), probs.mean(0)
+        return logits.shape[-1] * (load.mean(0) * probs.mean(0)).sum()
     count = real.sum().clamp(min=1)
-    return (load * real[:, None]).sum(0) / count, (probs * real[:, None]).sum(0) / count
+    load, probs = ((x * real[:, None]).sum(0) / count for x in (load, probs))
+    return logits.shape[-1] * (load * probs).sum()
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def build_bpe(
     inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(_compile(pattern), "removed", invert=True),
+            pre_tokenizers.Split(Regex(pattern), "removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             *split_lookalikes({text: parts(text) for text in special if set(text) <= CHAR_TO_BYTE.keys()}),
         ]
@@ -109,12 +109,3 @@ def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str
     merged = (merge_pairs(list(token), scores.get) for token in tokens)
     merges = [last for parts, last in merged if len(parts) == 1 and last is not None]
     return merges, lambda text: merge_pairs(list(text), scores.get)[0]
-
-
-def _compile(pattern: str) -> Regex:
-    try:
-        return Regex(pattern)
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(
-            f"not a tekken.json: its pattern cannot be compiled: {error}".replace("\n", " ")
-        ) from None
