@@ -38,7 +38,7 @@ def build_trained(build: Callable[[], Decoder], method: str, rank: int) -> Decod
     """The model as the method trains it, without reading or initialising values."""
     model = build_with_dtype(torch.float32 if method == "full" else torch.bfloat16, build)
     if method == "QLoRA":
-        shape_quantized(model, **decide_quantized(model, kind="nf4", double=True))
+        shape_quantized(model, decide_quantized(model, kind="nf4", double=True))
     if method != "full":
         note = lora.decide(model, rank=rank)
         lora.shape(model, note)

@@ -5,11 +5,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from rich.console import Console
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
+from dunes.text import Tokenizer
 
 torch.set_num_threads(1)
 
@@ -35,6 +38,18 @@ def code(tmp_path: Path) -> Path:
         lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(12)]
         (folder / f"module_{i}.py").write_text("\n".join(lines))
     return folder
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """A tokenizer as LLaMA's first: a space before each text, which lines do not separate, and a BOS."""
+    characters = [chr(i) for i in range(32, 127) if i != 32] + ["\n", "▁"]
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *characters, "▁d", "▁v"])}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "d"), ("▁", "v")], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    inner.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(inner)
 
 
 def data(name: str) -> Path:

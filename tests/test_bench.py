@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import display, toy
-from dunes import bench, measure
-from dunes.augment import attach, quantize
+from dunes import bench, checkpoint, measure
+from dunes.augment import apply_change, attach, quantize
 from dunes.augment.quantize import NF4
 from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
@@ -32,6 +32,7 @@ from dunes.parts import Decoder
 from dunes.runs import timings
 from dunes.runs.memory import next_token_loss
 from dunes.runs.train import train
+from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, cross_entropy
 from dunes.tree import find, linear
 
@@ -182,6 +183,23 @@ def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model
         assert row["seconds"] > 0
         assert row["amount"] > 0
         assert row["machine"] == measure.fingerprint()["machine"]
+
+
+def test_a_folder_of_our_own_form_is_measured_as_what_it_holds(tmp_path):
+    dense = of_shape("llama", 20_000, 32)
+    checkpoint.save(dense.model(), tmp_path / "dense", Tokenizer.train("bytes", ()), 32)
+    loaded = checkpoint.load(tmp_path / "dense")
+    changes = (apply_change(loaded.model, "quantize", kind="nf4"),)
+    architecture = replace(loaded.architecture, changes=changes)
+    checkpoint.save(loaded.model, tmp_path / "nf4", loaded.tokenizer, 32, architecture=architecture)
+    plain, few = (
+        measured("prefill", tmp_path / f"{name}.jsonl", models=[tmp_path / name], sizes=[])[0]
+        for name in ("dense", "nf4")
+    )
+    assert few["flops"] == plain["flops"] > 0
+    assert few["parameters"] == plain["parameters"]
+    stored = checkpoint.load(tmp_path / "nf4").model
+    assert few["bytes"] == sum(t.nbytes for t in (*stored.parameters(), *stored.buffers())) < plain["bytes"]
 
 
 @pytest.fixture(scope="module")

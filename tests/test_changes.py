@@ -9,9 +9,19 @@ import torch
 import expansion
 from adapters import IDS, build, difference
 from dunes import checkpoint, tree
-from dunes.augment import CHANGES, Adapted, Change, apply_change, base_model
+from dunes.augment import (
+    CHANGES,
+    Adapted,
+    Change,
+    apply_change,
+    base_model,
+    dequantize,
+    repeat_structure,
+    undo_change,
+)
 from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
+from dunes.runs.augment import augment_folder
 from dunes.runs.export import export
 from dunes.train import next_token
 
@@ -131,6 +141,9 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
             lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}),
             "q: this model has no such",
         ),
+        (lambda c: c["changes"][0]["places"].update({"**a" * 20: {}}), "this model has no such"),
+        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="int8"), "dtype is 'int8'; expected"),
+        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="load"), "dtype is 'load'; expected"),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
     ],
@@ -144,6 +157,41 @@ def test_an_edited_card_is_refused_before_a_weight_is_read(edit, words, tmp_path
     with pytest.raises(ValueError, match=words) as caught:
         checkpoint.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [10**400, "int8", []])
+def test_a_damaged_record_of_an_adapter_is_refused(value, tmp_path):
+    model, architecture = changed("lora")
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
+    card = json.loads((tmp_path / "dunes.json").read_text())
+    edited = card["changes"][0]["request"] if value == "int8" else card["changes"][0]["places"]["blocks.0.attn.q"]
+    edited["dtype" if value == "int8" else "alpha"] = value
+    (tmp_path / "dunes.json").write_text(json.dumps(card))
+    with pytest.raises(ValueError, match=r"dunes\.json: "):
+        checkpoint.load(tmp_path)
+
+
+def test_places_in_a_record_are_names_and_no_globs(tmp_path, monkeypatch):
+    """As globs they take quadratic time: hours for thousands of experts."""
+    model, architecture = changed("nf4")
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
+    monkeypatch.setattr(tree, "_pattern", lambda glob: pytest.fail("compiled a glob"))
+    loaded = checkpoint.load(tmp_path).model
+    assert len(dequantize(loaded)) == 14
+    with pytest.raises(ValueError, match=r"^blocks\.0\.attn\.k: this model has no such"):
+        repeat_structure(model, architecture.changes[0])
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantized_model_of_two_bytes_runs_and_trains_biases_in_four(kind):
+    model = build("gpt2").to(torch.bfloat16)
+    apply_change(model, "quantize", kind=kind)
+    exact = build("gpt2").to(torch.bfloat16)
+    apply_change(exact, "quantize", kind=kind)
+    dequantize(exact)
+    model.float()(IDS).sum().backward()
+    assert difference(model(IDS), exact.float()(IDS)) < 1e-5
+    assert model.blocks[0].attn.q.bias.grad.any()
 
 
 def test_an_architecture_of_another_model_is_refused_at_once(tmp_path):
@@ -170,6 +218,44 @@ def test_a_model_of_ones_own_function_is_changed_and_saved_too(tmp_path):
     assert torch.equal(checkpoint.load(tmp_path, build=make).model(IDS), model(IDS))
     with pytest.raises(ValueError, match="not imported automatically"):
         checkpoint.load(tmp_path)
+
+
+def test_a_change_is_taken_back():
+    model = build()
+    logits, names = model(IDS), list(model.state_dict())
+    lora = apply_change(model, "lora", rank=2)
+    undo_change(model, lora)
+    assert torch.equal(model(IDS), logits)
+    quantized = apply_change(model, "quantize", kind="int8")
+    rounded = model(IDS)
+    undo_change(model, quantized)
+    assert list(model.state_dict()) == names
+    assert difference(model(IDS), rounded) <= 1e-5
+    expanded = apply_change(model, "expand")
+    with pytest.raises(ValueError, match="the change expand cannot be taken back"):
+        undo_change(model, expanded)
+
+
+def test_a_quantized_folder_takes_an_adapter_and_is_exported_to_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    checkpoint.save(build(), tmp_path / "dense", None, 32)
+    lines = augment_folder(tmp_path / "dense", tmp_path / "nf4", "quantize", kind="nf4", double=True)
+    assert "the written folder is equal" in lines[1]
+    loaded = checkpoint.load(tmp_path / "nf4")
+    apply_change(loaded.model, "lora", rank=2)
+    train(loaded.model, ("**.adapters.**",))
+    logits = loaded.model.eval()(IDS)
+    checkpoint.save_adapter(loaded.model, tmp_path / "adapter", base=tmp_path / "nf4")
+    again = checkpoint.load(tmp_path / "adapter")
+    assert torch.equal(again.model(IDS), logits)
+    assert [change.name for change in again.architecture.changes] == ["quantize", "lora"]
+    with pytest.raises(ValueError, match=r"made for a base in 'NF4, torch\.float32'"):
+        checkpoint.load_adapter(checkpoint.load(tmp_path / "dense").model, tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "plain")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    print(f"logits differ by {difference(theirs(IDS).logits, logits)}")
+    assert difference(theirs(IDS).logits, logits) <= 2e-5 * logits.abs().max()
 
 
 def test_a_record_survives_json():

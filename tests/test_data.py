@@ -18,6 +18,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from conftest import metaspace_tokenizer
 from dunes.data import (
     PackedText,
     TokenFile,
@@ -703,6 +704,19 @@ def test_a_document_of_many_blocks_has_the_ids_of_the_whole(tmp_path):
     shard = token_shard([one(tmp_path / "long.txt")], tokenizer)
     assert len(list(one(tmp_path / "long.txt").text())) > 1
     assert shard.tokens.tolist() == [*tokenizer.encode(lines), tokenizer.eos]
+
+
+def test_a_shard_of_a_foreign_tokenizer_has_its_bos_and_ids_of_whole_texts(tmp_path):
+    tokenizer = metaspace_tokenizer()
+    texts = {"a.txt": "def v\n" * 12_000, "b.txt": "v d"}
+    corpus = collect_corpus([put(tmp_path / "source", texts)])
+    documents = sorted(corpus.train + corpus.valid, key=lambda d: d.name)
+    ids = [[0, *tokenizer.encode("".join(d.text())), 1] for d in documents]
+    shard = token_shard(documents, tokenizer, tmp_path / "cache")
+    assert shard.tokens.tolist() == [i for text in ids for i in text]
+    assert shard.starts.tolist() == [0, len(ids[0])]
+    assert tokenizer.text_start == [0]
+    assert len(tokenizer.encode("a\n") * 2) != len(tokenizer.encode("a\na\n")), "lines do not separate it"
 
 
 def test_bytes_are_reported_as_they_are_done_and_only_once(documents):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.nn.modules.module import register_module_forward_hook
 
-from conftest import display, toy
+from conftest import display, metaspace_tokenizer, toy
 from dunes import checkpoint, measure
 from dunes.data import collect_corpus
 from dunes.models import FAMILIES
@@ -27,6 +27,7 @@ from dunes.parts import Decoder
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
+from dunes.runs import timings as timings_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
@@ -178,6 +179,19 @@ def test_separate_documents_are_scored_as_they_are_trained_and_resumed_exactly(s
     assert abs(score.loss / card["measured"]["loss"] - 1) > 1e-4, "joined, they score otherwise"
 
 
+@pytest.mark.parametrize("split", ["files", "tails"])
+@pytest.mark.parametrize("tokenizer", [Tokenizer.train("bytes", []), metaspace_tokenizer()])
+def test_the_validation_tokens_of_eval_are_those_of_training(tokenizer, split, code):
+    config = toy(code, split=split, separate_documents=True)
+    with display()[0] as show:
+        ids = tokenize(config, gather(config), tokenizer, show).valid
+    again, _ = evaluation_tokens(tokenizer, {"trained": asdict(config)})
+    every = np.arange(len(ids))[None]
+    assert np.array_equal(ids[every], again[every[0]][None])
+    assert ids.starts.tolist() == again.starts.tolist()
+    assert ids.end == again.end == tokenizer.eos
+
+
 def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
@@ -188,7 +202,8 @@ def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
 def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
     looks = itertools.count()
-    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
+    for module in (loop_module, timings_module):
+        monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
@@ -200,7 +215,8 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
 def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatch):
     """Two sessions of one run by the clock, which counts looks."""
     looks = itertools.count()
-    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
+    for module in (loop_module, timings_module):
+        monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     config, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
     with monkeypatch.context() as patch:
         stopping_at(20, patch)

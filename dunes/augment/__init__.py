@@ -2,7 +2,15 @@
 
 from dunes.augment.adapted import Adapted, Adapter
 from dunes.augment.change import Change
-from dunes.augment.changes import CHANGES, apply_change, attach, make_change, quantize, repeat_structure
+from dunes.augment.changes import (
+    CHANGES,
+    apply_change,
+    attach,
+    make_change,
+    quantize,
+    repeat_structure,
+    undo_change,
+)
 from dunes.augment.lora import adapter_active, base_model, detach, row_adapters, set_adapter
 from dunes.augment.merge import Merged, merge, unmerge
 from dunes.augment.quantize import dequantize
@@ -25,5 +33,6 @@ __all__ = [
     "repeat_structure",
     "row_adapters",
     "set_adapter",
+    "undo_change",
     "unmerge",
 ]

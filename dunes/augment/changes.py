@@ -45,8 +45,15 @@ def repeat_structure(model: nn.Module, change: Change) -> None:
     """
     try:
         _entry(change).shape(model, change)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"the record of the change {change.name} is damaged: {error!r}") from None
+
+
+def undo_change(model: nn.Module, change: Change) -> None:
+    """Take a change back, as far as it can be. Raises ValueError for one that cannot."""
+    if not hasattr(entry := _entry(change), "undo"):
+        raise ValueError(f"the change {change.name} cannot be taken back; load the model as it was before")
+    entry.undo(model, change)
 
 
 def _entry(change: Change) -> Any:

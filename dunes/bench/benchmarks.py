@@ -103,9 +103,10 @@ def decode(subject: Subject, setting: Setting) -> Work:
     if half < 2:
         raise ValueError(f"a context of {setting.context} leaves nothing to decode; at least 4 tokens are needed")
     count = setting.context - half
-    requests = [Request(ids, count) for ids in _random_ids(model, setting.batch, half).tolist()]
+    prompts = _random_ids(model, setting.batch, half).tolist()
 
     def prefilled() -> Any:
+        requests = [Request(ids, count) for ids in prompts]
         tokens = generate_all(model, requests, context_length=setting.context)
         next(tokens)  # reads the prompt
         return tokens

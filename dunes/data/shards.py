@@ -1,6 +1,6 @@
 """Token shards of a corpus on disk: private, immutable, with a digest, memory-mapped.
 
-A shard is a folder with `tokens.bin` (little-endian ids, one text after another, each followed by the end token),
+A shard is a folder with `tokens.bin` (little-endian ids, texts between their first and last tokens),
 `starts.bin` (the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the
 documents' contents, the tokenizer and the settings, so a changed corpus or tokenizer never gets old tokens.
 """
@@ -136,7 +136,7 @@ def _card(documents: Sequence[Document], tokenizer: Tokenizer) -> dict[str, str 
 
 
 def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    seen = blake2b(f"{FORMAT}\n{tokenizer.json()}".encode(), digest_size=20)
+    seen = blake2b(f"{FORMAT} {tokenizer.text_start}\n{tokenizer.json()}".encode(), digest_size=20)
     for document in documents:
         seen.update(document.digest.encode())
     return seen.hexdigest()
@@ -153,40 +153,47 @@ def _write(
     card: dict[str, str | int],
     progress: Callable[[int], None],
 ) -> None:
-    dtype, end, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.eos, 0, [0], sha256()
+    dtype, begin, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.text_start, 0, list[int](), sha256()
     path = folder / "tokens.bin"
     with path.open("wb") as file:
         for document in documents:
-            for group in _groups(document):
+            for group in _groups(document, begin, tokenizer):
                 ids: list[int] = []
-                for (_, last), part in zip(group, tokenizer.encode_all([part for part, _ in group]), strict=True):
-                    ids += [*part, end] if last else part
-                    starts += [length + len(ids)] if last else []
+                for (_, after), part in zip(group, tokenizer.encode_all([part for part, _ in group]), strict=True):
+                    starts += [length + len(ids)] if after is begin else []
+                    ids += [*part, *after]
                 length += len(ids)
                 digest.update(data := np.array(ids, dtype).tobytes())
                 file.write(data)
             progress(document.size)
         file.flush()
         os.fsync(file.fileno())
-    (folder / "starts.bin").write_bytes(data := np.array(starts[:-1], "<i8").tobytes())
+    (folder / "starts.bin").write_bytes(data := np.array(starts, "<i8").tobytes())
     digest.update(data)
     for path in folder.iterdir():
         path.chmod(0o400)
     (folder / "shard.json").write_text(json.dumps(card | {"length": length, "sha256": digest.hexdigest()}))
 
 
-def _groups(document: Document) -> Iterator[list[tuple[str, bool]]]:
-    """The document's texts in parts, each with whether it ends its text, in groups of about BLOCK characters."""
-    group: list[tuple[str, bool]] = []
+def _groups(
+    document: Document, begin: list[int], tokenizer: Tokenizer
+) -> Iterator[list[tuple[str, Sequence[int]]]]:
+    """The document's texts in parts, each with the ids after it, in groups of about BLOCK characters.
+
+    Each text begins with an empty part and `begin`.
+    """
+    group: list[tuple[str, Sequence[int]]] = []
     size = 0
     for text in document.texts():
-        for part in (part for block in text for part in line_parts(block)):
-            group.append((part, False))
+        group.append(("", begin))
+        lines = (part for block in text for part in line_parts(block))
+        for part in lines if tokenizer.line_separable else ["".join(lines)]:
+            group.append((part, ()))
             size += len(part)
             if size > BLOCK:
                 yield group
                 group, size = [], 0
-        group.append(("", True))
+        group.append(("", (tokenizer.eos,)))
     yield group
 
 

@@ -27,9 +27,9 @@ class Token:
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Request:
-    """Up to `limit` tokens after the prompt, or until one in `stop`, by an adapter of the model.
+    """Up to `limit` tokens after the prompt, or until one in `stop`, by an adapter of the model; `ids` grow.
 
     Raises ValueError for an empty prompt.
     """
@@ -44,6 +44,22 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("a prompt has no tokens; give it at least the end token")
+        self.ids, self._start, self.end = list(self.prompt), 0, len(self.prompt) + self.limit
+
+    def window(self, context_length: int) -> list[int]:
+        """The ids that the model attends to, which go on from their last half when there are too many."""
+        if len(self.ids) - self._start > context_length:
+            grown = len(self.ids) > len(self.prompt)
+            self._start = len(self.ids) - (max(1, context_length // 2) if grown else context_length)
+        return self.ids[self._start :]
+
+    def append(self, token: Token) -> Token | None:
+        """The token as part of the text; None if the text ends instead."""
+        if token.id in self.stop:
+            self.end = len(self.ids)
+            return None
+        self.ids.append(token.id)
+        return token
 
 
 def generate(
@@ -80,19 +96,14 @@ def generate_all(
     many rows: what it holds of the beginning of a text is not evaluated, and afterwards it holds the new texts.
     """
     cache = cache or PrefixCache(model, len(requests))
-    rows: list[_Row | None] = [None] * len(requests)
-    while True:
-        rows = [_row(request, row, context_length) for request, row in zip(requests, rows, strict=True)]
-        active = {i: row for i, row in enumerate(rows) if row is not None and len(row.ids) < row.end}
-        if not active:
-            return
-        cache.reserve(max(row.capacity for row in active.values()))
-        for i, row in active.items():
-            cache.set_adapter(i, row.request.adapter)
-        logits = cache.logits({i: row.window() for i, row in active.items()})
+    while active := {i: r for i, r in enumerate(requests) if r is not None and len(r.ids) < r.end}:
+        cache.reserve(min(context_length, max(r.end for r in active.values())))
+        for i, request in active.items():
+            cache.set_adapter(i, request.adapter)
+        logits = cache.logits({i: r.window(context_length) for i, r in active.items()})
         tokens = dict(zip(active, _next_tokens(list(active.values()), logits), strict=True))
         if any(tokens.values()):
-            yield [tokens.get(i) for i in range(len(rows))]
+            yield [tokens.get(i) for i in range(len(requests))]
 
 
 def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
@@ -103,44 +114,11 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
     return _tokens(logits, torch.tensor(ids[1:], device=device), [alternatives] * len(logits))
 
 
-class _Row:
-    """A request and its ids so far, which end when there are `end`."""
-
-    def __init__(self, request: Request, context_length: int) -> None:
-        self.request, self.context_length, self.ids = request, context_length, list(request.prompt)
-        self.start, self.end = max(0, len(self.ids) - context_length), len(self.ids) + request.limit
-
-    @property
-    def capacity(self) -> int:
-        return min(self.context_length, self.end)
-
-    def window(self) -> list[int]:
-        """The ids that the model attends to, which go on from their last half when there are too many."""
-        if len(self.ids) - self.start > self.context_length:
-            self.start = len(self.ids) - max(1, self.context_length // 2)
-        return self.ids[self.start :]
-
-    def append(self, token: Token) -> Token | None:
-        """The token as part of the text; None if the text ends instead."""
-        if token.id in self.request.stop:
-            self.end = len(self.ids)
-            return None
-        self.ids.append(token.id)
-        return token
-
-
-def _row(request: Request | None, row: _Row | None, context_length: int) -> _Row | None:
-    """The row of this request: the one there is, or a new one."""
-    if request is None:
-        return None
-    return row if row is not None and row.request is request else _Row(request, context_length)
-
-
-def _next_tokens(rows: Sequence[_Row], logits: Tensor) -> list[Token | None]:
-    """Choose a token for each row by its logits (N, V), and append it."""
-    chosen = torch.stack([row.request.sample(x, row.ids) for row, x in zip(rows, logits, strict=True)])
-    tokens = _tokens(logits, chosen, [row.request.alternatives for row in rows])
-    return [row.append(token) for row, token in zip(rows, tokens, strict=True)]
+def _next_tokens(requests: Sequence[Request], logits: Tensor) -> list[Token | None]:
+    """Choose a token for each request by its logits (N, V), and append it."""
+    chosen = torch.stack([r.sample(x, r.ids) for r, x in zip(requests, logits, strict=True)])
+    tokens = _tokens(logits, chosen, [r.alternatives for r in requests])
+    return [r.append(token) for r, token in zip(requests, tokens, strict=True)]
 
 
 def _tokens(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:

@@ -86,17 +86,14 @@ def sampler(
     for name, (value, valid, expected) in checks.items():
         if not valid:
             raise ValueError(f"sampling: {name} is {value}; expected {expected}")
-    penalties = () if penalty == 1.0 else (partial(penalise, penalty),)
+    processors: list[Processor] = [partial(penalise, penalty)] if penalty != 1 else []
     if temperature == 0:
-        return Sampler(penalties)
-    filters: list[tuple[Callable[..., Tensor], float | None]] = [
-        (scale_logits, temperature),
-        (keep_top_k, top_k),
-        (keep_top_p, top_p),
-        (keep_min_p, min_p),
-    ]
-    kept = (partial(keep, value) for keep, value in filters if value is not None)
-    return Sampler((*penalties, *kept), draw(seed))
+        return Sampler(tuple(processors))
+    processors.append(partial(scale_logits, temperature))
+    processors += [partial(keep_top_k, top_k)] if top_k else []
+    processors += [partial(keep_top_p, top_p)] if top_p else []
+    processors += [partial(keep_min_p, min_p)] if min_p else []
+    return Sampler(tuple(processors), draw(seed))
 
 
 def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:

@@ -26,6 +26,8 @@ class Cache:
 
     window: int | None = None
     """How many positions a layer may attend to; None: all."""
+    row_state: tuple[str, ...] = ("length",)
+    """The attributes (B,) that belong to the rows."""
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.batch, self.capacity = batch, capacity
@@ -101,14 +103,17 @@ class Cache:
     def select_rows(self, rows: Tensor) -> Self:
         """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
         new = copy.copy(self)
-        new.batch, new.length = len(rows), self.length[rows]
+        new.batch = len(rows)
+        for name in self.row_state:
+            setattr(new, name, getattr(self, name)[rows])
         new.keys = [k[rows] for k in self.keys]
         new.values = [v[rows] for v in self.values]
         return new
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
         """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
-        self.length[rows] = other.length
+        for name in self.row_state:
+            getattr(self, name)[rows] = getattr(other, name)
         self.max_length = int(self.length.max())
         for stored, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
             stored[rows] = new
@@ -132,6 +137,8 @@ class RollingCache(Cache):
     For models whose layers all have a window of at most this size. `slack` is how many tokens `truncate` can drop
     from a text that is longer than the capacity.
     """
+
+    row_state = ("length", "high_water")
 
     def __init__(self, batch: int, window: int, device: torch.device | str = "cpu", slack: int = 16) -> None:
         super().__init__(batch, window + slack, device)
@@ -193,14 +200,3 @@ class RollingCache(Cache):
         remaining = super().truncate(torch.where(possible, n, 0))
         self.high_water = torch.where(remaining == 0, 0, self.high_water)
         return remaining
-
-    def select_rows(self, rows: Tensor) -> Self:
-        """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
-        new = super().select_rows(rows)
-        new.high_water = self.high_water[rows]
-        return new
-
-    def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
-        super().write_rows(rows, other)
-        self.high_water[rows] = other.high_water

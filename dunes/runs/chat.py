@@ -64,18 +64,17 @@ class ChatModel:
     def check_system(self, system: str) -> None:
         """Raises ValueError if the template cannot write this system prompt."""
         if system:
-            next(
-                iter(
-                    self.template.render([(Turn("system", system), Turn("user", "a"))], add_generation_prompt=True)
-                )
-            )
+            self._render(Turn("system", system), Turn("user", "a"))
 
     def _supports(self, *talk: Turn) -> bool:
         try:
-            next(iter(self.template.render([talk], add_generation_prompt=True)))
+            self._render(*talk)
         except ValueError:
             return False
         return True
+
+    def _render(self, *talk: Turn) -> None:
+        next(iter(self.template.render([talk], add_generation_prompt=True)))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,10 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
     """
     tokenizer = tokenizer or _tokenizer(config, corpus.train, display)
     shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
-    sides = _tails(shards[0]) if corpus.split == "tails" else [_whole(shard) for shard in shards]
+    # A document begins with its BOS, or the EOS of the one before it.
+    before = 0 if tokenizer.text_start else 1
+    whole: list[Side] = [(s.token_file, np.append(0, s.starts[1:] - before)) for s in shards]
+    sides = _tails(shards[0]) if corpus.split == "tails" else whole
     separate = config.separate_documents
     train, valid = (PackedText(*side, tokenizer.eos) if separate else side[0] for side in sides)
     for side, tokens, minimum in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
@@ -121,11 +124,6 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, display: Display
         display.state("tokenizing", done / max(1, total))
 
     return token_shard(documents, tokenizer, progress=report)
-
-
-def _whole(shard: Shard) -> Side:
-    """All tokens; a document begins with the EOS of the one before it."""
-    return shard.token_file, np.append(0, shard.starts[1:] - 1)
 
 
 def _tails(shard: Shard) -> list[Side]:

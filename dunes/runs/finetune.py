@@ -17,10 +17,10 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_method import METHODS, unused_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.loop import Make, execute_run
+from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
-from dunes.runs.run import Run, build_schedule
+from dunes.runs.run import Run, build_schedule, run_lock
 from dunes.runs.score import evaluation_tokens
 from dunes.runs.timings import Timings
 from dunes.train import Trainer
@@ -32,23 +32,27 @@ BASELINE = Path("state") / "baseline.json"
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
     """Finetune into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
-    This many `examples` are printed first, with trained tokens highlighted. Returns and raises what `execute_run`
-    does.
+    This many `examples` are printed first, with trained tokens highlighted. Returns and raises what `train` does.
     """
-    run_options = RunOptions(**options)
+    run_options, timings = RunOptions(**options), Timings()
     if unused := unused_options(config, run_options.asked or ()):
         raise ValueError(f"--{unused[0]} applies to adapters, and --method {config.method} trains none; omit it")
-
-    def prepare_data(config: FinetuneConfig, timings: Timings) -> Make | None:
+    ready = begin_run(config, folder, display, run_options)
+    if ready is None:
+        return 0
+    with display:
         with timings("reading data"):
-            data = FinetuneData.read(config, display)
+            data = FinetuneData.read(ready, display)
         for example in data.train[:examples]:
             display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("preparing"):
-            ready, text = data.complete(display), forgetting_text(data, display)
-        return None if run_options.dry_run else lambda: prepare(ready, text, folder, display)
-
-    return execute_run(config, folder, display, run_options, prepare_data)
+            data, text = data.complete(display), forgetting_text(data, display)
+        if run_options.dry_run:
+            return 0
+        with run_lock(folder):
+            with timings("building the model"):
+                run = prepare(data, text, folder, display)
+            return execute_run(run, display, run_options, timings)
 
 
 def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:

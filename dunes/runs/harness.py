@@ -9,7 +9,7 @@ https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.m
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -183,12 +183,7 @@ class Harness(TemplateLM):
                 "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
                 "--context-length"
             )
-        end = self._decode([self._end])
-        return (
-            wanted
-            if end in wanted.until
-            else GenerationSettings((*wanted.until, end), wanted.limit, wanted.sample)
-        )
+        return replace(wanted, until=(*wanted.until, self._decode([self._end])))
 
     def _prompt(self, context: str, limit: int) -> list[int]:
         """The ids of the context, truncated on the left to leave room for the answer."""

@@ -51,21 +51,14 @@ PATIENCE, WORSE = 3, 1.01
 NOT_SAVED = 3
 DIVERGED = 4
 
-Make = Callable[[], Run]
 
+def begin_run(config: T, folder: Path, display: Display, options: RunOptions) -> T | None:
+    """The config to run with, of a new run or of the one in the folder; nothing is written.
 
-def execute_run(
-    config: T, folder: Path, display: Display, options: RunOptions, prepare: Callable[[T, Timings], Make | None]
-) -> int:
-    """Train into the folder, or resume the run there.
-
-    `prepare` reads and reports on the data, and returns a function that creates the run, or None in a dry run.
-    Returns an exit status: 0, 128 + the signal that ended the run, 3 if the last state could not be saved, or
-    4 if training did not recover from NaN or infinity. Raises ValueError, before anything is written, for invalid
-    options or data.
+    None if a dry run has nothing to report but the run in the folder. Raises ValueError for invalid options, and
+    for a folder that cannot be used.
     """
-    start = monotonic()
-    board = TensorBoard(folder if options.tensorboard else None, NonFatal(display))
+    TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
     config = config.with_absolute_paths()
     with _warn_in_dry_run(display, options.dry_run):
         config = resolve_config(config, folder, options.resume, options.asked, options.override)
@@ -81,31 +74,34 @@ def execute_run(
         continuation = f"; --resume continues from there up to {config.length}" if options.resume else ""
         display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
-            return 0
+            return None
     measure.set_device(config.device)
     measure.keep_freed_memory()
     measure.flush_denormals()
-    timings = Timings()
-    with display:
-        create_run = prepare(config, timings)
-        if create_run is None:
-            return 0
-        with run_lock(folder), Saver(display.line, options.strict) as saver:
-            with timings("building the model"):
-                run = create_run()
-                if options.resume:
-                    restore_run(run, display.line, options.override, options.strict)
-                else:
-                    start_run(run.config, folder, run.task.tokenizer)
-            run.timings.seconds.update(timings.seconds)
-            # Preparing counts as elapsed time.
-            run.elapsed += monotonic() - start
-            display.detail(run.task.summary(run))
-            with board:
-                status = _train(run, saver, display, board)
-            for line in ("wall-clock time:", *lines(run.timings.seconds)) if options.profile else ():
-                display.line(line)
-            return status
+    return config
+
+
+def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:
+    """Train, after restoring the last state if the run is resumed. The caller holds the run's lock.
+
+    `timings` are of the preparation, which counts as elapsed time. Returns an exit status: 0, 128 + the signal
+    that ended the run, 3 if the last state could not be saved, or 4 if training did not recover from NaN or
+    infinity.
+    """
+    with Saver(display.line, options.strict) as saver:
+        with timings("building the model"):
+            if options.resume:
+                restore_run(run, display.line, options.override, options.strict)
+            else:
+                start_run(run.config, run.folder, run.task.tokenizer)
+        run.timings.seconds.update(timings.seconds)
+        run.elapsed += timings.elapsed
+        display.detail(run.task.summary(run))
+        with TensorBoard(run.folder if options.tensorboard else None, NonFatal(display)) as board:
+            status = _train(run, saver, display, board)
+        for line in ("wall-clock time:", *lines(run.timings.seconds)) if options.profile else ():
+            display.line(line)
+        return status
 
 
 @contextmanager

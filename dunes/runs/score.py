@@ -51,9 +51,7 @@ def evaluation_tokens(
 
 def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool, separate: bool) -> TokenIds:
     """The token ids of the documents (`full`), or of their last tenths, as in training."""
-    # An EOS that starts documents is the end of the previous document, which is there already.
-    begin = [i for i in tokenizer.document_start if i != tokenizer.eos] if full else []
-    parts = []
+    begin, parts = tokenizer.text_start, []
     for text in (text for document in documents for text in document.texts()):
         pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
         ids = np.concatenate([np.array(begin, np.int32), *pieces, np.array([tokenizer.eos], np.int32)])

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,6 +15,12 @@ class Timings:
     """`with timings("saves"):` adds the elapsed seconds to that phase. Costs a microsecond per use."""
 
     seconds: Counter[str] = field(default_factory=Counter)
+    start: float = field(default_factory=lambda: monotonic())
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this object was made."""
+        return monotonic() - self.start
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

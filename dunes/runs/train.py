@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dunes import checkpoint, measure, tree
-from dunes.data import Windows
+from dunes.data import Corpus, Windows
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
@@ -19,10 +19,10 @@ from dunes.runs.autosize import autosize_run, config_for, memory_advice, size_wa
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate, widths
-from dunes.runs.loop import Make, execute_run
+from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
-from dunes.runs.run import Run, build_schedule, card_facts
+from dunes.runs.run import Run, build_schedule, card_facts, run_lock
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.train_from import base_tokenizer, choose_options, load_base, score_base, select_trainable
@@ -36,69 +36,65 @@ from dunes.units import format_count, plural
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
     """Train into the folder, or resume the run there; `options` are fields of `RunOptions`.
 
-    Returns and raises what `execute_run` does.
+    Returns what `execute_run` does. Raises ValueError, before anything is written, for invalid options or data.
     """
-    run_options = RunOptions(**options)
-
-    def prepare_data(config: TrainConfig, timings: Timings) -> Make | None:
+    run_options, timings = RunOptions(**options), Timings()
+    ready = begin_run(config, folder, display, run_options)
+    if ready is None:
+        return 0
+    with display:
         with timings("reading data"):
-            base = load_base(config) if config.base else None
-            corpus = gather(config)
+            base, corpus = load_base(ready) if ready.base else None, gather(ready)
         for line in (corpus.report(), *corpus.notes):
             display.detail(line)
-        config, chosen = replace(config, split=corpus.split), not config.size
         with timings("choosing the size"):
-            size = sum(d.size for d in corpus.train)
-            config, reasons = choose_options(config, base) if base else autosize_run(config, size)
-        for line in reasons:
-            display.detail(line)
-        if not chosen and not base and (warning := size_warning(config)):
-            display.line(warning)
+            ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display)
         if run_options.dry_run:
-            return None
+            return 0
         with timings("tokenizing"):
-            earlier = Tokenizer.load(folder / "state") if run_options.resume else None
-            tokens = tokenize(config, corpus, base_tokenizer(base) if base else earlier, display)
-        if base is None:
-            return lambda: prepare(config, folder, tokens)
-        return lambda: prepare_from(base, config, folder, tokens, None if run_options.resume else display)
+            earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
+            tokens = tokenize(ready, corpus, base_tokenizer(base) if base else earlier, display)
+        with run_lock(folder):
+            with timings("building the model"):
+                run = prepare(ready, folder, tokens, base)
+            if base and not run_options.resume:
+                score_base(run, display)
+            return execute_run(run, display, run_options, timings)
 
-    return execute_run(config, folder, display, run_options, prepare_data)
+
+def _choose_options(
+    config: TrainConfig, corpus: Corpus, base: checkpoint.LoadedModel | None, display: Display
+) -> TrainConfig:
+    """The config with every open option chosen, and the reasons shown."""
+    if base is not None:
+        chosen, reasons = choose_options(config, base)
+    else:
+        chosen, reasons = autosize_run(config, sum(d.size for d in corpus.train))
+    for line in reasons:
+        display.detail(line)
+    if base is None and config.size and (warning := size_warning(chosen)):
+        display.line(warning)
+    return chosen
 
 
-def prepare(config: TrainConfig, folder: Path, tokens: Tokens) -> Run:
-    """A run at step 0, for a complete config."""
-    assert config.dtype, "set by `autosize_run`"
-    assert config.threads, "set by `autosize_run`"
+def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: checkpoint.LoadedModel | None = None) -> Run:
+    """A run at step 0, for a complete config: of a new model, or of the base's."""
+    assert config.dtype, "chosen before"
+    assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     device, dtype = measure.device(), getattr(torch, config.dtype)
-    model_config = config_for(config, tokens.tokenizer.vocab)
-    model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
-    return _run(TrainTask(config, tokens), model, folder, dtype)
-
-
-def prepare_from(
-    base: checkpoint.LoadedModel, config: TrainConfig, folder: Path, tokens: Tokens, display: Display | None
-) -> Run:
-    """A run at step 0 that continues the training of a model, which is scored first if there is a display."""
-    assert config.dtype, "set by `choose_options`"
-    assert config.threads, "set by `choose_options`"
-    torch.set_num_threads(config.threads)
-    # In float32: updates are smaller than bfloat16's precision.
-    identity, model = checkpoint.base_identity(base.model), base.model.float().to(measure.device())
-    select_trainable(model, config.trainable, base.architecture.changes)
-    tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": str(identity["sha256"])})
-    run = _run(TrainTask(config, tokens, base), model, folder, getattr(torch, config.dtype))
-    if display is not None:
-        score_base(run, display)
-    return run
-
-
-def _run(task: "TrainTask", model: Decoder, folder: Path, dtype: torch.dtype) -> Run:
-    config, schedule = task.config, build_schedule(task.config)
+    if base is None:
+        model_config = config_for(config, tokens.tokenizer.vocab)
+        model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
+    else:
+        digest = str(checkpoint.base_identity(base.model)["sha256"])
+        tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": digest})
+        model = base.model.float().to(device)  # updates are smaller than bfloat16's precision
+        select_trainable(model, config.trainable, base.architecture.changes)
+    schedule = build_schedule(config)
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
-    return Run(folder, config, task, model, trainer, schedule)
+    return Run(folder, config, TrainTask(config, tokens, base), model, trainer, schedule)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from dunes.runs.run import Run, append_metrics
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 
-LR = 0.002
-"""The default peak learning rate of matrices: a tenth of that from scratch (LOG.md, "Training on")."""
+LR = 0.006
+"""The default peak learning rate of matrices: a third of that from scratch (LOG.md, "Training on")."""
 BASE_TOKENS = 16_384
 """Validation tokens that the model is scored on before the first step."""
 

@@ -179,6 +179,11 @@ class Tokenizer:
         """The ids that begin a document: `bos`, or for a tokenizer trained here `eos`, the end of another one."""
         return [self.eos] if self.line_separable and self._special.bos is None else self.bos
 
+    @property
+    def text_start(self) -> list[int]:
+        """`document_start` but EOS, which after another text is there already."""
+        return [i for i in self.document_start if i != self._eos]
+
     @cached_property
     def _default_bos(self) -> list[int]:
         plain, full = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -217,7 +222,7 @@ class Tokenizer:
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Its special tokens by the names in Hugging Face's special_tokens_map.json."""
-        begin = [i for i in self.document_start if i != self._eos]
+        begin = self.text_start
         ids = {"eos": self._eos, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
         tokens = {name: self._token(i) for name, i in ids.items() if i is not None}
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
