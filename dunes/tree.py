@@ -7,14 +7,15 @@ the last match wins.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
 
-Where = str | Sequence[str]
+Where = str | Sequence[str] | Set[str]
+"""A glob, several in order, or a set of names without globs, as a record of earlier changes has."""
 Kind = Callable[[nn.Module], bool]
 
 
@@ -46,7 +47,9 @@ def linears(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def matches(where: Where, name: str) -> bool:
-    """Whether the glob, or the ordered list of globs, selects this place."""
+    """Whether the glob, the ordered list of globs, or the set of names selects this place."""
+    if isinstance(where, Set):
+        return name in where
     chosen = False
     for glob in [where] if isinstance(where, str) else where:
         if _pattern(glob.removeprefix("!")).fullmatch(name):
@@ -57,7 +60,11 @@ def matches(where: Where, name: str) -> bool:
 def _pattern(glob: str) -> re.Pattern[str]:
     pieces = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     tokens = re.findall(r"\*\*|[*?]|\[[^\]]*\]|[^*?\[]+|\[", glob)
-    return re.compile("".join(pieces.get(t, t if t[0] == "[" and t[-1] == "]" else re.escape(t)) for t in tokens))
+    expression = "".join(pieces.get(t, t if t[0] == "[" and t[-1] == "]" else re.escape(t)) for t in tokens)
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"the glob {glob!r} is not valid: {error}") from None
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:

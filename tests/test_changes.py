@@ -9,7 +9,16 @@ import torch
 import expansion
 from adapters import IDS, build, difference
 from dunes import checkpoint, tree
-from dunes.augment import CHANGES, Adapted, Change, apply_change, base_model, undo_change
+from dunes.augment import (
+    CHANGES,
+    Adapted,
+    Change,
+    apply_change,
+    base_model,
+    dequantize,
+    repeat_structure,
+    undo_change,
+)
 from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
 from dunes.runs.augment import augment_folder
@@ -132,6 +141,9 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
             lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}),
             "q: this model has no such",
         ),
+        (lambda c: c["changes"][0]["places"].update({"**a" * 20: {}}), "this model has no such"),
+        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="int8"), "dtype is 'int8'; expected"),
+        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="load"), "dtype is 'load'; expected"),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
     ],
@@ -145,6 +157,41 @@ def test_an_edited_card_is_refused_before_a_weight_is_read(edit, words, tmp_path
     with pytest.raises(ValueError, match=words) as caught:
         checkpoint.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [10**400, "int8", []])
+def test_a_damaged_record_of_an_adapter_is_refused(value, tmp_path):
+    model, architecture = changed("lora")
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
+    card = json.loads((tmp_path / "dunes.json").read_text())
+    edited = card["changes"][0]["request"] if value == "int8" else card["changes"][0]["places"]["blocks.0.attn.q"]
+    edited["dtype" if value == "int8" else "alpha"] = value
+    (tmp_path / "dunes.json").write_text(json.dumps(card))
+    with pytest.raises(ValueError, match=r"dunes\.json: "):
+        checkpoint.load(tmp_path)
+
+
+def test_places_in_a_record_are_names_and_no_globs(tmp_path, monkeypatch):
+    """As globs they take quadratic time: hours for thousands of experts."""
+    model, architecture = changed("nf4")
+    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
+    monkeypatch.setattr(tree, "_pattern", lambda glob: pytest.fail("compiled a glob"))
+    loaded = checkpoint.load(tmp_path).model
+    assert len(dequantize(loaded)) == 14
+    with pytest.raises(ValueError, match=r"^blocks\.0\.attn\.k: this model has no such"):
+        repeat_structure(model, architecture.changes[0])
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantized_model_of_two_bytes_runs_and_trains_biases_in_four(kind):
+    model = build("gpt2").to(torch.bfloat16)
+    apply_change(model, "quantize", kind=kind)
+    exact = build("gpt2").to(torch.bfloat16)
+    apply_change(exact, "quantize", kind=kind)
+    dequantize(exact)
+    model.float()(IDS).sum().backward()
+    assert difference(model(IDS), exact.float()(IDS)) < 1e-5
+    assert model.blocks[0].attn.q.bias.grad.any()
 
 
 def test_an_architecture_of_another_model_is_refused_at_once(tmp_path):

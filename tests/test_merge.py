@@ -15,6 +15,7 @@ from dunes.augment.adapted import Adapter
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, UnmergedLogits, model_logits
+from dunes.runs.augment import augment_folder
 from dunes.runs.export import export as merge
 from dunes.text.templates import encode_prompt, find_template, get_template
 from test_adapter import IDS, pair
@@ -204,3 +205,18 @@ def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path):
     before = UnmergedLogits(tmp_path, torch.float32, plain, infinite, infinite)
     with pytest.raises(ValueError, match="the result is another model"):
         before.verify(open_source(tmp_path / "base"))
+
+
+def test_a_quantized_folder_has_no_original_weights(tmp_path):
+    base_in(tmp_path / "base")
+    augment_folder(tmp_path / "base", tmp_path / "small", "quantize", kind="nf4")
+    loaded = checkpoint.load(tmp_path / "small")
+    attach(loaded.model, rank=2)
+    checkpoint.save_adapter(trained(loaded.model), tmp_path / "a", base=tmp_path / "small", tokenizer=TOKENS)
+    for folder in ("a", "small"):
+        with pytest.raises(ValueError, match="saved without the original weights; use --into dequantized"):
+            merge(tmp_path / folder, tmp_path / "out", "original")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="leave out the table of names"):
+        open_source(tmp_path / "small", {"a": "model.norm.weight"})
+    merge(tmp_path / "a", tmp_path / "out")

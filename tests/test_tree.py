@@ -63,6 +63,17 @@ def test_nothing_selected_is_an_error_that_lists_what_there_is(model):
         tree.freeze(model, "head.weight")
 
 
+@pytest.mark.parametrize("glob", ["[z-a]", "blocks[]"])
+def test_a_glob_that_is_none_is_refused(glob, model):
+    with pytest.raises(ValueError, match="is not valid: "):
+        tree.find(model, glob)
+
+
+def test_a_set_has_names_and_no_globs(model):
+    (place,) = tree.find(model, {"blocks.0", "**"})
+    assert place.name == "blocks.0"
+
+
 def test_freeze_count_and_watch(model):
     total = tree.count(model)
     assert total == sum(p.numel() for p in model.parameters())

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Change:
@@ -38,6 +40,14 @@ class Change:
         if not valid or not all(map(_is_object, places.values())) or not all(isinstance(n, str) for n in new):
             raise ValueError("the record of a change is damaged; expected name, version, request and places")
         return cls(name, version, request, places, new)
+
+
+def float_dtype(name: Any) -> torch.dtype:
+    """The dtype of weights with this name. Raises ValueError for any other."""
+    if name not in (names := ("float32", "bfloat16", "float16", "float64")):
+        raise ValueError(f"dtype is {str(name)[:80]!r}; expected {', '.join(names)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _is_object(value: Any) -> bool:

@@ -45,7 +45,7 @@ def repeat_structure(model: nn.Module, change: Change) -> None:
     """
     try:
         _entry(change).shape(model, change)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"the record of the change {change.name} is damaged: {error!r}") from None
 
 

@@ -25,7 +25,7 @@ from dunes.augment.adapted import (
     is_embedding,
     sides,
 )
-from dunes.augment.change import Change
+from dunes.augment.change import Change, float_dtype
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
 
@@ -97,6 +97,7 @@ def check(model: nn.Module, change: Change) -> None:
         raise ValueError(f"dropout is {dropout!r}; it must be from 0 to below 1")
     if request["init"] not in ("lora", "pissa"):
         raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
+    float_dtype(request["dtype"])
     modules = {p.name: p.module for p in tree.places(model)}
     for place, settings in change.places.items():
         if place not in modules:
@@ -132,7 +133,7 @@ def shape(model: nn.Module, change: Change) -> None:
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
     check(model, change)
-    name, dtype = change.request["adapter"], getattr(torch, change.request["dtype"])
+    name, dtype = change.request["adapter"], float_dtype(change.request["dtype"])
 
     def wrap(place: tree.Place) -> nn.Module:
         outer = place.module if isinstance(place.module, Adapted) else adapted(place.module)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.adapted import dense
-from dunes.augment.change import Change
+from dunes.augment.change import Change, float_dtype
 from dunes.ops import low_rank
+from dunes.ops.autocast import autocast_dtype
 
 VERSION = 2
 
@@ -43,7 +44,7 @@ class Quantized(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or (self.bias is not None and self.bias.requires_grad):
-            return F.linear(x, self.dense(), self.bias)
+            return F.linear(x, self.dense().to(autocast_dtype(x)), self.bias)
         return low_rank.frozen(x, self.dense, self.bias)
 
     @abstractmethod
@@ -176,7 +177,7 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 @torch.no_grad()
 def dequantize(model: nn.Module) -> list[str]:
     """Replace quantized layers by dense ones with the rounded weights, below any wrappers. Returns the places."""
-    places = [*_quantized(model)]
+    places = {*_quantized(model)}
 
     def make(base: nn.Module) -> nn.Module:
         assert isinstance(base, Quantized)
@@ -186,7 +187,7 @@ def dequantize(model: nn.Module) -> list[str]:
         plain.register_parameter("bias", base.bias)
         return plain.train(base.training)
 
-    return tree.replace(model, places, make, lambda m: isinstance(m, Quantized), "inner") if places else []
+    return tree.replace(model, places, make, reach="inner") if places else []
 
 
 Kind = Literal["int8", "nf4"]
@@ -213,7 +214,10 @@ def _quantizable(module: nn.Module) -> bool:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Replace the linear layers, below their wrappers if they have any."""
+    """Replace the linear layers, below their wrappers if they have any.
+
+    Raises ValueError, before anything is changed, if the change does not fit the model.
+    """
     request = change.request
 
     def make(base: nn.Module) -> nn.Module:
@@ -221,12 +225,13 @@ def shape(model: nn.Module, change: Change) -> None:
         layer = Int8(base) if request["kind"] == "int8" else NF4(base, request["double"])
         return layer.train(base.training)
 
-    changed = tree.replace(model, [*change.places], make, lambda m: isinstance(m, nn.Linear), "inner")
-    if missing := sorted({*change.places} - {*changed}):
+    linears = {p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), nn.Linear)}
+    if missing := sorted({*change.places} - linears):
         raise ValueError(f"{missing[0]}: this model has no such dense linear layer; was it quantized already?")
+    dtypes = {name: float_dtype(s["dtype"]) for name, s in change.places.items() if "dtype" in s}
+    tree.replace(model, {*change.places}, make, reach="inner")
     for name, module in _quantized(model).items():
-        if dtype := change.places.get(name, {}).get("dtype"):
-            module.dtype = getattr(torch, dtype)
+        module.dtype = dtypes.get(name, module.dtype)
 
 
 @torch.no_grad()

@@ -161,6 +161,8 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
     that builds a model of no family.
     """
     if has_own_form(card := cards.read_card(folder)):
+        if renames:
+            raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
         return _open_own(folder, card, build)
     if (folder / CONFIG).is_file() and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))

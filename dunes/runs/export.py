@@ -103,6 +103,8 @@ def export(
     require_new_folder(folder, out)
     if is_adapter(folder):
         require_new_folder(base_folder(folder), out)
+    if into == "original" and has_own_form(read_card(base_folder(folder) if is_adapter(folder) else folder)):
+        raise ValueError(f"{folder}: its base was saved without the original weights; use --into dequantized")
     loaded = checkpoint.load(folder, any_base=any_base)
     if any_base:
         loaded = replace(loaded, card=loaded.card | {"any_base": True})

@@ -126,7 +126,7 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
         parameter.requires_grad_(trainable)
     if not any(p.requires_grad for p in model.parameters()):
         names = ", ".join(name for name, _ in model.named_parameters())
-        raise ValueError(f"--target-modules {' '.join(globs)} matches no parameter; the model has {names[:300]}")
+        raise ValueError(f"{' '.join(globs)} matches no parameter; the model has {names[:300]}")
 
 
 def learning_rate(config: FinetuneConfig, width: int) -> float:
