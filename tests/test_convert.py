@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes.checkpoint import atomic, folder, native, safetensors_writer
+from dunes.checkpoint import atomic, folder, inspect, native, safetensors_writer
 from dunes.checkpoint import convert as conversion
 from dunes.checkpoint.convert import convert, read_name_table
 from dunes.checkpoint.inspect import odd_values
@@ -594,7 +594,8 @@ def test_the_commands(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_odd_values_are_counted_by_tensor(dtype):
+def test_odd_values_are_counted_by_tensor(dtype, monkeypatch):
+    monkeypatch.setattr(inspect, "CHUNK", 5000)  # several parts
     limits = torch.finfo(dtype)
     odd = torch.linspace(-3, 3, 300 * 700).reshape(300, 700).to(dtype)
     odd[odd == 0] = 1
