@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes.checkpoint import atomic, folder, inspect, native, safetensors_writer
 from dunes.checkpoint import convert as conversion
+from dunes.checkpoint import folder, inspect
 from dunes.checkpoint.convert import convert, read_name_table
+from dunes.checkpoint.files import atomic, safetensors_writer
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, in_memory, renamed
+from dunes.checkpoint.forms import native
 from dunes.checkpoint.inspect import odd_values
-from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import source_logits
 from dunes.cli.main import main
@@ -247,7 +249,7 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
 KILLED = """
     import os, sys
     from pathlib import Path
-    from dunes.checkpoint import atomic, safetensors_writer
+    from dunes.checkpoint.files import atomic, safetensors_writer
     from dunes.checkpoint.convert import convert
     from dunes.checkpoint.source import open_source
 

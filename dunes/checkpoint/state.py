@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dunes.checkpoint import atomic
+from dunes.checkpoint.files import atomic
 from dunes.staging import folder_lock
 from dunes.text import json_file
 

@@ -14,7 +14,7 @@ import torch
 
 from dunes import checkpoint, tree
 from dunes.augment import Change
-from dunes.checkpoint.atomic import write_file
+from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
