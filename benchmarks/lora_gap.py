@@ -124,7 +124,7 @@ def validation_loss(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
 
 def own_text_bits(loaded: LoadedModel, dtype: torch.dtype) -> float:
     """Bits/byte on the base's validation split, in windows spread over it."""
-    width, ids = widths(loaded.tokenizer.token_bytes()), score.evaluation_tokens(loaded.tokenizer, loaded.card)[0]
+    width, ids = widths(loaded.tokenizer.token_bytes), score.evaluation_tokens(loaded.tokenizer, loaded.card)[0]
     return evaluate(loaded.model, ids, width, loaded.context_length, dtype, OWN).bits_per_byte
 
 

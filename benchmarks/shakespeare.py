@@ -77,7 +77,7 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
         if schedule.is_over(step.number):
             break
     seconds, finished = time.perf_counter() - start, time.time()
-    score = evaluate(model, valid, widths(tokenizer.token_bytes()), CONTEXT)
+    score = evaluate(model, valid, widths(tokenizer.token_bytes), CONTEXT)
     return {"seconds": seconds, "loss": score.loss, "steps": steps, "finished": finished}
 
 

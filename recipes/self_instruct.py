@@ -18,7 +18,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from dunes import checkpoint
-from dunes.checkpoint.atomic import write_file
+from dunes.checkpoint.files.atomic import write_file
 from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round

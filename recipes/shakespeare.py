@@ -30,13 +30,13 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
     trainer = Trainer(model, muon(model), next_token_loss, lr_scale=schedule.lr_scale)
     for step in trainer.run(Windows(ids[:cut], length=64, batch_size=32).batches()):
         if step.number % 100 == 0:
-            score = evaluate(model, ids[cut:], widths(tokenizer.token_bytes()), 64, limit=20_000)
+            score = evaluate(model, ids[cut:], widths(tokenizer.token_bytes), 64, limit=20_000)
             print(f"step {step.number}: loss {step.loss:.3f}, validation loss {score.loss:.3f}")
             print(sample_text(model, tokenizer, 64), "\n")
         if schedule.is_over(step.number):
             break
     checkpoint.save(model, out, tokenizer, 64)
-    return evaluate(model, ids[cut:], widths(tokenizer.token_bytes()), 64).loss
+    return evaluate(model, ids[cut:], widths(tokenizer.token_bytes), 64).loss
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from adapters import difference, trained
 from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
-from dunes.checkpoint import atomic
 from dunes.checkpoint.convert import convert
+from dunes.checkpoint.files import atomic
 from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.loading import describe_adapter
 from dunes.cli import augment, verbs

@@ -14,8 +14,9 @@ import torch
 
 from adapters import trained
 from dunes import augment, checkpoint, staging
-from dunes.checkpoint import atomic, state
 from dunes.checkpoint import folder as folder_module
+from dunes.checkpoint import state
+from dunes.checkpoint.files import atomic
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dunes import checkpoint
-from dunes.checkpoint.architecture import function_name
+from dunes.checkpoint.forms.architecture import function_name
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.models import llama

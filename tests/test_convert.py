@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes.checkpoint import atomic, folder, native, safetensors_writer
 from dunes.checkpoint import convert as conversion
+from dunes.checkpoint import folder, inspect
 from dunes.checkpoint.convert import convert, read_name_table
+from dunes.checkpoint.files import atomic, safetensors_writer
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, in_memory, renamed
+from dunes.checkpoint.forms import native
 from dunes.checkpoint.inspect import odd_values
-from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import source_logits
 from dunes.cli.main import main
@@ -247,7 +249,7 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
 KILLED = """
     import os, sys
     from pathlib import Path
-    from dunes.checkpoint import atomic, safetensors_writer
+    from dunes.checkpoint.files import atomic, safetensors_writer
     from dunes.checkpoint.convert import convert
     from dunes.checkpoint.source import open_source
 
@@ -594,7 +596,8 @@ def test_the_commands(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_odd_values_are_counted_by_tensor(dtype):
+def test_odd_values_are_counted_by_tensor(dtype, monkeypatch):
+    monkeypatch.setattr(inspect, "CHUNK", 5000)  # several parts
     limits = torch.finfo(dtype)
     odd = torch.linspace(-3, 3, 300 * 700).reshape(300, 700).to(dtype)
     odd[odd == 0] = 1

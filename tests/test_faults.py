@@ -18,7 +18,7 @@ import torch
 
 from conftest import display, toy
 from dunes import checkpoint
-from dunes.checkpoint import atomic
+from dunes.checkpoint.files import atomic
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module

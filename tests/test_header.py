@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from dunes import measure
-from dunes.checkpoint import header
-from dunes.checkpoint.mapped_file import MappedFile
+from dunes.checkpoint.files import header
+from dunes.checkpoint.files.mapped_file import MappedFile
 from dunes.text import json_file
 
 CPU = torch.device("cpu")

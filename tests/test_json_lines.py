@@ -14,7 +14,7 @@ from conftest import display, toy
 from dunes import checkpoint
 from dunes.bench import rows
 from dunes.bench.page import page
-from dunes.checkpoint import atomic
+from dunes.checkpoint.files import atomic
 from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines

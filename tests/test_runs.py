@@ -175,7 +175,7 @@ def test_separate_documents_are_scored_as_they_are_trained_and_resumed_exactly(s
     del card["trained"]["separate_documents"]
     loaded, tokenizer = checkpoint.load_with_tokenizer(straight)
     ids, _ = evaluation_tokens(tokenizer, card)
-    score = evaluate(loaded.model, ids, widths(tokenizer.token_bytes()), 128)
+    score = evaluate(loaded.model, ids, widths(tokenizer.token_bytes), 128)
     assert abs(score.loss / card["measured"]["loss"] - 1) > 1e-4, "joined, they score otherwise"
 
 
@@ -442,7 +442,7 @@ def test_records_are_learned_by_their_texts(split, tmp_path):
     assert train(config, tmp_path / "run", show) == 0
     assert "text from records: the field body (60 records)" in out.getvalue()
     loaded = checkpoint.load(tmp_path / "run")
-    assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes()}
+    assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes}
     assert loaded.card["trained"]["split"] == (split or "files")
     score, _ = score_folder(tmp_path / "run")
     assert score.loss == pytest.approx(loaded.card["measured"]["loss"], rel=1e-6)
@@ -466,7 +466,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.from_size(tokenizer.vocab, 32, 2, 16)).eval()
     text = "def task(héllo):\n    return 1\n" * 9
     ids = [tokenizer.eos, *tokenizer.encode(text)]
-    score = evaluate(model, np.array(ids), widths(tokenizer.token_bytes()), 16)
+    score = evaluate(model, np.array(ids), widths(tokenizer.token_bytes), 16)
     nats = 0.0
     for start in range(0, len(ids) - 1, 16):
         window = torch.tensor(ids[start : start + 17])
@@ -477,7 +477,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     assert score.tokens == len(ids) - 1
     assert score.loss_sum == pytest.approx(nats, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
-    part = evaluate(model, np.array(ids), widths(tokenizer.token_bytes()), 16, limit=40)
+    part = evaluate(model, np.array(ids), widths(tokenizer.token_bytes), 16, limit=40)
     assert 16 < part.tokens <= 32
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint, tree
 from dunes.checkpoint import folder as folders
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
+from dunes.checkpoint.files.mapped_file import MappedFile
 from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
-from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.mapped_file import MappedFile
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
 from dunes.cli import main as cli

@@ -242,9 +242,9 @@ def test_a_state_with_a_wrong_number_is_refused_by_name(case, run):
 
 
 NO_STATES = [
-    "3", "[]", "null", "{}", '{"format": 1}', '{"format": 1, "state": 3}', '{"format": 1, "state": {"dict": [1]}}',
-    '{"format": 1, "state": {"list": []}}', '{"format": 1, "state": {"dict": []}}', "[" * 99_999,
-    '{"format": 1, "state": {"tensor": []}}',
+    "3", "[]", "null", "{}", '{"format": 2}', '{"format": 2, "state": 3}', '{"format": 2, "state": {"dict": [1]}}',
+    '{"format": 2, "state": {"list": []}}', '{"format": 2, "state": {"dict": []}}', "[" * 99_999,
+    '{"format": 2, "state": {"tensor": []}}',
 ]  # fmt: skip
 
 

@@ -80,12 +80,12 @@ def test_an_unknown_character_takes_one_id_that_stands_for_no_bytes():
     tokenizer = TOKENIZERS["chars"]
     ids = tokenizer.encode("aZb")
     assert len(ids) == 3
-    assert [tokenizer.token_bytes()[i] for i in ids] == [b"a", b"", b"b"]
+    assert [tokenizer.token_bytes[i] for i in ids] == [b"a", b"", b"b"]
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 def test_each_byte_has_its_own_token(kind):
-    pieces = TOKENIZERS[kind].token_bytes()
+    pieces = TOKENIZERS[kind].token_bytes
     assert {bytes([b]) for b in range(256)} <= set(pieces)
     assert len(set(pieces)) == len(pieces) - len(SPECIAL) + 1, "no two ids stand for the same bytes"
 
@@ -94,16 +94,14 @@ def test_each_byte_has_its_own_token(kind):
 def test_what_a_token_stands_for_is_encoded_as_that_token(kind):
     tokenizer = TOKENIZERS[kind]
     whole = {
-        i: p.decode()
-        for i, p in enumerate(tokenizer.token_bytes())
-        if p and p == p.decode(errors="ignore").encode()
+        i: p.decode() for i, p in enumerate(tokenizer.token_bytes) if p and p == p.decode(errors="ignore").encode()
     }
     assert len(whole) >= 128
     assert {i: tokenizer.encode(text) for i, text in whole.items()} == {i: [i] for i in whole}
 
 
 def test_pairs_merge_across_spaces_but_never_across_a_line_end():
-    pieces = TOKENIZERS["bpe"].token_bytes()
+    pieces = TOKENIZERS["bpe"].token_bytes
     assert [p for p in pieces if b"\n" in p] == [b"\n"]
     assert any(re.fullmatch(rb"\w+ \w+.*", p) for p in pieces)
     assert any(re.fullmatch(rb" +\w+", p) for p in pieces)
@@ -128,7 +126,7 @@ def test_special_tokens_come_after_the_vocabulary_and_stand_for_no_text(kind):
     ids = [tokenizer.token_id(token) for token in SPECIAL]
     assert ids == list(range(tokenizer.vocab - len(SPECIAL), tokenizer.vocab))
     assert ids[0] == tokenizer.eos == tokenizer.token_id(END)
-    assert {tokenizer.token_bytes()[i] for i in ids} == {b""}
+    assert {tokenizer.token_bytes[i] for i in ids} == {b""}
     assert tokenizer.decode([*ids, *tokenizer.encode("a b"), *ids]) == "a b"
     with pytest.raises(ValueError, match=r"no token '<\|eot\|>'"):
         tokenizer.token_id("<|eot|>")
@@ -156,14 +154,14 @@ def test_a_special_token_in_a_text_is_plain_text(kind, token, tmp_path):
 @pytest.mark.parametrize("vocab", [256 + len(SPECIAL), 300, 1000])
 def test_the_vocabulary_has_the_size_that_was_asked_for(vocab):
     tokenizer = Tokenizer.train("bpe", [corpus()], vocab)
-    assert tokenizer.vocab == len(tokenizer.token_bytes()) == vocab
+    assert tokenizer.vocab == len(tokenizer.token_bytes) == vocab
 
 
 def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
     small, large = (Tokenizer.train("bpe", [corpus()], vocab) for vocab in (300, 1000))
     assert len(large.encode(corpus())) < 0.8 * len(small.encode(corpus()))
     learned = small.vocab - len(SPECIAL)
-    assert large.token_bytes()[:learned] == small.token_bytes()[:learned]
+    assert large.token_bytes[:learned] == small.token_bytes[:learned]
 
 
 def test_what_cannot_be_trained_is_refused():
@@ -211,7 +209,7 @@ def test_added_tokens_that_are_not_special_stand_for_their_text(tmp_path):
     again = Tokenizer.load(tmp_path)
     ids = again.encode("a <think> öb")
     assert len(ids) == 4
-    assert b"".join(again.token_bytes()[i] for i in ids).decode() == again.decode(ids) == "a <think> öb"
+    assert b"".join(again.token_bytes[i] for i in ids).decode() == again.decode(ids) == "a <think> öb"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +244,7 @@ def test_a_stream_gives_whole_characters_as_soon_as_they_are_there(kind, data):
     text = data.draw(st.text(ALPHABET) if kind == "chars" else mixed)
     ids = tokenizer.encode(text)
     given_so_far = ""
-    pieces, held = tokenizer.token_bytes(), b""
+    pieces, held = tokenizer.token_bytes, b""
     for i, new in zip(ids, streamed(tokenizer, ids), strict=True):
         given_so_far += new
         held = (held + pieces[i])[len(new.encode()) :]
@@ -337,7 +335,7 @@ def test_no_token_reaches_over_a_line_end(end):
     text = f"value = function(argument, other){end}" * 100
     tokenizer = Tokenizer.train("bpe", [text], 330)
     assert tokenizer.line_separable
-    assert {piece for piece in tokenizer.token_bytes() if {*piece} & {*b"\r\n"}} == {b"\r", b"\n", end.encode()}
+    assert {piece for piece in tokenizer.token_bytes if {*piece} & {*b"\r\n"}} == {b"\r", b"\n", end.encode()}
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text) == tokenizer.encode(f"value = function(argument, other){end}") * 100
 

@@ -97,7 +97,7 @@ def test_unigram_models_and_normalized_characters_are_refused_by_name(name, said
 def test_any_ids_of_a_sentencepiece_model_become_their_text_at_once_and_in_a_stream(name):
     data = (DATA / name).read_bytes() if name in MODELS else trained(name)
     ours, want, chance = Tokenizer(sentencepiece.convert(data)), theirs(data), random.Random(0)
-    pieces = ours.token_bytes()
+    pieces = ours.token_bytes
     # A space as a byte is never written, and only sentencepiece keeps it at the beginning.
     usual = [i for i in range(1, len(pieces)) if want.id_to_piece(i) != "<0x20>"]
     for _ in range(600):
@@ -172,7 +172,7 @@ def test_a_folder_with_another_tokenizer_is_opened_and_saved_as_tokenizer_json(n
     texts = strings(60)
     assert [again.encode(t) for t in texts] == [tokenizer.encode(t) for t in texts]
     assert again.document_start == [1]
-    assert again.token_bytes() == tokenizer.token_bytes()
+    assert again.token_bytes == tokenizer.token_bytes
 
 
 def test_transformers_reads_a_converted_tokenizer_as_we_do(tmp_path):
@@ -432,7 +432,7 @@ def test_a_pattern_that_never_ends_fails_on_the_text_and_not_forever(tmp_path):
 def test_ids_with_gaps_stand_for_nothing(tmp_path):
     tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({"a": 1, "b": 4})))
     assert tokenizer.vocab == 5
-    assert tokenizer.token_bytes() == [b"", b"a", b"", b"", b"b"]
+    assert tokenizer.token_bytes == [b"", b"a", b"", b"", b"b"]
 
 
 def test_a_length_written_in_the_file_cuts_no_text(tmp_path):

@@ -54,7 +54,7 @@ def test_the_loss_at_step_0_is_that_of_eval(converted, code, tmp_path):
     first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     base = checkpoint.load(converted)
     ids, _ = evaluation_tokens(base.tokenizer, checkpoint.load(tmp_path / "run").card)  # as dunes eval reads them
-    score = evaluate(base.model, ids, widths(base.tokenizer.token_bytes()), 64)
+    score = evaluate(base.model, ids, widths(base.tokenizer.token_bytes), 64)
     print(f"{first['validation_loss']} and {score.loss}")
     assert first["step"] == 0
     assert first["validation_loss"] == pytest.approx(score.loss, abs=1e-6)

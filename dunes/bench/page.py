@@ -8,7 +8,7 @@ from string import Template
 from typing import Any
 
 from dunes.bench import plot
-from dunes.checkpoint.card import read_card
+from dunes.checkpoint.forms.card import read_card
 from dunes.measure import fingerprint
 from dunes.runs import timings
 from dunes.runs.config import RunConfig

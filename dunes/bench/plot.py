@@ -136,7 +136,6 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
 
     Takes the lines of each run's metrics.jsonl by its name. Raises ValueError if nothing was measured.
     """
-    p = _plotnine()
     records = []
     for name, lines in runs.items():
         for point in run_points(lines):
@@ -144,29 +143,25 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
                 records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
     if not records:
         raise ValueError(f"{', '.join(runs)}: no run has a validation loss yet; train for at least 10 steps")
-    return (
-        _base(_frame(records), x="x", y="y", color="run")
-        + p.geom_line(size=0.9)
-        + p.geom_point(size=1.6)
-        + p.scale_color_manual(COLOURS * 4)
-        + p.labs(title="validation bits/byte", x=over, y="bits/byte")
-        + p.guides(color=p.guide_legend(ncol=1))
-    )
+    return _lines(records, "run", "validation bits/byte", over, "bits/byte")
 
 
 def loss_over_lr(results: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
     """A loss over the learning rate, a line for each `method`; records have `method`, `rate` and `loss`."""
+    records = [{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results]
+    return _lines(records, "method", title, "learning rate", of) + _plotnine().scale_x_log10()
+
+
+def _lines(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
+    """A line through x and y of the records for each value of column `by`."""
     p = _plotnine()
-    frame = _frame([{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results])
     return (
-        _base(frame, x="x", y="y", color="method", shape="method")
+        _base(_frame(records), x="x", y="y", color=by)
         + p.geom_line(size=0.9)
-        + p.geom_point(size=2.4)
-        + p.scale_x_log10(
-            labels=lambda v: [f"{t:g}" for t in v], breaks=sorted({float(f["rate"]) for f in results})
-        )
+        + p.geom_point(size=1.6)
         + p.scale_color_manual(COLOURS * 4)
-        + p.labs(title=title, x="learning rate", y=of)
+        + p.labs(title=title, x=x, y=y)
+        + p.guides(color=p.guide_legend(ncol=1))
     )
 
 

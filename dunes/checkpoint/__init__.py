@@ -1,10 +1,10 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
-from dunes.checkpoint.adapter import load_adapter, save_adapter
-from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.base import base_identity
 from dunes.checkpoint.folder import LoadedModel, save
-from dunes.checkpoint.hf_config_of import hf_config_of
+from dunes.checkpoint.forms.adapter import load_adapter, save_adapter
+from dunes.checkpoint.forms.architecture import Architecture
+from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot

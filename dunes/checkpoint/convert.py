@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from dunes.checkpoint import folder, safetensors_writer
-from dunes.checkpoint.lazy_tensor import cast, renamed, track_reads
+from dunes.checkpoint import folder
+from dunes.checkpoint.files import safetensors_writer
+from dunes.checkpoint.files.lazy_tensor import cast, renamed, track_reads
 from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.models import FAMILIES

@@ -16,14 +16,14 @@ from torch import nn
 
 from dunes import __version__
 from dunes.augment import lora
-from dunes.checkpoint import architecture as architectures
-from dunes.checkpoint import atomic
-from dunes.checkpoint import card as cards
-from dunes.checkpoint.architecture import Architecture, Build
-from dunes.checkpoint.card import CARD, FORMAT
-from dunes.checkpoint.hf_config_of import HfConfig, hf_config_of
-from dunes.checkpoint.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.safetensors_writer import INDEX, SINGLE, write_tensors
+from dunes.checkpoint.files import atomic
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
+from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
+from dunes.checkpoint.forms import architecture as architectures
+from dunes.checkpoint.forms import card as cards
+from dunes.checkpoint.forms.architecture import Architecture, Build
+from dunes.checkpoint.forms.card import CARD, FORMAT
+from dunes.checkpoint.forms.hf_config_of import HfConfig, hf_config_of
 from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs

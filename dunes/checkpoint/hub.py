@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
 
-from dunes.checkpoint import atomic
+from dunes.checkpoint.files import atomic
 from dunes.units import plural
 
 SECONDS = 10.0

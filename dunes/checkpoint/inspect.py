@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dunes import tree
-from dunes.checkpoint import card
+from dunes.checkpoint.files.header import quote
+from dunes.checkpoint.files.lazy_tensor import Weights
 from dunes.checkpoint.folder import check_vocabulary
-from dunes.checkpoint.header import quote
-from dunes.checkpoint.lazy_tensor import Weights
+from dunes.checkpoint.forms import card
 from dunes.checkpoint.source import Source
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count, plural

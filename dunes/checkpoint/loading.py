@@ -11,11 +11,9 @@ import torch
 
 from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
-from dunes.checkpoint import card as cards
 from dunes.checkpoint import folder as whole
-from dunes.checkpoint.adapter import WEIGHTS, PeftConfig, attach_adapter
-from dunes.checkpoint.architecture import Build
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
+from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.folder import (
     LoadedModel,
     check_vocabulary,
@@ -26,7 +24,9 @@ from dunes.checkpoint.folder import (
     readable_folder,
     verified_card,
 )
-from dunes.checkpoint.header import quote
+from dunes.checkpoint.forms import card as cards
+from dunes.checkpoint.forms.adapter import WEIGHTS, PeftConfig, attach_adapter
+from dunes.checkpoint.forms.architecture import Build
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import ADAPTER, CONFIG, Source, context_length_of, tensors
 from dunes.parts import Decoder

@@ -8,11 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint import card as cards
-from dunes.checkpoint import header, native, pickle_file
-from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
-from dunes.checkpoint.file_in_folder import file_in_folder
-from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.files import header, pickle_file
+from dunes.checkpoint.files.file_in_folder import file_in_folder
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.forms import card as cards
+from dunes.checkpoint.forms import native
+from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts

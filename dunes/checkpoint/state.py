@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dunes.checkpoint import atomic
+from dunes.checkpoint.files import atomic
 from dunes.staging import folder_lock
 from dunes.text import json_file
 
@@ -123,22 +123,19 @@ def _is_intact(folder: Path) -> bool:
 def load_state(folder: Path) -> dict[str, Any]:
     """The saved nested dict. Raises ValueError if it has another format or is damaged."""
     path = folder / STATE
+    content = json_file.parse(path.read_bytes(), path, most=1 << 30)  # a state is ours, and may be large
+    if (number := content.get("format")) != FORMAT:
+        raise ValueError(
+            f"{folder}: its format is {number!r:.60}, and this version reads {FORMAT}; "
+            "resume with the version that wrote it, or start another run"
+        )
     try:
-        plain = json.loads(path.read_bytes())
-        readable = plain["format"] == FORMAT
-        state = _restore_tensors(plain["state"], load_file(folder / TENSORS)) if readable else {}
+        state = _restore_tensors(content["state"], load_file(folder / TENSORS))
+        return dict(state)
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing, in it or in {TENSORS}") from None
     except (ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path}: not the state of a run: {error}") from None
-    if not readable:
-        raise ValueError(
-            f"{folder}: its format is {plain['format']}, and this version reads {FORMAT}; "
-            "resume with the version that wrote it, or start another run"
-        )
-    if not isinstance(state, dict):
-        raise ValueError(f"{path}: not the state of a run, but a {type(state).__name__}")
-    return state
 
 
 def _state_folders(run: Path) -> list[Path]:

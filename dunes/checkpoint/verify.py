@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint import native
-from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
+from dunes.checkpoint.forms import native
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.models.meta import build_on_meta

@@ -187,7 +187,7 @@ def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN
         run: Run folder.
     """
     from dunes.bench.page import page
-    from dunes.checkpoint.atomic import write_file
+    from dunes.checkpoint.files.atomic import write_file
 
     file = run / "report.html"
     write_file(file, page(run).encode())

@@ -16,8 +16,8 @@ import torch
 
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
-from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import LoadedModel
+from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler
 from dunes.parts import Decoder

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from dunes.checkpoint.atomic import write_file
+from dunes.checkpoint.files.atomic import write_file
 from dunes.data import Corpus, Document, PackedText, Shard, TokenIds, collect_corpus, default_cache, token_shard
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig

@@ -13,11 +13,11 @@ from dunes import augment, checkpoint
 from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import active_adapter
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint.adapter import attach_adapter
-from dunes.checkpoint.architecture import has_own_form
-from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, open_verified_source, readable_folder
+from dunes.checkpoint.forms.adapter import attach_adapter
+from dunes.checkpoint.forms.architecture import has_own_form
+from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import UnmergedLogits, Verification, model_logits

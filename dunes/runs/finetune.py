@@ -8,7 +8,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.augment import Change, base_model
-from dunes.checkpoint.adapter import architecture_digest, peft_factors
+from dunes.checkpoint.forms.adapter import architecture_digest, peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder

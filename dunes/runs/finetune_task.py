@@ -14,7 +14,7 @@ import torch
 
 from dunes import checkpoint, tree
 from dunes.augment import Change
-from dunes.checkpoint.atomic import write_file
+from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
@@ -130,7 +130,7 @@ class FinetuneTask:
             else _first_examples(self.data.valid, self.config.context_length, limit)
         )
         batches = Batches(examples, self.config.context_length, VAL_BATCH)
-        return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes()), dtype)
+        return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes), dtype)
 
     def sample(self, model: Decoder) -> str:
         return "\n".join(
@@ -156,7 +156,7 @@ class FinetuneTask:
         """The score on the forgetting data, if there is any."""
         if self.forgetting_ids is None:
             return None
-        width = widths(self.tokenizer.token_bytes())
+        width = widths(self.tokenizer.token_bytes)
         return evaluate(model, self.forgetting_ids, width, self.data.base.context_length, dtype, FORGETTING_TOKENS)
 
     def _answer(self, model: Decoder, talk: Conversation) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.atomic import add_path_to_errors, write_file
+from dunes.checkpoint.files.atomic import add_path_to_errors, write_file
 
 Warn = Callable[[str], object]
 

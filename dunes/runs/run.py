@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import checkpoint, measure
-from dunes.checkpoint.atomic import write_file
+from dunes.checkpoint.files.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.runs.evaluate import Score

@@ -27,7 +27,7 @@ def score_folder(
         ids, files = evaluation_tokens(tokenizer, loaded.card, sources, **options)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return evaluate(loaded.model, ids, widths(tokenizer.token_bytes()), loaded.context_length), files
+    return evaluate(loaded.model, ids, widths(tokenizer.token_bytes), loaded.context_length), files
 
 
 def evaluation_tokens(

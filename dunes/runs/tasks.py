@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.atomic import write_file
+from dunes.checkpoint.files.atomic import write_file
 from dunes.runs.extra import extra
 from dunes.runs.progress import Display
 from dunes.units import plural

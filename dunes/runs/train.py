@@ -124,7 +124,7 @@ class TrainTask:
 
     def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
         return evaluate(
-            model, self.text.valid, widths(self.tokenizer.token_bytes()), self.config.context_length, dtype, limit
+            model, self.text.valid, widths(self.tokenizer.token_bytes), self.config.context_length, dtype, limit
         )
 
     def sample(self, model: Decoder) -> str:

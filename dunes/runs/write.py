@@ -27,7 +27,7 @@ def complete_line(generator: TextGenerator, prefix: str, limit: int = 48) -> str
     generation is constrained to start with their bytes.
     """
     tokenizer, context = generator.tokenizer, generator.context_length
-    pieces = tokenizer.token_bytes()
+    pieces = tokenizer.token_bytes
     room = max(context // 2, context - limit)
     encoded = tokenizer.encode(prefix[-8 * context :])
     is_whole = len(prefix) <= 8 * context and len(encoded) <= room

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dunes.text import json_file
+from dunes.text.lines import decode_text
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_TEMPLATE, MAX_OUTPUT = 1 << 18, 1 << 20
@@ -56,10 +57,7 @@ def read_template(folder: Path | str) -> str | None:
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
     """The same from the contents of these files; errors name them as files in `folder`."""
     if (content := files.get(JINJA)) is not None:
-        try:
-            return _check_size(content.decode("utf-8"), str(folder / JINJA))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{folder / JINJA}: not UTF-8: {error}") from None
+        return _check_size(decode_text(content, str(folder / JINJA)), str(folder / JINJA))
     if CONFIG not in files:
         return None
     value = json_file.parse(files[CONFIG], folder / CONFIG).get("chat_template")

@@ -13,7 +13,7 @@ class DecodeStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.byte_decoder = tokenizer, tokenizer.byte_decoder
         by_bytes = self.byte_decoder.byte_level or self.byte_decoder.metaspace
-        self.token_bytes = tokenizer.token_bytes() if by_bytes else None
+        self.token_bytes = tokenizer.token_bytes if by_bytes else None
         self.utf8 = getincrementaldecoder("utf-8")(self.byte_decoder.errors)
         self.strip, self.other = self.byte_decoder.strip, decoders.DecodeStream(skip_special_tokens=True)
 

@@ -284,18 +284,15 @@ class Tokenizer:
         """The text of the ids; special tokens and ids without a token are skipped, broken UTF-8 gives U+FFFD."""
         if not self.byte_decoder.metaspace:
             return str(self.inner.decode(list(ids)))
-        table, strip, text = self.token_bytes(), self.byte_decoder.strip, []
+        table, strip, text = self.token_bytes, self.byte_decoder.strip, []
         for i in ids:
             data, strip = self.byte_decoder.strip_leading(table[i] if i < len(table) else b"", strip)
             text.append(data)
         return b"".join(text).decode(errors=self.byte_decoder.errors)
 
+    @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens and for ids without a token."""
-        return self._token_bytes
-
-    @cached_property
-    def _token_bytes(self) -> list[bytes]:
         plain = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
         added = {
             t.content: b"" if t.special else t.content.encode()

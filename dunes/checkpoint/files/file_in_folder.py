@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from dunes.checkpoint.header import quote
+from dunes.checkpoint.files.header import quote
 
 
 def file_in_folder(folder: Path, name: str, index: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, combine
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, combine
 from dunes.models.config_values import check_supported, number, quotient, size
 from dunes.models.names import Layout, Names, identity, name
 

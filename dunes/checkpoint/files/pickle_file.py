@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from dunes.checkpoint.header import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote, refusal
-from dunes.checkpoint.lazy_tensor import LazyTensor
-from dunes.checkpoint.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
-from dunes.checkpoint.zip_archive import entries
+from dunes.checkpoint.files.header import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote, refusal
+from dunes.checkpoint.files.lazy_tensor import LazyTensor
+from dunes.checkpoint.files.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
+from dunes.checkpoint.files.zip_archive import entries
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The number of reads is bounded by that of

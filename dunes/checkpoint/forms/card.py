@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint import atomic
-from dunes.checkpoint.file_in_folder import file_in_folder
+from dunes.checkpoint.files import atomic
+from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.text import json_file
 from dunes.units import plural
 

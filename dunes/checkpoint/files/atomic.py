@@ -67,11 +67,6 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
         yield lambda done: bar.advance(bar.task_ids[0], done)
 
 
-def tensor_digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes, in hex."""
-    return tensor_digests(tensor, [tensor.dtype])[0]
-
-
 def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = DIGEST_BLOCK) -> list[str]:
     """SHA-256 of a tensor's bytes in each of the dtypes, in hex, computed in blocks that fit into the cache."""
     hashes = [sha256() for _ in dtypes]

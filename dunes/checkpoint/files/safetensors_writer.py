@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dunes.checkpoint import atomic, header
-from dunes.checkpoint.lazy_tensor import Weights
+from dunes.checkpoint.files import atomic, header
+from dunes.checkpoint.files.lazy_tensor import Weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

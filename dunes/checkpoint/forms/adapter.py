@@ -21,8 +21,6 @@ from dunes import tree
 from dunes.augment import Change, lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint import safetensors_writer
-from dunes.checkpoint.adapter_layout import Factors, Target, join_factors, limit_rank, peft_targets, split_factors
 from dunes.checkpoint.base import (
     ANY_BASE_HINT,
     BaseRecord,
@@ -31,11 +29,20 @@ from dunes.checkpoint.base import (
     check_base,
     read_base_record,
 )
-from dunes.checkpoint.card import listed_files, read_card
+from dunes.checkpoint.files import safetensors_writer
+from dunes.checkpoint.files.header import quote
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, in_memory
 from dunes.checkpoint.folder import verified_card, write_card, write_files, write_tokenizer
-from dunes.checkpoint.header import quote
-from dunes.checkpoint.hf_config_of import hf_config_of, module_rows
-from dunes.checkpoint.lazy_tensor import LazyTensor, in_memory
+from dunes.checkpoint.forms.adapter_layout import (
+    Factors,
+    Target,
+    join_factors,
+    limit_rank,
+    peft_targets,
+    split_factors,
+)
+from dunes.checkpoint.forms.card import listed_files, read_card
+from dunes.checkpoint.forms.hf_config_of import hf_config_of, module_rows
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file

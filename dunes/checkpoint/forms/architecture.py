@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from dunes.augment import Change, repeat_structure
-from dunes.checkpoint.atomic import tensor_digest
-from dunes.checkpoint.hf_config_of import module_rows
-from dunes.checkpoint.lazy_tensor import LazyTensor, Weights, in_memory
-from dunes.checkpoint.safetensors_writer import CODES
+from dunes.checkpoint.files.atomic import tensor_digests
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory
+from dunes.checkpoint.files.safetensors_writer import CODES
+from dunes.checkpoint.forms.hf_config_of import module_rows
 from dunes.checkpoint.state_dict_diff import FLOATS, Difference
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -260,4 +260,6 @@ def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
 
 
 def _equal_tensors(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and tensor_digest(a) == tensor_digest(b)
+    return (
+        a.shape == b.shape and a.dtype == b.dtype and tensor_digests(a, [a.dtype]) == tensor_digests(b, [b.dtype])
+    )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dunes.checkpoint.lazy_tensor import LazyTensor
-from dunes.checkpoint.mapped_file import MappedFile, shape_error
+from dunes.checkpoint.files.lazy_tensor import LazyTensor
+from dunes.checkpoint.files.mapped_file import MappedFile, shape_error
 from dunes.text import json_file
 
 MAX_HEADER_BYTES = 32_000_000
