@@ -249,8 +249,9 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
         checkpoint.save(build(), tmp_path / "new", TOKENIZER, 64)
     assert str(caught.value).count("not ") <= 3, "the nearest family, not all"
     assert str(caught.value).endswith(
-        "save it with the function that builds it: checkpoint.save(..., "
-        "architecture=Architecture.of_function(build)), then checkpoint.load(folder, build=build)"
+        "save it with its architecture: after changes to a loaded model, replace(loaded.architecture, "
+        "changes=(*loaded.architecture.changes, change)); for a function that builds it, "
+        "Architecture.of_function(build), then checkpoint.load(folder, build=build)"
     )
     words = (
         f"{kept}: built by test_built:build, which is not imported automatically; load it in Python with that "

@@ -218,6 +218,12 @@ def test_adapters_take_turns_on_one_base(three):
         assert "".join(own.answer(talk, sampler(0.0), 12, name)) == want[folder]
 
 
+def test_a_whole_model_with_an_adapter_answers_with_it(three):
+    one = checkpoint.load(three / "one")
+    checkpoint.save(one.model, three / "whole", one.tokenizer, 64, one.card, architecture=one.architecture)
+    assert alone(three / "whole") == alone(three / "one") != alone(three / "base")
+
+
 def test_an_adapter_is_called_by_its_folder_too(three):
     noted = []
     chat = Chat(load_chat_engine(str(three / "one"), [three / "two"]), sampler(0.0), 5, note=noted.append)

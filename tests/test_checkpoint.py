@@ -204,7 +204,7 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     weights, before = folder / "model.safetensors", os.stat(folder / "model.safetensors")
     flip(weights)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(ValueError, match=r"if it was changed on purpose, remove .*dunes\.json"):
+    with pytest.raises(ValueError, match=r"if it was changed on purpose, set 'files' to \{\} in .*dunes\.json"):
         checkpoint.load(folder)
     assert verified_card(folder, max_bytes=before.st_size), "too large to hash at each load"
     assert "another SHA-256" in inspect.judge(open_source(folder)).reasons[0]
@@ -212,7 +212,8 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     monkeypatch.setattr(card, "check_files", lambda folder, card, limit: limits.append(limit))
     inspect.judge(open_source(folder))
     assert limits == [math.inf]
-    (folder / "dunes.json").unlink()
+    facts = json.loads((folder / "dunes.json").read_text())
+    (folder / "dunes.json").write_text(json.dumps(facts | {"files": {}}))
     checkpoint.load(folder)
 
 
@@ -248,6 +249,13 @@ def test_a_card_whose_changes_are_no_list_is_refused(folder):
         (folder / "dunes.json").write_text(json.dumps(card | {"changes": changes}))
         with pytest.raises(ValueError, match=r"dunes\.json: 'changes' must be a list, not"):
             checkpoint.load(folder)
+
+
+def test_a_card_with_very_many_changes_is_refused(folder):
+    card = json.loads((folder / "dunes.json").read_text())
+    (folder / "dunes.json").write_text(json.dumps(card | {"changes": [{}] * 501}))
+    with pytest.raises(ValueError, match="lists 501 changes; the limit is 500"):
+        checkpoint.load(folder)
 
 
 def rewrite(folder, change):

@@ -13,7 +13,7 @@ import torch
 
 from conftest import display, toy
 from dunes import checkpoint, measure, tree
-from dunes.augment import Adapted
+from dunes.augment import Adapted, apply_change
 from dunes.data import Batches
 from dunes.data.examples import read_records, split_records
 from dunes.models import FAMILIES
@@ -327,7 +327,7 @@ REFUSED = {
     "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": (
         {"method": "full", "target_modules": ("blocks.9.**",)},
-        "--target-modules blocks.9.** matches no parameter",
+        "blocks.9.** matches no parameter",
     ),
     "large rank": ({"rank": 64}, "rank 64; expected 1 to 32"),
     "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),
@@ -340,6 +340,15 @@ REFUSED = {
     "held out": ({"val_fraction": 0.0}, "no examples left for validation"),
     "domain": ({"forgetting_data": ("nowhere",)}, "nowhere: no such file or folder"),
 }
+
+
+def test_an_adapter_in_the_model_is_not_replaced_without_a_word(base, examples, tmp_path):
+    loaded = checkpoint.load(base)
+    change = apply_change(loaded.model, "lora", rank=2, adapter="first")
+    architecture = replace(loaded.architecture, changes=(change,))
+    checkpoint.save(loaded.model, tmp_path / "a", loaded.tokenizer, 64, architecture=architecture)
+    with pytest.raises(ValueError, match="has the adapter 'first', which a new one would replace; merge it first"):
+        finetune(replace(asked(base, examples), model=str(tmp_path / "a")), tmp_path / "run", display()[0])
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -214,9 +214,23 @@ def test_a_quantized_folder_has_no_original_weights(tmp_path):
     attach(loaded.model, rank=2)
     checkpoint.save_adapter(trained(loaded.model), tmp_path / "a", base=tmp_path / "small", tokenizer=TOKENS)
     for folder in ("a", "small"):
-        with pytest.raises(ValueError, match="saved without the original weights; use --into dequantized"):
+        with pytest.raises(
+            ValueError, match=r"small: was saved without the original weights; use --into dequantized"
+        ):
             merge(tmp_path / folder, tmp_path / "out", "original")
         assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="leave out the table of names"):
         open_source(tmp_path / "small", {"a": "model.norm.weight"})
     merge(tmp_path / "a", tmp_path / "out")
+
+
+def test_an_adapter_does_not_go_where_a_foreign_model_would_hide_it(tmp_path):
+    _, ours = base_in(tmp_path / "base")
+    attach(ours, rank=2)
+    checkpoint.save_adapter(ours, tmp_path / "base")  # replaces a model of ours
+    assert not (tmp_path / "base" / "config.json").exists()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "base" / name).write_text("theirs")
+    with pytest.raises(ValueError, match="contains a model that was not saved by dunes"):
+        checkpoint.save_adapter(ours, tmp_path / "base", tokenizer=TOKENS)
+    assert (tmp_path / "base" / "tokenizer.json").read_text() == "theirs"

@@ -86,9 +86,9 @@ def save(
         facts |= {"adapter": lora.active_adapter(model), "history": facts.get("changes", [])}
     else:
         raise ValueError(
-            f"no family describes this model: {described}; save it with the function that builds it: "
-            "checkpoint.save(..., architecture=Architecture.of_function(build)), then "
-            "checkpoint.load(folder, build=build)"
+            f"no family describes this model: {described}; save it with its architecture: after changes to a "
+            "loaded model, replace(loaded.architecture, changes=(*loaded.architecture.changes, change)); for a "
+            "function that builds it, Architecture.of_function(build), then checkpoint.load(folder, build=build)"
         )
     if context_length < 1:
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")

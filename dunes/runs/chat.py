@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dunes import checkpoint
-from dunes.augment import adapter_active
+from dunes.augment import adapter_active, lora
 from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
@@ -27,7 +27,7 @@ from dunes.text.templates import Conversation, Template, Turn, encode_prompt, fi
 from dunes.units import plural
 
 NONE = "none"
-"""The name of the base model without an adapter."""
+"""The name of the model without the adapters in other folders; one in its own folder is part of it."""
 ROOM = 4
 """Conversations are truncated to leave 1/ROOM of the context to the answer, if it may be so long."""
 
@@ -182,7 +182,7 @@ def _check_same_quantization(folders: Sequence[Path]) -> None:
 def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The chat models of a folder: the model itself, or an adapter and its base."""
     if not is_adapter(folder):
-        return {NONE: _chat_model(folder, None, loaded)}
+        return {NONE: _chat_model(folder, lora.active_adapter(loaded.model), loaded)}
     base = base_folder(folder)
     source = checkpoint.describe(base)
     base_only = replace(loaded, card=dict(source.card), context_length=source.context_length)

@@ -103,19 +103,24 @@ def export(
     require_new_folder(folder, out)
     if is_adapter(folder):
         require_new_folder(base_folder(folder), out)
-    if into == "original" and has_own_form(read_card(base_folder(folder) if is_adapter(folder) else folder)):
-        raise ValueError(f"{folder}: its base was saved without the original weights; use --into dequantized")
     loaded = checkpoint.load(folder, any_base=any_base)
     if any_base:
         loaded = replace(loaded, card=loaded.card | {"any_base": True})
     model, distances = loaded.model, None
-    if into == "original" and is_adapter(folder) and any(isinstance(m, Quantized) for m in model.modules()):
-        model = load_decoder(open_verified_source(base_folder(folder))).eval()
+    if into == "original" and _is_quantized(model):
+        base = base_folder(folder) if is_adapter(folder) else folder
+        model = load_decoder(open_verified_source(base)).eval()
+        if _is_quantized(model):
+            raise ValueError(f"{base}: was saved without the original weights; use --into dequantized")
         attach_adapter(model, folder, any_base=any_base)
         distances = _check_distance(model, loaded)
     merged_dtype = dtype or next(augment.base_model(model).parameters()).dtype
     with exclusive_folder(out):
         return _write_plain(model, loaded, (folder, out), merged_dtype, distances)
+
+
+def _is_quantized(model: Decoder) -> bool:
+    return any(isinstance(module, Quantized) for module in model.modules())
 
 
 def is_plain(folder: Path) -> bool:

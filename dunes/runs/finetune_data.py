@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
 from dunes.augment import Change
+from dunes.augment.lora import active_adapter
 from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import Example, Record, split_records, tokenize_records
@@ -79,6 +80,11 @@ class FinetuneData:
         for line in (*lines, *val_lines):
             display.detail(line)
         base, tokenizer = checkpoint.load_with_tokenizer(folder)
+        if METHODS[config.method].adapter is not None and (active := active_adapter(base.model)) is not None:
+            raise ValueError(
+                f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
+                f"dunes augment merge {folder} OUT"
+            )
         records = main_records([*files, *val_files])
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")

@@ -41,8 +41,9 @@ from dunes.checkpoint.forms.adapter_layout import (
     peft_targets,
     split_factors,
 )
+from dunes.checkpoint.forms.card import listed_files, read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of, module_rows
-from dunes.checkpoint.source import ADAPTER, tensors
+from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
 from dunes.units import plural
@@ -127,9 +128,11 @@ def save_adapter(
     context length are those to use with the adapter. `facts` go into the card; its "changes" are records of
     earlier changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the
     original base. The save is atomic, like `save`. Raises ValueError that names the module for what PEFT's format
-    cannot express.
+    cannot express, and for a folder with a foreign model, which would hide the adapter.
     """
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
+    if (folder / CONFIG).is_file() and CONFIG not in listed_files(folder, read_card(folder)):
+        raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
     config = _peft_config([t for t, _ in factors], adapter_base) | _rank_settings(factors, lora_config.rslora)
     config |= {"use_rslora": lora_config.rslora, "use_dora": lora_config.dora}

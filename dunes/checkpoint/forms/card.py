@@ -12,6 +12,8 @@ from dunes.units import plural
 CARD = "dunes.json"
 FORMAT = 3
 MAX_FILES = 20_000
+MAX_CHANGES = 500
+"""Repeating the structure of a change visits all modules."""
 
 
 def read_card(folder: Path) -> dict[str, Any]:
@@ -21,8 +23,10 @@ def read_card(folder: Path) -> dict[str, Any]:
     card = json_file.read(folder / CARD)
     if not isinstance(changes := card.get("changes", []), list):
         raise ValueError(
-            f"{folder / CARD}: 'changes' must be a list, not {type(changes).__name__}; {_remedy(folder)}"
+            f"{folder / CARD}: 'changes' must be a list, not {type(changes).__name__}; download the file again"
         )
+    if len(changes) > MAX_CHANGES:
+        raise ValueError(f"{folder / CARD}: lists {len(changes):,} changes; the limit is {MAX_CHANGES:,}")
     if card.get("format") == 1 and "context" in card:  # its name in format 1
         card["context_length"] = card.pop("context")
     return card
@@ -32,7 +36,7 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
     """Size and SHA-256 of each file that a card lists. Raises ValueError for a damaged card."""
     files = card.get("files", None if card else {})
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
-        raise ValueError(f"{folder / CARD}: 'files' must have size and sha256 of each file; {_remedy(folder)}")
+        raise ValueError(f"{folder / CARD}: 'files' must have size and sha256 of each file, or be {{}}")
     if len(files) > MAX_FILES:
         raise ValueError(f"{folder / CARD}: names {len(files):,} files; the limit is {MAX_FILES:,}")
     return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
@@ -66,7 +70,7 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
 
 
 def _remedy(folder: Path) -> str:
-    return f"if it was changed on purpose, remove {folder / CARD}"
+    return f"if it was changed on purpose, set 'files' to {{}} in {folder / CARD}"
 
 
 def _is_entry(entry: Any) -> bool:
