@@ -27,6 +27,8 @@ def read_card(folder: Path) -> dict[str, Any]:
         )
     if len(changes) > MAX_CHANGES:
         raise ValueError(f"{folder / CARD}: lists {len(changes):,} changes; the limit is {MAX_CHANGES:,}")
+    if isinstance(number := card.get("format", FORMAT), int) and number > FORMAT:
+        raise ValueError(f"{folder / CARD}: of format {number}, this version reads {FORMAT}; update dunes")
     if card.get("format") == 1 and "context" in card:  # its name in format 1
         card["context_length"] = card.pop("context")
     return card
