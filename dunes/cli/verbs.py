@@ -34,11 +34,13 @@ def train(
     out: RunFolder = None,
     quiet: Quiet = False,
 ) -> int:
-    """Train a model from scratch on files and folders.
+    """Train a model on files and folders, from scratch or from a model.
 
     Set --minutes (or --steps): the model size is chosen to fit the time, the text and this machine.
 
     Example: dunes train ~/code/project --out runs/project --minutes 15
+
+    Example: dunes train ~/code/other --from runs/project --out runs/other --minutes 5
 
     Args:
         out: Output folder for the model, its metrics and its training state.

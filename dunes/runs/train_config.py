@@ -60,7 +60,7 @@ class TrainOptimization(Optimization):
     """Sequences per optimizer step."""
     context_length: Annotated[int, flag("TOKENS", "256")] = 0
     """Maximum sequence length of the model, in tokens."""
-    lr: Annotated[float | None, flag("RATE", "0.02")] = None
+    lr: Annotated[float | None, flag("RATE", "0.02; with --from 0.006")] = None
     """Peak learning rate of weight matrices (Muon); embeddings, head and norms (AdamW) use half of it."""
 
 
