@@ -20,6 +20,7 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
 from dunes.runs import loop as loop_module
+from dunes.runs import timings as timings_module
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
@@ -496,7 +497,8 @@ def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
 
 def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
     looks = itertools.count()
-    monkeypatch.setattr(loop_module, "monotonic", lambda: next(looks) * 0.02)
+    for module in (loop_module, timings_module):
+        monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     finetuned(asked(base, examples, steps=None, minutes=0.05), tmp_path / "run")
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["finetuned"]["seconds"] == pytest.approx(3.0, rel=0.1)

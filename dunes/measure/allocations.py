@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = sys._getframe(2)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
-        cached = type(frame.f_locals.get("self")).__name__.endswith("Cache")
+        cached = hasattr(frame.f_locals.get("self"), "advance")  # of all caches in `parts`
         place = self.places.now()
         if place is None:
             place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name})"
