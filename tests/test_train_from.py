@@ -139,15 +139,18 @@ def test_codes_and_adapters_are_not_trained_as_a_whole(converted, code, tmp_path
         train(going_on(tmp_path / "adapter", code), tmp_path / "run", display()[0])
 
 
-def test_a_base_that_changed_is_not_gone_on_with(converted, code, tmp_path, monkeypatch):
-    base = changed(converted, tmp_path / "base")
+@pytest.mark.parametrize("names", [(), ("quantize", "lora")])
+def test_a_base_that_changed_is_not_gone_on_with(names, converted, code, tmp_path, monkeypatch):
+    base = changed(converted, tmp_path / "base", *names)
+    config = going_on(base, code, trainable=("norm.**", "blocks.*.attn_norm.**"))
     with monkeypatch.context() as patch:
         stopping_at(5, patch)
-        train(going_on(base, code), tmp_path / "run", display()[0])
+        train(config, tmp_path / "run", display()[0])
     loaded = checkpoint.load(base)
     with torch.no_grad():
-        loaded.model.norm.weight.mul_(1.5)
-    checkpoint.save(loaded.model, base, loaded.tokenizer, 64)
+        name = next(n for n in loaded.model.state_dict() if n.endswith(".B" if names else "norm.weight"))
+        loaded.model.state_dict()[name].add_(0.5)
+    checkpoint.save(loaded.model, base, loaded.tokenizer, 64, architecture=loaded.architecture)
     with pytest.raises(ValueError, match="the model changed"):
         train(TrainConfig(), tmp_path / "run", display()[0], resume=True)
 

@@ -25,10 +25,10 @@ ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
 
 
 class BaseWeights:
-    """The weights of a model without its adapters, and their SHA-256, computed on first use."""
+    """The weights of a model without its adapters, unless they are wanted, and their SHA-256, when first used."""
 
-    def __init__(self, model: nn.Module) -> None:
-        base = lora.base_model(model)
+    def __init__(self, model: nn.Module, adapters: bool = False) -> None:
+        base = model if adapters else lora.base_model(model)
         self.quantized = {type(m).__name__ for m in base.modules() if isinstance(m, Quantized)}
         self.dtypes = {t.dtype for t in base.parameters()}
         self.kind = ", ".join(sorted({*self.quantized, *map(str, self.dtypes)}))
@@ -63,6 +63,11 @@ class BaseWeights:
         """Whether these are dense weights of that dtype or of wider ones."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of names, dtypes, shapes and values of all weights, adapters included."""
+    return BaseWeights(model, adapters=True).sha256(None)[0]
 
 
 def base_identity(model: nn.Module) -> dict[str, Any]:

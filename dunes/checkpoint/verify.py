@@ -135,6 +135,11 @@ class UnmergedLogits:
         return verification
 
 
+def distance(a: Tensor, b: Tensor) -> float:
+    """The norm of the difference of b from a, relative to the norm of a."""
+    return float((a - b).norm() / a.norm())
+
+
 def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | None = None) -> Tensor:
     """Logits of a model in memory on the fixed prompts, in float32 whatever the dtype of its weights.
 

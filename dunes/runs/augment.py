@@ -11,7 +11,7 @@ from dunes.augment import Change, apply_change
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import EXACT, model_logits
+from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
 from dunes.units import format_bytes, plural
 
@@ -29,11 +29,11 @@ def augment_folder(folder: Path, out: Path, name: str, **request: Any) -> list[s
     size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
     change = apply_change(loaded.model, name, **request)
     after = model_logits(loaded.model, loaded.context_length)
-    effect = {"logits_moved": _distance(before, after), "top1_agree": _agreement(before, after)}
+    effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
 
     def check(staged: Path) -> dict[str, Any]:
         written = model_logits(load_decoder(open_source(staged)), loaded.context_length)
-        if not (difference := _distance(after, written)) <= EXACT:
+        if not (difference := distance(after, written)) <= EXACT:
             raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
         return {"augmented": {"change": name, **effect, "verified": difference}}
 
@@ -61,10 +61,6 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, ch
 
 def _size(loaded: LoadedModel) -> int:
     return sum(t.nbytes for t in loaded.model.state_dict().values())
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / a.norm())
 
 
 def _agreement(a: Tensor, b: Tensor) -> float:

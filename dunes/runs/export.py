@@ -7,7 +7,6 @@ from statistics import mean
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, dequantize
@@ -20,7 +19,7 @@ from dunes.checkpoint.forms.architecture import has_own_form
 from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import UnmergedLogits, Verification, model_logits
+from dunes.checkpoint.verify import UnmergedLogits, Verification, distance, model_logits
 from dunes.parts import Decoder
 from dunes.units import plural
 
@@ -188,7 +187,7 @@ def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, flo
     """
     trained_logits, original_logits = (model_logits(m, trained.context_length) for m in (trained.model, original))
     bases = [model_logits(augment.base_model(m), trained.context_length) for m in (trained.model, original)]
-    moved, allowed = _distance(trained_logits, original_logits), MAX_RATIO * _distance(*bases)
+    moved, allowed = distance(trained_logits, original_logits), MAX_RATIO * distance(*bases)
     if not moved <= allowed:
         raise ValueError(
             f"the logits of the original base with this adapter differ by {moved:.1e} from those it was "
@@ -196,7 +195,3 @@ def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, flo
             f"{allowed:.1e} allowed; use --into dequantized; nothing was written"
         )
     return moved, allowed
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / a.norm())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dunes import checkpoint, measure, tree
+from dunes.checkpoint.base import weights_digest
 from dunes.data import Corpus, Windows
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -87,8 +88,8 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: checkpoint.
         model_config = config_for(config, tokens.tokenizer.vocab)
         model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
     else:
-        digest = str(checkpoint.base_identity(base.model)["sha256"])
-        tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": digest})
+        fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
+        tokens = replace(tokens, fingerprints=fingerprints)
         model = base.model.float().to(device)  # updates are smaller than bfloat16's precision
         select_trainable(model, config.trainable, base.architecture.changes)
     schedule = build_schedule(config)
