@@ -146,6 +146,8 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
         (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="load"), "dtype is 'load'; expected"),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
+        (lambda c: c.update(adapter=["a"]), "adapter is a list; expected a name or null"),
+        (lambda c: c.update(adapter="a"), "this model has no adapter 'a'"),
         (lambda c: c.update(format=99), "of format 99, this version reads 3; update dunes"),
     ],
 )

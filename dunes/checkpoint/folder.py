@@ -17,6 +17,7 @@ from torch import nn
 from dunes import __version__
 from dunes.augment import lora
 from dunes.checkpoint.files import atomic
+from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.checkpoint.forms import architecture as architectures
@@ -313,8 +314,9 @@ def load_decoder(source: Source) -> Decoder:
         model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
     else:
         architectures.fill(model, weights, source.card)
-        name = source.card.get("adapter")
-        lora.set_adapter(model, name if isinstance(name, str) else None)
+        if not isinstance(name := source.card.get("adapter"), str | None):
+            raise ValueError(f"{source.folder / CARD}: adapter is {quote(name)}; expected a name or null")
+        lora.set_adapter(model, name)
     return model
 
 
