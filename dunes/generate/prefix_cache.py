@@ -30,7 +30,8 @@ class PrefixCache:
     def reserve(self, capacity: int) -> None:
         """Make room for as many ids in each row."""
         if self.cache is None:
-            self.cache = cache_for(self.model, len(self.ids), capacity, _device(self.model))
+            device = next(self.model.parameters()).device
+            self.cache = cache_for(self.model, len(self.ids), capacity, device)
         self.cache.grow(capacity)
 
     def set_adapter(self, row: int, adapter: str | None) -> None:
@@ -55,7 +56,9 @@ class PrefixCache:
         index = torch.tensor(rows, device=self.cache.length.device)
         part = self.cache if len(rows) == len(self.ids) else self.cache.select_rows(index)
         kept = [_common(self.ids[i], texts[i]) if i in texts else len(self.ids[i]) for i in rows]
-        kept = part.truncate(torch.tensor(kept)).tolist()
+        held = [len(self.ids[i]) for i in rows]
+        if kept != held or not all(held):  # an interrupted forward leaves tokens in a row without ids
+            kept = part.truncate(torch.tensor(kept)).tolist()
         for i in texts:
             self.ids[i] = []  # an interrupted forward leaves a row undefined
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, kept, strict=True)]
@@ -78,12 +81,8 @@ def _common(held: Sequence[int], ids: Sequence[int]) -> int:
 
 def _forward(model: nn.Module, pending: Sequence[Sequence[int]], cache: Cache) -> Tensor:
     """Logits (N, V) after the pending ids, which are padded on the left."""
-    width, device = max(map(len, pending)), _device(model)
+    width, device = max(map(len, pending)), cache.length.device
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
     real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
     logits: Tensor = model(ids, positions=cache.start(real), cache=cache, last=1)
     return logits[:, -1]
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
