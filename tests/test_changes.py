@@ -278,6 +278,16 @@ def test_a_folder_that_does_not_hold_the_model_is_not_left(tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
+def test_the_history_of_a_plain_folder_is_in_the_order_of_the_changes(tmp_path):
+    model = build()
+    change = apply_change(model, "lora", rank=2)
+    undo_change(model, change)
+    architecture = Architecture("llama", CONFIG, (change,))
+    checkpoint.save(model, tmp_path, None, 32, {"changes": [{"name": "first"}]}, architecture=architecture)
+    card = json.loads((tmp_path / "dunes.json").read_text())
+    assert [each["name"] for each in card["changes"]] == ["first", "lora"]
+
+
 def test_a_record_survives_json():
     model = build()
     change = apply_change(model, "lora", rank=2, ranks={"**.q": 1})

@@ -81,7 +81,7 @@ def save(
     if isinstance(described, HfConfig):
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
-        facts["changes"] = [*_history(architecture), *facts.get("changes", [])]
+        facts["changes"] = [*facts.get("changes", []), *_history(architecture)]
     elif architecture is not None:
         (known, weights), settings = architectures.describe(model, architecture), {}
         facts |= {"adapter": lora.active_adapter(model), "history": facts.get("changes", [])}

@@ -79,6 +79,14 @@ def measure_machine(config: TrainConfig) -> Machine:
     return Machine(config.threads, config.dtype, matmul, measure.read_rate(device))
 
 
+def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
+    """The config with what was measured, and the default batch size and this context length where it has none."""
+    machine = measure_machine(config)
+    measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
+    batch, context_length = config.batch or BATCH, config.context_length or context_length
+    return replace(measured, batch=batch, context_length=context_length), machine
+
+
 def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
     """Choose every open option for `size` bytes of training text; return the config and a few lines of reasons.
 
@@ -86,15 +94,7 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
     """
     if config.dtype and config.threads and config.size and config.batch and config.context_length:
         return config, []
-    machine = measure_machine(config)
-    config = replace(
-        config,
-        dtype=machine.dtype,
-        threads=machine.threads,
-        matmul=machine.matmul,
-        batch=config.batch or BATCH,
-        context_length=config.context_length or CONTEXT,
-    )
+    config, machine = with_machine(config, CONTEXT)
     full, expected = choose_size(config, size, machine)
     return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)
 

@@ -10,7 +10,7 @@ from dunes import checkpoint
 from dunes.augment import Change
 from dunes.checkpoint.loading import is_adapter
 from dunes.parts import Decoder
-from dunes.runs.autosize import BATCH, CONTEXT, describe_machine, estimate_memory, measure_machine
+from dunes.runs.autosize import CONTEXT, describe_machine, estimate_memory, with_machine
 from dunes.runs.finetune_method import set_trainable
 from dunes.runs.memory import Build, describe_memory
 from dunes.runs.progress import Display
@@ -45,16 +45,7 @@ def choose_options(config: TrainConfig, base: checkpoint.LoadedModel) -> tuple[T
     """The config with every open option chosen, and a few lines about them; a complete one is not changed."""
     if config.dtype and config.threads and config.batch and config.context_length and config.lr:
         return config, []
-    machine = measure_machine(config)
-    config = replace(
-        config,
-        dtype=machine.dtype,
-        threads=machine.threads,
-        matmul=machine.matmul,
-        batch=config.batch or BATCH,
-        context_length=config.context_length or min(base.context_length, CONTEXT),
-        lr=config.lr or LR,
-    )
+    config, machine = with_machine(replace(config, lr=config.lr or LR), min(base.context_length, CONTEXT))
     return config, [describe_machine(machine), memory_advice(config, base)]
 
 
