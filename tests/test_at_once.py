@@ -127,6 +127,24 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
     assert not hidden(tmp_path)
 
 
+def test_an_adapter_is_saved_over_a_model_whose_save_was_interrupted(tmp_path, monkeypatch):
+    save_model(base := tmp_path / "base", 1)
+    model, replace = trained(augmented(small(1))), os.replace
+
+    def interrupted(source, target):
+        if Path(target).name == "dunes.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", interrupted)
+        save_model(tmp_path / "out", 2)
+    assert (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out" / "dunes.json").exists()
+    checkpoint.save_adapter(model, tmp_path / "out", base=base, tokenizer=TOKENIZER, context_length=16)
+    assert "adapter" in checkpoint.load(tmp_path / "out").card
+
+
 def augmented(model):
     augment.attach(model, where="**.attn.q", rank=2)
     return model

@@ -32,7 +32,14 @@ from dunes.checkpoint.base import (
 from dunes.checkpoint.files import safetensors_writer
 from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, in_memory
-from dunes.checkpoint.folder import verified_card, write_card, write_files, write_tokenizer
+from dunes.checkpoint.folder import (
+    read_consistently,
+    readable_folder,
+    verified_card,
+    write_card,
+    write_files,
+    write_tokenizer,
+)
 from dunes.checkpoint.forms.adapter_layout import (
     Factors,
     Target,
@@ -131,8 +138,7 @@ def save_adapter(
     cannot express, and for a folder with a foreign model, which would hide the adapter.
     """
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
-    if (folder / CONFIG).is_file() and CONFIG not in listed_files(folder, read_card(folder)):
-        raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
+    read_consistently(folder, _refuse_foreign_model)
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
     config = _peft_config([t for t, _ in factors], adapter_base) | _rank_settings(factors, lora_config.rslora)
     config |= {"use_rslora": lora_config.rslora, "use_dora": lora_config.dora}
@@ -155,6 +161,12 @@ def save_adapter(
         write_card(staged, {**card, **(facts or {})})
 
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
+
+
+def _refuse_foreign_model(folder: Path) -> None:
+    readable = readable_folder(folder)
+    if (readable / CONFIG).is_file() and CONFIG not in listed_files(readable, read_card(readable)):
+        raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
 
 
 def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
