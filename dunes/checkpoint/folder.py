@@ -219,15 +219,11 @@ def write_tokenizer(
     if tokenizer is None:
         return {}
     tokenizer.save(folder)
-    for name, content in tokenizer_configs(tokenizer, context_length).items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    return special_ids(tokenizer)
-
-
-def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
-    """The JSON files that Hugging Face's tools expect beside a tokenizer, except its extra files."""
     names = tokenizer.special_tokens_map
-    ids = special_ids(tokenizer)
+    ids = {
+        f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None
+        for n in SPECIAL_TOKENS
+    }
     configs = {
         "generation_config.json": {k: v for k, v in ids.items() if v is not None},
         "tokenizer_config.json": names
@@ -238,16 +234,10 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
         },
         "special_tokens_map.json": names,
     }
-    return {name: content for name, content in configs.items() if name not in tokenizer.extra_files}
-
-
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """The special token ids that config.json lists."""
-    names = tokenizer.special_tokens_map
-    return {
-        f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None
-        for n in SPECIAL_TOKENS
-    }
+    for name, content in configs.items():
+        if name not in tokenizer.extra_files:
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return ids
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
@@ -278,17 +268,11 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     return stamps
 
 
-def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
-    """The model, its tokenizer and its card, from any format of model folder.
+def load_source(source: Source, device: torch.device | str) -> LoadedModel:
+    """The model of a folder that was opened and verified, with its tokenizer and its card.
 
-    `build` is the function of the architecture passed to `save`, if it has one. Warns if there is no tokenizer,
-    and about special ids that are above the vocabulary.
+    Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
-    return load_source(open_verified_source(folder, build=build), device)
-
-
-def load_source(source: Source, device: torch.device | str = "cpu") -> LoadedModel:
-    """The model of a folder that was opened and verified."""
     tokenizer = load_tokenizer(source.folder)
     check_vocabulary(source, tokenizer)
     model, context_length = load_decoder(source).to(device).eval(), source.context_length
@@ -318,11 +302,6 @@ def load_decoder(source: Source) -> Decoder:
             raise ValueError(f"{source.folder / CARD}: adapter is {quote(name)}; expected a name or null")
         lora.set_adapter(model, name)
     return model
-
-
-def describe(folder: Path | str) -> Source:
-    """The opened folder, of which no weight was read. Raises ValueError like `load`."""
-    return open_verified_source(Path(folder), max_bytes=0)
 
 
 def open_verified_source(

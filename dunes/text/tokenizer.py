@@ -130,6 +130,11 @@ class Tokenizer:
             )
         return loaded
 
+    @classmethod
+    def load_if_present(cls, folder: Path) -> "Tokenizer | None":
+        """`load`, or None if the folder has no tokenizer."""
+        return None if cls.find_file(folder) is None else cls.load(folder)
+
     def with_stop(self, stop: int) -> "Tokenizer":
         """The same tokenizer for a model that also ends its answers with this id.
 

@@ -50,16 +50,10 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
     actual, expected = list(module_rows(model)), list(module_rows(rebuilt))
     for i, (a, b) in enumerate(zip(actual, expected, strict=False)):
         if a != b:
-            return i, f"{a.place or 'the model'} is {_describe_difference(a, b)}"
+            changed, original = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
+            return i, f"{a.place or 'the model'} is {changed}, not {original}"
     n, m = len(actual), len(expected)
     return None if n == m else (min(n, m), f"{plural(n, 'module')}, not {m}")
-
-
-def _describe_difference(a: ModuleRow, b: ModuleRow) -> str:
-    for actual, expected in zip(a, b, strict=True):
-        if actual != expected:
-            return f"{actual}, not {expected}"
-    raise AssertionError("called with two rows that differ")
 
 
 def _stable_repr(value: Any) -> str:
