@@ -328,7 +328,7 @@ def test_an_unknown_family_is_refused(folder):
 def test_what_a_model_is_called_follows_from_its_tree():
     for family, module in FAMILIES.items():
         config = module.Config.from_size(50, 64, 2, 16)
-        assert checkpoint.hf_config_of(module.build(config), 16) == (family, config)
+        assert checkpoint.hf_config_of(module.build(config), 16) == checkpoint.Architecture(family, config)
     changed = build()
     changed.blocks[1].mlp = MLP(32, 64)
     assert "blocks.1.mlp" in checkpoint.hf_config_of(changed, 16)

@@ -24,13 +24,14 @@ from dunes.checkpoint.forms import architecture as architectures
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.architecture import Architecture, Build
 from dunes.checkpoint.forms.card import CARD, FORMAT
-from dunes.checkpoint.forms.hf_config_of import HfConfig, hf_config_of
+from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer
+from dunes.text.special_tokens import configured_ids
 from dunes.units import plural
 
 READY = ".ready"
@@ -78,7 +79,7 @@ def save(
     """
     described, folder = hf_config_of(model, context_length), Path(folder)
     facts = dict(facts or {})
-    if isinstance(described, HfConfig):
+    if isinstance(described, Architecture):
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
         facts["changes"] = [*facts.get("changes", []), *_history(architecture)]
@@ -122,7 +123,7 @@ def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
 
 
 def _hf_parts(
-    model: nn.Module, described: HfConfig
+    model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""
     family, state = FAMILIES[described.family], in_memory(model.state_dict())
@@ -380,13 +381,5 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
 
 def _special_ids(source: Source) -> dict[str, list[int]]:
     """The special ids in a config by key. Raises ValueError for invalid ones; -1 means none in old files."""
-    special = {}
-    for key in (f"{name}_token_id" for name in SPECIAL_TOKENS):
-        value = source.hf_config.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(i) is int and i >= -1 for i in ids):
-            raise ValueError(
-                f"{source.folder / CONFIG}: {key} is {ascii(value)[:80]}; expected an id or a list of ids"
-            )
-        special[key] = ids
-    return {key: ids for key, ids in special.items() if ids}
+    path, keys = source.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
+    return {key: ids for key in keys if (ids := configured_ids(path, source.hf_config, key, least=-1))}

@@ -99,8 +99,8 @@ class Tokenizer:
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
-        # Built again from the trained vocabulary with the special tokens, which get the last ids.
-        return cls(_byte_level(models.BPE(inner.get_vocab(), _merges(inner))))
+        add_special(inner, SPECIAL)  # which get the last ids
+        return cls(inner)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
@@ -414,8 +414,3 @@ def _char_level(characters: Sequence[str]) -> tokenizers.Tokenizer:
     inner.decoder = decoders.Fuse()
     add_special(inner, SPECIAL)
     return inner
-
-
-def _merges(inner: tokenizers.Tokenizer) -> list[tuple[str, str]]:
-    model: dict[str, Any] = json.loads(inner.to_str())["model"]
-    return [(a, b) for a, b in model["merges"]]
