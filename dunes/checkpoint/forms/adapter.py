@@ -110,11 +110,6 @@ def structure_digest(base: "AdapterBase", change: Change) -> str:
     """
     model = lora.base_model(base.plain)
     lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
-    return architecture_digest(model)
-
-
-def architecture_digest(model: nn.Module) -> str:
-    """SHA-256 of a model's structure: everything but its weights and dtypes."""
     return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
 
 
