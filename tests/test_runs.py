@@ -503,7 +503,7 @@ def test_overfitting_is_said_in_words():
 def test_checks_since_the_best_one_are_counted(bits, since, best):
     scores, model, trainer = iter(bits), torch.nn.Linear(2, 2), SimpleNamespace(number=0, dtype=None)
     task = SimpleNamespace(score=lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores)))
-    run, counts = run_module.Run(Path(), TrainConfig(), task, model, trainer, None), []
+    run, counts = run_module.Run(Path(), TrainConfig(), task, model, None, trainer, None), []
     for number in range(1, len(bits) + 1):
         trainer.number = number
         run.check(1)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dunes import checkpoint, measure
-from dunes.augment import Change, base_model
-from dunes.checkpoint.forms.adapter import architecture_digest, peft_factors
+from dunes.augment import Change
+from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
@@ -65,16 +65,16 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     task = FinetuneTask(data, text, stored)
     before = _baseline(task, model, folder / BASELINE, display)
     model, changes, base = _apply_method(model, config)
-    task = replace(
-        task, before=before, changes=changes, base=base, settings=architecture_digest(base_model(model))
-    )
+    task = replace(task, before=before, base=base)
+    architecture = data.base.architecture
+    architecture = replace(architecture, changes=(*architecture.changes, *changes))
     cast_frozen_weights(model, config)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
     trainer = Trainer(
         model, optimizer(config, model), next_token_loss, accumulate=config.batch // config.micro_batch, **options
     )
-    return Run(folder, config, task, model, trainer, schedule)
+    return Run(folder, config, task, model, architecture, trainer, schedule)
 
 
 def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[Change], dict[str, Any]]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from dunes import checkpoint, tree
-from dunes.augment import Change
 from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example
@@ -85,16 +84,14 @@ class Baseline:
 class FinetuneTask:
     """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
 
-    `base` identifies the base model's weights, `settings` is the digest of its architecture.
+    `base` identifies the base model's weights.
     """
 
     data: FinetuneData
     forgetting_ids: TokenIds | None
     stored: torch.dtype
     before: Baseline | None = None
-    changes: Sequence[Change] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
-    settings: str = ""
 
     @property
     def config(self) -> FinetuneConfig:
@@ -111,8 +108,7 @@ class FinetuneTask:
             digest.update(str(len(side)).encode())
             for e in side:
                 digest.update(e.ids.tobytes() + e.loss_mask.tobytes())
-        base = {"base": str(self.base["sha256"]), "settings of the base": self.settings}
-        return {"examples": digest.hexdigest(), **base}
+        return {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
 
     @property
     def tokens(self) -> int:
@@ -208,8 +204,7 @@ class FinetuneTask:
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
         context = self.data.context
         if METHODS[self.config.method].adapter is None:
-            architecture = self.data.base.architecture
-            checkpoint.save(run.model, run.folder, self.tokenizer, context, about, architecture=architecture)
+            checkpoint.save(run.model, run.folder, self.tokenizer, context, about, architecture=run.architecture)
             return
         options: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **options)
@@ -230,7 +225,8 @@ class FinetuneTask:
             }
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
-        return about | {"changes": [change.record() for change in self.changes]}
+        changes = run.architecture.changes[len(self.data.base.architecture.changes) :]
+        return about | {"changes": [change.record() for change in changes]}
 
     def _lines(self, after: Baseline) -> list[str]:
         """The final report: validation loss, forgetting, and answers before and after."""

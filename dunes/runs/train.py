@@ -87,15 +87,17 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: checkpoint.
     if base is None:
         model_config = config_for(config, tokens.tokenizer.vocab)
         model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
+        architecture = checkpoint.Architecture(config.family, model_config)
     else:
         fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
         tokens = replace(tokens, fingerprints=fingerprints)
         model = base.model.float().to(device)  # updates are smaller than bfloat16's precision
-        select_trainable(model, config.trainable, base.architecture.changes)
+        architecture = base.architecture
+        select_trainable(model, config.trainable, architecture.changes)
     schedule = build_schedule(config)
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
-    return Run(folder, config, TrainTask(config, tokens, base), model, trainer, schedule)
+    return Run(folder, config, TrainTask(config, tokens, base), model, architecture, trainer, schedule)
 
 
 @dataclass(frozen=True)
