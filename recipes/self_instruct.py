@@ -31,7 +31,7 @@ from dunes.units import plural
 def local_model(path: str, limit: int = TOKENS) -> AskModel:
     """A model folder. Raises ValueError if a prompt leaves no room for an answer."""
     loaded = checkpoint.load(path)
-    generator = TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length)
+    generator = TextGenerator(loaded)
 
     def complete(prompt: str) -> tuple[str, bool]:
         length = len(loaded.tokenizer.prompt(prompt))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dunes.augment import adapter_active, attach, row_adapters
+from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
 from dunes.parts import IdCache, RollingCache
 from dunes.runs.chat import Chat, load_chat_engine
@@ -191,7 +192,7 @@ def test_a_row_forgets_what_another_adapter_has_read():
 def test_a_second_turn_evaluates_only_its_new_tokens(three):  # noqa: F811
     engine = load_chat_engine(str(three / "base"))
     chat = Chat(engine, sampler(0.0), 12)
-    with evaluated(engine.model) as counts:
+    with evaluated(engine.models["none"].loaded.model) as counts:
         first = "".join(chat.say("ab"))
         turn = len(counts)
         second = "".join(chat.say("cd"))
@@ -205,7 +206,7 @@ def test_a_second_turn_evaluates_only_its_new_tokens(three):  # noqa: F811
 
 def test_a_keystroke_evaluates_only_what_it_changes():
     model = made_for(TOKENS)
-    generator = TextGenerator(model, TOKENS, CONTEXT)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     lines = ["ab", "abc", "abcd", "abcx"]
     with evaluated(model) as counts:
         got = []
@@ -213,7 +214,7 @@ def test_a_keystroke_evaluates_only_what_it_changes():
             start = len(counts)
             got.append(complete_line(generator, line, 6))
             assert counts[start] <= (3 if line == "ab" else 2)
-    assert got == [complete_line(TextGenerator(model, TOKENS, CONTEXT), line, 6) for line in lines]
+    assert got == [complete_line(TextGenerator(LoadedModel(model, TOKENS, CONTEXT)), line, 6) for line in lines]
 
 
 def made_for(tokenizer):
@@ -230,8 +231,8 @@ def made_for(tokenizer):
 
 def test_it_is_cancelled_between_tokens_and_goes_on_from_there():
     model = made_for(TOKENS)
-    generator = TextGenerator(model, TOKENS, CONTEXT)
-    want = TextGenerator(model, TOKENS, CONTEXT).text("ab", 12)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
+    want = TextGenerator(LoadedModel(model, TOKENS, CONTEXT)).text("ab", 12)
     with evaluated(model) as counts:
         stream = generator.stream("ab", 12)
         ids = [next(stream).token.id for _ in range(4)]
@@ -244,7 +245,7 @@ def test_it_is_cancelled_between_tokens_and_goes_on_from_there():
 
 def test_two_streams_at_a_time_do_not_disturb_each_other():
     model = made_for(TOKENS)
-    generator = TextGenerator(model, TOKENS, CONTEXT)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     want = [generator.text(prompt, 12) for prompt in ("ab", "xyz")]
     streams = [generator.stream(prompt, 12) for prompt in ("ab", "xyz")]
     pairs = list(zip(*streams, strict=True))
@@ -254,7 +255,7 @@ def test_two_streams_at_a_time_do_not_disturb_each_other():
 @torch.no_grad()
 def test_log_probabilities_of_a_prompt_and_the_best_alternatives():
     model = made_for(TOKENS).eval()
-    generator = TextGenerator(model, TOKENS, CONTEXT)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     ids = TOKENS.prompt("some text")
     logprobs = model(torch.tensor([ids]))[0].log_softmax(-1)
     tokens = generator.prompt_tokens("some text", alternatives=3)
@@ -270,3 +271,8 @@ def test_log_probabilities_of_a_prompt_and_the_best_alternatives():
     assert piece.token.id == best.indices[0]
     long = generator.prompt_tokens([5] * (CONTEXT + 9))
     assert len(long) == CONTEXT - 1, "of those that the model can attend to"
+
+
+def test_a_model_without_a_tokenizer_says_so_before_it_generates():
+    with pytest.raises(ValueError, match="the model has no tokenizer; copy tokenizer.json into its folder"):
+        TextGenerator(LoadedModel(None, None, CONTEXT))

@@ -54,9 +54,10 @@ class Harness(TemplateLM):
     ) -> None:
         super().__init__()
         self._device = measure.device()
-        loaded, tokenizer = checkpoint.load_with_tokenizer(folder, self._device, any_base)
+        loaded = checkpoint.load_with_tokenizer(folder, self._device, any_base)
         self.model, self.max_length, self.show, self.truncated = loaded.model, loaded.context_length, show, 0
-        self.generator = TextGenerator(loaded.model, tokenizer, loaded.context_length)
+        self.generator = TextGenerator(loaded)
+        tokenizer = self.generator.tokenizer
         # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
         self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.files.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.config import MEASURED, RunConfig, T
@@ -47,7 +48,9 @@ class Task(Protocol):
     """The task of a run. `fingerprints` identify its data, `tokens` is the number of validation targets."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def loaded(self) -> LoadedModel:
+        """The model in training, with what it will be saved with."""
+        ...
 
     @property
     def fingerprints(self) -> Mapping[str, str]: ...
@@ -59,11 +62,11 @@ class Task(Protocol):
         """Endless batches for the trainer, starting with number `start`."""
         ...
 
-    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
+    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
         ...
 
-    def sample(self, model: Decoder) -> str:
+    def sample(self) -> str:
         """Text that the model generates."""
         ...
 
@@ -95,7 +98,6 @@ class Run:
     folder: Path
     config: RunConfig
     task: Task
-    model: Decoder
     trainer: Trainer
     schedule: Schedule
     elapsed: float = 0.0
@@ -111,6 +113,10 @@ class Run:
     warm: bool = False
 
     @property
+    def model(self) -> Decoder:
+        return self.task.loaded.model
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of matrix products."""
         return self.trainer.dtype
@@ -121,7 +127,7 @@ class Run:
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(self.model, self.dtype, limit)
+        return self.task.score(self.dtype, limit)
 
     def score_seconds(self, limit: int) -> float:
         """Seconds that scoring this many tokens takes, by the last validation."""

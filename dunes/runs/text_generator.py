@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
-
+from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens
-from dunes.text import DecodeStream, Tokenizer
+from dunes.text import DecodeStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +19,15 @@ class Piece:
 
 
 class TextGenerator:
-    """Generates text with a model whose weights do not change.
+    """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
     It keeps the cache of the last text: of one that begins alike, as a conversation's next turn or the text after
     a keystroke, only the rest is evaluated. A prompt is a text or the ids of one.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
-        self.model, self.tokenizer, self.context_length = model, tokenizer, context_length
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.model, self.context_length = loaded.model, loaded.context_length
+        self.tokenizer = loaded.require_tokenizer()
         self.cache: PrefixCache | None = None
 
     def stream(

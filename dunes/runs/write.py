@@ -4,20 +4,18 @@ import re
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
+from dunes.checkpoint import LoadedModel
 from dunes.generate import Sampler, force_prefix, sampler
 from dunes.runs.text_generator import TextGenerator
-from dunes.text import Tokenizer
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
 
 LINE_END = re.compile(rb"[\r\n]")
 
 
-def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int = 0, limit: int = 120) -> str:
+def sample_text(loaded: LoadedModel, seed: int = 0, limit: int = 120) -> str:
     """A sample without a prompt."""
-    return TextGenerator(model, tokenizer, context).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
+    return TextGenerator(loaded).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
 
 
 def complete_line(generator: TextGenerator, prefix: str, limit: int = 48) -> str:
