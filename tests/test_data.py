@@ -1,6 +1,7 @@
 """From files to batches: what is read, what is kept on disk, and in which order it comes."""
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -1000,6 +1001,68 @@ def test_separate_documents_have_positions_and_targets_of_their_own(text, cuts, 
         assert got_positions == [i - b for i, b in zip(row, begin, strict=True)][:-1]
         same = [a == b or ids[i] == end for a, b, i in zip(begin, begin[1:], row[1:], strict=False)]
         assert got_targets == [int(ids[i]) if s else -100 for s, i in zip(same, row[1:], strict=True)]
+
+
+def rotate(ids, generator):
+    """Another order of a document's ids: its first id, then a rotation of the others."""
+    return np.append(ids[:1], np.roll(ids[1:], generator.integers(len(ids))))
+
+
+def transformed_text(windows, epoch):
+    """The text as the windows of an epoch show it, and the index of its first id."""
+    per = windows.windows_per_epoch
+    rows = [[*ids[0].tolist(), None] for ids, *_ in (windows.batch(epoch * per + i) for i in range(per))]
+    by_start = dict(zip(starts(windows, epoch).tolist(), rows, strict=True))
+    return [i for start in sorted(by_start) for i in by_start[start][:-1]], min(by_start)
+
+
+@pytest.mark.parametrize("length", [3, 7, 50])
+def test_a_document_is_transformed_as_a_whole_by_seed_epoch_and_document(length):
+    size, begins = 240, np.array([0, 40, 41, 60, 150])  # the last two are equally long
+    text = PackedText(np.arange(size), begins, 1, rotate)
+    windows, bounds = Windows(text, length, 1, 5), [*begins.tolist(), size]
+    texts, rotations = [], []
+    for epoch in (0, 1, 7):
+        ids, first = transformed_text(windows, epoch)
+        whole = dict(enumerate(ids, first))
+        texts.append(whole)
+        for start, stop in itertools.pairwise(bounds):
+            part = {i: whole[i] for i in range(start, stop) if i in whole}
+            # Every window has its part of one rotation of the whole document.
+            shifts = {(i - v) % (stop - start - 1) for i, v in part.items() if i > start}
+            assert len(shifts) <= 1
+            rotations.append((epoch, stop - start, *shifts))
+            assert part.get(start, start) == start
+    assert len({tuple(t.get(i) for i in range(70, 140)) for t in texts}) == 3, "epochs differ"
+    assert len({r for r in rotations if r[1] == 90}) == 6, "documents differ"
+    assert transformed_text(Windows(text, length, 1, 6), 0)[0] != transformed_text(windows, 0)[0], "seeds differ"
+
+
+def test_a_transformed_document_is_the_same_in_every_window_batch_and_resumed_run():
+    text = PackedText(np.arange(300), np.array([0, 9, 100, 120, 290]), 1, rotate)
+    windows = Windows(text, 11, 4, 3)
+    for number, batch in zip(range(30), windows.batches(), strict=False):
+        alone = [Windows(text, 11, 1, 3).batch(4 * number + row) for row in range(4)]
+        resumed = next(Windows(text, 11, 4, 3).batches(number))
+        for part, again, rows in zip(batch, resumed, zip(*alone, strict=True), strict=True):
+            assert torch.equal(part, again)
+            assert torch.equal(part, torch.cat(rows))
+    other = Windows(text, 29, 1, 3)  # windows of another length show the same documents in epoch 0
+    shown = [dict(enumerate(*transformed_text(w, 0))) for w in (Windows(text, 11, 1, 3), other)]
+    common = shown[0].keys() & shown[1].keys()
+    assert len(common) > 250
+    assert all(shown[0][i] == shown[1][i] for i in common)
+
+
+def test_a_transformation_that_changes_nothing_leaves_the_batches_and_one_that_drops_ids_is_refused():
+    begins = np.array([0, 9, 100])
+    plain, same = (PackedText(np.arange(300), begins, 1, t) for t in (None, lambda ids, generator: ids))
+    for number in range(60):
+        for a, b in zip(Windows(plain, 11, 2).batch(number), Windows(same, 11, 2).batch(number), strict=True):
+            assert torch.equal(a, b)
+    shorter = PackedText(np.arange(300), begins, 1, lambda ids, generator: ids[1:])
+    with pytest.raises(ValueError, match=r"document 2: transformed to 199 ids, expected 200"):
+        Windows(shorter, 11, 1).batch(np.flatnonzero(starts(Windows(shorter, 11, 1), 0) > 110)[0])
 
 
 def test_iteration_from_the_beginning_reaches_the_same_batches():

@@ -6,9 +6,10 @@ workers or devices.
 
 # Shapes: B batch, T tokens.
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,8 @@ from dunes.ops.cross_entropy import IGNORE
 from dunes.units import plural
 
 ROUNDS = 4
+Transform = Callable[[NDArray[np.int64], np.random.Generator], NDArray[np.int64]]
+"""A document's ids and a random generator -> as many ids."""
 
 
 class TokenIds(Protocol):
@@ -36,17 +39,41 @@ class PackedText:
 
     A document usually begins with the `end` token of the one before it, as a prompt does: that token is the last
     target of the one and the first input of the other.
+
+    `transform`, if any, is applied to each whole document, its first id included, as `Windows` read it. It may
+    reorder and replace ids; its generator is keyed by (seed, epoch, document), so all windows with a part of a
+    document agree on it.
     """
 
     tokens: TokenIds
     starts: NDArray[np.int64]
     end: int
+    transform: Transform | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
         return self.tokens[index]
+
+    def transformed(self, index: NDArray[np.int64], key: tuple[int, int]) -> NDArray[np.int64]:
+        """The ids at consecutive indices (N,) of the documents transformed under (seed, epoch).
+
+        Raises ValueError for a transformation that changes a document's length.
+        """
+        assert self.transform is not None
+        first, last = np.searchsorted(self.starts, index[[0, -1]], "right") - 1
+        bounds = np.append(self.starts, len(self))[first : last + 2]
+        documents = []
+        for number, (start, stop) in enumerate(pairwise(bounds.tolist()), int(first)):
+            ids = self.tokens[np.arange(start, stop)[None]][0].astype(np.int64)
+            documents.append(self.transform(ids, np.random.default_rng(_hash(*key, number))))
+            if len(documents[-1]) != len(ids):
+                raise ValueError(
+                    f"document {number}: transformed to {plural(len(documents[-1]), 'id')}, expected {len(ids)}"
+                )
+        transformed: NDArray[np.int64] = np.concatenate(documents)[index - bounds[0]]
+        return transformed
 
     def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, targets and positions (B, T) of windows (B, T + 1) from consecutive indices.
@@ -101,10 +128,16 @@ class Windows:
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
         """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64; or ids, targets and positions, (B, T)."""
-        starts = self.starts(np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64))
-        index = starts[:, None] + np.arange(self.length + 1)
-        ids = torch.from_numpy(self.tokens[index].astype(np.int64))
-        return self.tokens.batch(ids, index) if isinstance(self.tokens, PackedText) else ids
+        positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
+        index = self.starts(positions)[:, None] + np.arange(self.length + 1)
+        text = self.tokens
+        if isinstance(text, PackedText) and text.transform is not None:
+            keys = [(self.seed, epoch) for epoch in (positions // self.windows_per_epoch).tolist()]
+            window = np.stack([text.transformed(*row) for row in zip(index, keys, strict=True)])
+        else:
+            window = text[index]
+        ids = torch.from_numpy(window.astype(np.int64))
+        return text.batch(ids, index) if isinstance(text, PackedText) else ids
 
     def batches(self, start: int = 0) -> Iterator[Tensor | tuple[Tensor, ...]]:
         """Endless batches from number `start` on."""
