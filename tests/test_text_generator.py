@@ -11,7 +11,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
 from dunes.parts import IdCache, RollingCache
 from dunes.runs.chat import Chat, load_chat_engine
-from dunes.runs.text_generator import TextGenerator
+from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.runs.write import complete_line
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
@@ -274,5 +274,25 @@ def test_log_probabilities_of_a_prompt_and_the_best_alternatives():
 
 
 def test_a_model_without_a_tokenizer_says_so_before_it_generates():
-    with pytest.raises(ValueError, match="the model has no tokenizer; copy tokenizer.json into its folder"):
+    with pytest.raises(ValueError, match=r"the model has no tokenizer; copy tokenizer\.json into its folder"):
         TextGenerator(LoadedModel(None, None, CONTEXT))
+
+
+def test_a_text_ends_with_the_token_that_completes_a_stop_string(monkeypatch):
+    """Also one that is spelled by several tokens, each row by itself; bytes that are skipped stop nothing."""
+    model, read = made_for(TOKENS), []
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
+    prompts = [TOKENS.encode(text) for text in ("ab", "xyz")]
+    whole = [generator.text(ids, 12) for ids in prompts]
+    stop = whole[0][4:7]
+    end = whole[0].index(stop)
+    requests = [generator.request(ids, 12) for ids in prompts]
+    for row in generator.tokens(requests, [stop]):
+        read.append(row)
+    got = [TOKENS.decode(r.ids[len(r.prompt) :]) for r in requests]
+    assert got[0] == whole[0][: len(got[0])]
+    assert end + len(stop) <= len(got[0]) < 12
+    assert cut_at_stop(got[0], [stop]) == whole[0][:end]
+    assert cut_at_stop(got[1], [stop]) == cut_at_stop(whole[1], [stop])
+    late = "".join(p.text for p in generator.stream(prompts[0], 12, until=[stop], skip=len(whole[0].encode())))
+    assert late == whole[0]
