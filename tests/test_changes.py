@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import expansion
-from adapters import IDS, build, difference
+from adapters import IDS, build, difference, trained
 from dunes import checkpoint, tree
 from dunes.augment import (
     CHANGES,
@@ -20,6 +20,7 @@ from dunes.augment import (
     undo_change,
 )
 from dunes.checkpoint import Architecture
+from dunes.checkpoint.loading import add_adapter
 from dunes.models import FAMILIES
 from dunes.runs.augment import augment_folder
 from dunes.runs.export import export
@@ -286,6 +287,72 @@ def test_the_history_of_a_plain_folder_is_in_the_order_of_the_changes(tmp_path):
     checkpoint.save(model, tmp_path, None, 32, {"changes": [{"name": "first"}]}, architecture=architecture)
     card = json.loads((tmp_path / "dunes.json").read_text())
     assert [each["name"] for each in card["changes"]] == ["first", "lora"]
+
+
+def test_what_was_done_to_an_adapters_base_before_stays_in_the_cards_of_what_is_made_of_it(tmp_path):
+    def names(folder, *keys):
+        card = json.loads((tmp_path / folder / "dunes.json").read_text())
+        return [change["name"] for key in keys for change in card.get(key, [])]
+
+    model = build()
+    checkpoint.save(model, tmp_path / "base", None, 32, {"changes": [{"name": "first"}]})
+    apply_change(model, "lora", rank=2)
+    checkpoint.save_adapter(trained(model), tmp_path / "adapter", base=tmp_path / "base")
+    augment_folder(tmp_path / "adapter", tmp_path / "int8", "quantize", kind="int8")
+    assert names("int8", "history", "changes") == ["first", "lora", "quantize"]
+    export(tmp_path / "int8", tmp_path / "plain")
+    assert names("plain", "changes") == ["first", "lora", "quantize", "merge"]
+    augment_folder(tmp_path / "base", tmp_path / "nf4", "quantize", kind="nf4")
+    loaded = checkpoint.load(tmp_path / "nf4")
+    apply_change(loaded.model, "lora", rank=2)
+    checkpoint.save_adapter(trained(loaded.model), tmp_path / "on", base=tmp_path / "nf4")
+    export(tmp_path / "on", tmp_path / "merged")
+    assert names("merged", "changes") == ["first", "quantize", "merge"]
+
+
+def test_an_adapter_of_a_quantized_run_fits_the_quantized_folder_of_its_base(tmp_path):
+    model = build()
+    checkpoint.save(model, tmp_path / "base", None, 32)
+    dense = checkpoint.base_identity(model)
+    note = apply_change(model, "quantize", kind="nf4", double=True)
+    identity = dense | checkpoint.base_identity(model)
+    apply_change(model, "lora", rank=2)
+    checkpoint.save_adapter(
+        trained(model), tmp_path / "a", base=tmp_path / "base", identity=identity,
+        facts={"changes": [note.record()]},
+    )  # fmt: skip
+    for double in (True, False):
+        augment_folder(tmp_path / "base", tmp_path / f"{double}", "quantize", kind="nf4", double=double)
+    loaded = checkpoint.load(tmp_path / "True", adapters=[tmp_path / "a"])
+    add_adapter(loaded, tmp_path / "a", "default")
+    assert torch.equal(loaded.model(IDS), checkpoint.load(tmp_path / "a").model(IDS))
+    with pytest.raises(ValueError, match="made for a different base"):
+        checkpoint.load(tmp_path / "False", adapters=[tmp_path / "a"])
+
+
+def test_a_context_length_above_the_learned_positions_is_refused(tmp_path):
+    model = build("gpt2")
+    checkpoint.save(model, tmp_path / "base", None, 32)
+    augment_folder(tmp_path / "base", tmp_path / "int8", "quantize", kind="int8")
+    apply_change(model, "lora", rank=2)
+    checkpoint.save_adapter(trained(model), tmp_path / "a", base=tmp_path / "base", context_length=32)
+    for folder in (tmp_path / "int8", tmp_path / "a"):
+        card = json.loads((folder / "dunes.json").read_text())
+        (folder / "dunes.json").write_text(json.dumps(card | {"context_length": 33}))
+        with pytest.raises(ValueError, match=r"context_length is 33; expected 1 to 32, the learned positions"):
+            checkpoint.load(folder)
+    loaded = checkpoint.load(tmp_path / "base", adapters=[tmp_path / "a"])
+    with pytest.raises(ValueError, match=r"context_length is 33; expected 1 to 32"):
+        add_adapter(loaded, tmp_path / "a", "default")
+
+
+def test_a_model_that_its_architecture_does_not_give_is_refused_on_one_short_line(tmp_path):
+    model = build()
+    stale = Architecture("llama", CONFIG)
+    apply_change(model, "quantize", kind="nf4")
+    with pytest.raises(ValueError, match=r"llama builds a different model: blocks\.0\..*; and \d+ more$") as error:
+        checkpoint.save(model, tmp_path, None, 32, architecture=stale)
+    assert len(str(error.value)) < 1000
 
 
 def test_a_record_survives_json():

@@ -111,6 +111,10 @@ class BaseRecord:
         own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
+    def is_of(self, weights: BaseWeights) -> bool:
+        """Whether the adapter was trained on exactly these weights."""
+        return weights.kind == self.kind and weights.sha256(None) == [self.sha256]
+
     def quantized_from(self, weights: BaseWeights) -> bool:
         """Whether the recorded weights were quantized from these, so that quantizing these must reproduce them."""
         quantized, _, dtype = self.kind.rpartition(", ")
@@ -132,7 +136,7 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
 
 def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
     """Raise ValueError unless the weights are those of the record, possibly cast to one of its dtypes."""
-    if weights.kind == record.kind and weights.sha256(None) == [record.sha256]:
+    if record.is_of(weights):
         return
     comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]
     if any(weights.sha256(dtype) == [record.digests[dtype]] for dtype in comparable):

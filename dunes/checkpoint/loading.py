@@ -124,10 +124,12 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
     source = open_verified_source(base_folder(folder))
     tokenizer = load_tokenizer(_tokenizer_folder(folder))
     check_vocabulary(source, tokenizer)
-    context_length = context_length_of(card, folder, source.context_length)
+    context_length = context_length_of(card, folder, source.expected, source.context_length)
     model = load_decoder(source)
     changes = prepare_base(model, [folder, *others], any_base)
     changes += [attach_adapter(model, folder, any_base=any_base)]
+    if history := source.card.get("changes" if source.own is None else "history"):
+        card["history"] = history  # changes that are in the base's weights
     architecture = replace(source.architecture, changes=(*source.architecture.changes, *changes))
     return LoadedModel(model.to(device).eval(), tokenizer, context_length, card, architecture)
 
@@ -144,7 +146,7 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
     rows, _ = sides(loaded.model.embed.token)
     if tokenizer is not None and max(tokenizer.vocab, 1 + max(tokenizer.configured_ids, default=0)) > rows:
         raise ValueError(f"{folder}: its tokenizer has {tokenizer.vocab} ids, the base's embedding {rows} rows")
-    context_length = context_length_of(card, folder, loaded.context_length)
+    context_length = context_length_of(card, folder, loaded.model.state_dict(), loaded.context_length)
     change = attach_adapter(loaded.model, folder, name, any_base)
     loaded.model.eval()
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, change))
@@ -154,16 +156,15 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
     """Verify that a dense base is that of the adapters in these folders, and repeat its changes for them.
 
-    Returns these changes.
-
-    A bit-equal base must also be bit-equal after the changes; one that was rounded since may differ. Raises
-    ValueError like `load_adapter`.
+    Returns these changes; none if the base has them already. A bit-equal base must also be bit-equal after the
+    changes; one that was rounded since may differ. Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
     records = {folder: record for folder, record in optional.items() if record is not None}
-    changed = [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
     weights, exact = BaseWeights(model), set[Path]()
+    made = any(record.is_of(weights) for record in records.values())
+    changed = [] if made else [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
     for folder, record in records.items():
         if record.digests or not changed:
             check_base(weights, record, folder)

@@ -1,5 +1,6 @@
 """A model folder in any supported format, read from its headers alone."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 """One file, or the same name with .index.json for several."""
 ADAPTER = "adapter_config.json"
+POSITIONS = "embed.place.weight"
+"""The name of learned position embeddings."""
 MAX_SHARDS = 10_000
 MAX_TENSORS = 200_000
 """A mixture of 384 experts in 60 blocks has 70,000; each takes time to create even on the meta device."""
@@ -72,7 +75,7 @@ class Source:
         """How many tokens the model can attend to. Raises ValueError unless a card has a positive integer."""
         if self.own is None:
             return int(self.config.context_length)
-        return context_length_of(self.card, self.folder)
+        return context_length_of(self.card, self.folder, self.expected)
 
     @property
     def vocab(self) -> int | None:
@@ -192,12 +195,20 @@ def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source
     )
 
 
-def context_length_of(card: Mapping[str, Any], folder: Path, otherwise: int | None = None) -> int:
-    """The context length in a card. Raises ValueError unless it is a positive integer."""
+def context_length_of(
+    card: Mapping[str, Any], folder: Path, weights: Mapping[str, Any], otherwise: int | None = None
+) -> int:
+    """The context length in a card.
+
+    Raises ValueError unless it is a positive integer, and at most the number of positions if these weights have
+    learned ones.
+    """
     context_length = card.get("context_length", otherwise)
-    if type(context_length) is not int or context_length < 1:
+    limit = weights[POSITIONS].shape[0] if POSITIONS in weights else math.inf
+    if type(context_length) is not int or not 1 <= context_length <= limit:
+        expected = "a number of tokens" if limit == math.inf else f"1 to {limit}, the learned positions"
         raise ValueError(
-            f"{folder / cards.CARD}: context_length is {header.quote(context_length)}; expected a number of tokens"
+            f"{folder / cards.CARD}: context_length is {header.quote(context_length)}; expected {expected}"
         )
     return context_length
 

@@ -163,9 +163,8 @@ def _merge_active(model: Decoder, dtype: torch.dtype) -> dict[str, float]:
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
     """All changes so far: those of an adapter's base, and the model's own."""
-    if not is_adapter(folder):
-        return [*card.get("history", []), *card.get("changes", [])]
-    return [*checkpoint.describe(base_folder(folder)).card.get("changes", []), *card.get("changes", [])]
+    base = checkpoint.describe(base_folder(folder)).architecture.changes if is_adapter(folder) else ()
+    return [*card.get("history", []), *(change.record() for change in base), *card.get("changes", [])]
 
 
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:

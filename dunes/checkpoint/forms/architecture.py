@@ -21,7 +21,7 @@ from dunes.checkpoint.files.atomic import tensor_digests
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.files.safetensors_writer import CODES
 from dunes.checkpoint.forms.hf_config_of import module_rows
-from dunes.checkpoint.state_dict_diff import FLOATS, Difference
+from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
 from dunes.parts import Decoder
@@ -111,7 +111,7 @@ def has_own_form(card: Mapping[str, Any]) -> bool:
 def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's entries in the card, and its tensors; a tied tensor is listed under its first name.
 
-    Raises ValueError that lists every difference if the architecture does not give the same model except for the
+    Raises ValueError that lists the first differences if the architecture gives another model, except for the
     values of parameters and persistent buffers.
     """
     rebuilt, tied = architecture.outline(), _tied_names(model)
@@ -123,7 +123,9 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
         *_unsaved_differences(model, rebuilt),
     ]
     if differences:
-        raise ValueError(f"{architecture.family} builds a different model: {'; '.join(map(str, differences))}")
+        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        listed = "; ".join(str(d)[:200] for d in differences[:SHOWN])
+        raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
     structure = {"modules": _digests(_settings(rebuilt)), "tied": _tied_names(rebuilt)}
     return architecture.record() | {"structure": structure}, weights
 
