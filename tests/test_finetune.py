@@ -202,7 +202,9 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     hf_config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(hf_config | {"rms_norm_eps": 0.01}))
     (base / "dunes.json").unlink()
-    with pytest.raises(ValueError, match="cannot resume: settings of the base changed"):
+    with pytest.raises(
+        ValueError, match=r"cannot resume: the model's config\.rms_norm_eps was 1e-0\d, now 0\.01; "
+    ):
         finetune(config, tmp_path / "run", display()[0], resume=True)
 
 
@@ -677,8 +679,20 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
-    model = checkpoint.load(base).model
-    assert trainable_state(model).keys() == model.state_dict().keys()
+    loaded = checkpoint.load(base)
+    stored = json.loads(json.dumps(state["model"]))
+    assert stored.pop("changes") == checkpoint.load(tmp_path / "run").card["changes"], "what was done to it"
+    assert stored | {"changes": []} == loaded.architecture.record(), "the base"
+    assert trainable_state(loaded.model).keys() == loaded.model.state_dict().keys()
+
+
+def test_the_state_holds_buffers_that_training_changes_and_neither_codes_nor_scales():
+    model = FAMILIES["gpt2"].build(FAMILIES["gpt2"].Config.from_size(50, 32, 2, 32))
+    apply_change(model, "quantize", kind="nf4", double=True)
+    tree.freeze(model, ["**", "!**.attn.*.bias"])
+    model.average = torch.nn.BatchNorm1d(2).requires_grad_(False)
+    names = {name.rpartition(".")[2] for name in trainable_state(model)}
+    assert names == {"bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
 def test_what_is_chosen(base, examples):

@@ -11,13 +11,13 @@ import torch
 
 from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
-from dunes.checkpoint import folder as whole
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
 from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.folder import (
     LoadedModel,
     check_vocabulary,
     load_decoder,
+    load_source,
     load_tokenizer,
     open_verified_source,
     read_consistently,
@@ -56,7 +56,7 @@ def load(
     def read(readable: Path) -> LoadedModel:
         if is_adapter(readable):
             return _load_adapted(readable_folder(readable), adapters, device, any_base)
-        loaded = whole.load_model(readable, device, build)
+        loaded = load_source(open_verified_source(readable, build=build), device)
         if adapters:
             prepare_base(loaded.model, adapters, any_base)
         return loaded
@@ -86,9 +86,10 @@ def describe(folder: Path | str) -> Source:
     """A folder without its weights; for an adapter, its base with its card. Raises ValueError like `load`."""
     folder = Path(folder)
     if not is_adapter(folder):
-        return whole.describe(folder)
+        return open_verified_source(folder, max_bytes=0)
     folder = readable_folder(folder)
-    return replace(whole.describe(base_folder(folder)), card=verified_card(folder, max_bytes=0))
+    source = open_verified_source(base_folder(folder), max_bytes=0)
+    return replace(source, card=verified_card(folder, max_bytes=0))
 
 
 def is_adapter(folder: Path) -> bool:

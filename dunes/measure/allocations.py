@@ -173,13 +173,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         allocation.freed = self.moment
         if allocation.kind == "temporaries" and allocation.phase == "forward":
             # Kept for a later module or for backward, not only while its own module ran.
-            if self.phase == "backward" or (self.places.calls > allocation.call and not self._inside(allocation)):
+            inside = allocation.owner in self.places.stack
+            if self.phase == "backward" or (self.places.calls > allocation.call and not inside):
                 allocation.kind = "activations"
         elif allocation.kind == "cache" and self.places.calls == allocation.call:
             allocation.kind = "temporaries"
-
-    def _inside(self, allocation: Allocation) -> bool:
-        return allocation.owner in self.places.stack
 
     def beginning(self, model: nn.Module) -> None:
         """Record the tensors that the model has already."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dunes import checkpoint, measure
-from dunes.augment import Change, base_model
-from dunes.checkpoint.forms.adapter import architecture_digest, peft_factors
+from dunes.augment import Change
+from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
@@ -65,9 +65,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     task = FinetuneTask(data, text, stored)
     before = _baseline(task, folder / BASELINE, display)
     changes, base = _apply_method(model, config)
-    task = replace(
-        task, before=before, changes=changes, base=base, settings=architecture_digest(base_model(model))
-    )
+    task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -85,16 +85,15 @@ class Baseline:
 class FinetuneTask:
     """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
 
-    `base` identifies the base model's weights, `settings` is the digest of its architecture.
+    `base` identifies the base model's weights, `changes` were made to it.
     """
 
     data: FinetuneData
     forgetting_ids: TokenIds | None
     stored: torch.dtype
     before: Baseline | None = None
-    changes: Sequence[Change] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
-    settings: str = ""
+    changes: Sequence[Change] = ()
 
     @property
     def config(self) -> FinetuneConfig:
@@ -102,7 +101,9 @@ class FinetuneTask:
 
     @property
     def loaded(self) -> LoadedModel:
-        return self.data.loaded
+        architecture = self.data.base.architecture
+        architecture = replace(architecture, changes=(*architecture.changes, *self.changes))
+        return replace(self.data.loaded, architecture=architecture)
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
@@ -111,8 +112,7 @@ class FinetuneTask:
             digest.update(str(len(side)).encode())
             for e in side:
                 digest.update(e.ids.tobytes() + e.loss_mask.tobytes())
-        base = {"base": str(self.base["sha256"]), "settings of the base": self.settings}
-        return {"examples": digest.hexdigest(), **base}
+        return {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
 
     @property
     def tokens(self) -> int:
@@ -209,8 +209,9 @@ class FinetuneTask:
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
         loaded, context = self.loaded, self.loaded.context_length
         if METHODS[self.config.method].adapter is None:
-            architecture = loaded.architecture
-            checkpoint.save(run.model, run.folder, loaded.tokenizer, context, about, architecture=architecture)
+            checkpoint.save(
+                run.model, run.folder, loaded.tokenizer, context, about, architecture=loaded.architecture
+            )
             return
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **options)

@@ -28,11 +28,11 @@ from dunes.runs.json_lines import (
     warn_of_damage,
     write_lines,
 )
-from dunes.runs.stored_state import check_optimizer, check_tensors, invalid_state, read_state
+from dunes.runs.stored_state import check_optimizer, check_tensors, first_difference, invalid_state, read_state
 from dunes.runs.timings import Timings
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
-from dunes.train import Schedule, Trainer
+from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.units import plural
 
 METRICS = "metrics.jsonl"
@@ -147,17 +147,12 @@ class Run:
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """The part of the state dict that training changes: trainable parameters and buffers.
+    """The part of the state dict that training changes: trainable parameters and mutable buffers.
 
-    Frozen weights are not included: they are loaded again from the base model.
+    All else is not included: it is loaded again from the base model.
     """
-    names = set()
-    for place, module in model.named_modules():
-        own = [*module.named_parameters(place, recurse=False)]
-        trains = [name for name, p in own if p.requires_grad]
-        names |= {*trains}
-        if trains or not getattr(module, "constant_buffers", False):
-            names |= {name for name, _ in module.named_buffers(place, recurse=False)}
+    trained = (k for k, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+    names = {*mutable_buffers(model), *trained}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
@@ -292,6 +287,7 @@ def run_state(run: Run) -> dict[str, Any]:
     return {
         "config": asdict(run.config),
         "fingerprints": dict(run.task.fingerprints),
+        "model": run.task.loaded.architecture.record(),
         "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
         "schedule": [[r.begin, r.end] for r in run.schedule.records],
@@ -310,8 +306,8 @@ def restore_run(
 ) -> None:
     """Restore the newest undamaged state, if there is one.
 
-    Raises ValueError, and changes nothing, if config or data differ from the state's in more than `override`
-    names; and with `strict`, if the newest state is damaged.
+    Raises ValueError, and changes nothing, if config, data or model differ from the state's in more than
+    `override` names; and with `strict`, if the newest state is damaged.
     """
 
     def damaged(line: str) -> None:
@@ -328,6 +324,8 @@ def restore_run(
     stored = state["fingerprints"]
     if changed := [name for name, value in run.task.fingerprints.items() if stored.get(name, value) != value]:
         differences["corpus"] = f"{' and '.join(changed)} changed"
+    if "model" in state and (words := first_difference(state["model"], run.task.loaded.architecture.record())):
+        differences["model"] = f"the model's {words}"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{run.folder}: cannot resume: {'; '.join(refused)}; choose another --out, or pass --override "

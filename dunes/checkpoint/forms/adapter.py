@@ -48,8 +48,9 @@ from dunes.checkpoint.forms.adapter_layout import (
     peft_targets,
     split_factors,
 )
+from dunes.checkpoint.forms.architecture import module_rows
 from dunes.checkpoint.forms.card import listed_files, read_card
-from dunes.checkpoint.forms.hf_config_of import hf_config_of, module_rows
+from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
@@ -109,11 +110,6 @@ def structure_digest(base: "AdapterBase", change: Change) -> str:
     """
     model = lora.base_model(base.plain)
     lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
-    return architecture_digest(model)
-
-
-def architecture_digest(model: nn.Module) -> str:
-    """SHA-256 of a model's structure: everything but its weights and dtypes."""
     return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
 
 
@@ -155,7 +151,7 @@ def save_adapter(
     card |= {} if context_length is None else {"context_length": context_length}
 
     def fill(staged: Path) -> None:
-        safetensors_writer.write_tensors(staged, weights, WEIGHTS[0], shard=1 << 62)
+        safetensors_writer.write_file(staged / WEIGHTS[0], weights)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})
