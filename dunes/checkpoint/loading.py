@@ -174,7 +174,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     del weights
     changes: list[Change] = []
     for card, folder in changed:
-        changes = make_changes(model, card, folder)
+        changes = _make_changes(model, card, folder)
         weights = BaseWeights(model)
         for folder in exact:
             check_base(weights, records[folder], folder)
@@ -186,7 +186,7 @@ def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
     return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
 
 
-def make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
+def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
     """Make the changes to the base that an adapter's card lists. Raises ValueError for unknown or damaged ones."""
     try:
         changes = list(map(Change.of, _changes(card)))
