@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,16 +43,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model from a folder, in evaluation mode; `card` is the content of dunes.json, empty without one.
+    """A model with all that belongs to it: from a folder, in evaluation mode, or one that is being trained.
 
-    `tokenizer` is None if the folder has none.
+    `tokenizer` is None if the folder has none, `card` is the content of dunes.json, empty without one.
     """
 
     model: Decoder
     tokenizer: Tokenizer | None
     context_length: int
-    card: dict[str, Any]
-    architecture: Architecture
+    card: dict[str, Any] = field(default_factory=dict)
+    architecture: Architecture = field(default=Architecture("", None))
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValueError if there is none."""
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer; copy tokenizer.json into its folder")
+        return self.tokenizer
 
 
 def save(

@@ -69,13 +69,11 @@ def load_with_tokenizer(
     device: torch.device | str = "cpu",
     any_base: bool = False,
     adapters: Sequence[Path] = (),
-) -> tuple[LoadedModel, Tokenizer]:
+) -> LoadedModel:
     """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
     if Tokenizer.find_file(tokenizer_folder := _tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(tokenizer_folder)  # raises before anything is read
-    loaded = load(folder, device, any_base, adapters=adapters)
-    assert loaded.tokenizer is not None, "its file exists"
-    return loaded, loaded.tokenizer
+    return load(folder, device, any_base, adapters=adapters)
 
 
 def _tokenizer_folder(folder: Path) -> Path:
