@@ -82,9 +82,9 @@ def finetuned(config, folder, **how):
 def score_of(folder, config, train_on="answers"):
     """The score of the folder that was left, computed anew from its files."""
     loaded = checkpoint.load(folder)
-    data = FinetuneData.read(replace(config, model=config.model), display()[0])
+    data = replace(FinetuneData.read(config, display()[0]), base=loaded)
     task = FinetuneTask(data, None, torch.float32)
-    return task.score(loaded.model, torch.float32)
+    return task.score(torch.float32)
 
 
 RARE = ("rslora", "qdora", "qlora-int8")
@@ -163,10 +163,10 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
 def once(real):
     calls = []
 
-    def measure_baseline(self, model, dtype, score=None):
+    def measure_baseline(self, dtype, score=None):
         calls.append(1)
         assert len(calls) == 1, "only what it can do in the end is asked"
-        return real(self, model, dtype, score)
+        return real(self, dtype, score)
 
     return measure_baseline
 
@@ -202,7 +202,9 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     hf_config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(hf_config | {"rms_norm_eps": 0.01}))
     (base / "dunes.json").unlink()
-    with pytest.raises(ValueError, match="cannot resume: settings of the base changed"):
+    with pytest.raises(
+        ValueError, match=r"cannot resume: the model's config\.rms_norm_eps was 1e-0\d, now 0\.01; "
+    ):
         finetune(config, tmp_path / "run", display()[0], resume=True)
 
 
@@ -644,7 +646,9 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     shape = Shape(config.micro_batch, config.context_length, torch.float32)
 
     def real():
-        return lesson_module.prepare_model(checkpoint.load(base).model, config)[0]
+        model = checkpoint.load(base).model
+        lesson_module.prepare_model(model, config)
+        return model
 
     estimated = train_allocations(lambda: lesson_module._meta_model(data), shape, True, learning)
     held = train_allocations(real, shape, False, learning)
@@ -675,8 +679,20 @@ def test_only_what_learns_is_kept_in_the_state(base, examples, tmp_path):
     state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
     assert all(".adapters.default." in name for name in state["weights"])
     assert {name.rpartition(".")[2] for name in state["weights"]} == {"A", "B", "A0", "B0"}
-    model = checkpoint.load(base).model
-    assert trainable_state(model).keys() == model.state_dict().keys()
+    loaded = checkpoint.load(base)
+    stored = json.loads(json.dumps(state["model"]))
+    assert stored.pop("changes") == checkpoint.load(tmp_path / "run").card["changes"], "what was done to it"
+    assert stored | {"changes": []} == loaded.architecture.record(), "the base"
+    assert trainable_state(loaded.model).keys() == loaded.model.state_dict().keys()
+
+
+def test_the_state_holds_buffers_that_training_changes_and_neither_codes_nor_scales():
+    model = FAMILIES["gpt2"].build(FAMILIES["gpt2"].Config.from_size(50, 32, 2, 32))
+    apply_change(model, "quantize", kind="nf4", double=True)
+    tree.freeze(model, ["**", "!**.attn.*.bias"])
+    model.average = torch.nn.BatchNorm1d(2).requires_grad_(False)
+    names = {name.rpartition(".")[2] for name in trainable_state(model)}
+    assert names == {"bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
 def test_what_is_chosen(base, examples):

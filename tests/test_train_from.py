@@ -1,6 +1,7 @@
 """Training that goes on from a folder: exact at its start, resumed bit for bit, saved as what it was."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES
-from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.evaluate import evaluate
 from dunes.runs.run import read_metrics
 from dunes.runs.score import evaluation_tokens
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from test_changes import KINDS
 from test_runs import stopping_at, weights
+from test_stored_state import resealed
 
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
 
@@ -53,18 +56,20 @@ def test_the_loss_at_step_0_is_that_of_eval(converted, code, tmp_path):
     train(going_on(converted, code, context_length=64), tmp_path / "run", display()[0])
     first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     base = checkpoint.load(converted)
-    ids, _ = evaluation_tokens(base.tokenizer, checkpoint.load(tmp_path / "run").card)  # as dunes eval reads them
-    score = evaluate(base.model, ids, widths(base.tokenizer.token_bytes), 64)
+    ids, _ = evaluation_tokens(replace(base, card=checkpoint.load(tmp_path / "run").card))  # as dunes eval does
+    score = evaluate(replace(base, context_length=64), ids)
     print(f"{first['validation_loss']} and {score.loss}")
     assert first["step"] == 0
     assert first["validation_loss"] == pytest.approx(score.loss, abs=1e-6)
 
 
-def changed(base, folder, *names):
-    """The base after these changes, in a folder."""
-    loaded = checkpoint.load(base)
-    requests = {"quantize": {"kind": "nf4"}, "lora": {"rank": 2}, "expand": {}}
-    made = [apply_change(loaded.model, name, **requests[name]) for name in names]
+def changed(base, folder, *kinds, **options):
+    """The base after these changes, the last with these options, in a folder."""
+    loaded, made = checkpoint.load(base), []
+    for number, kind in enumerate(kinds, 1):
+        name, request = KINDS[kind]
+        request = request | ({"adapter": f"a{number}"} if name == "lora" else {})
+        made.append(apply_change(loaded.model, name, **request | (options if number == len(kinds) else {})))
     architecture = Architecture("llama", loaded.architecture.config, tuple(made))
     checkpoint.save(loaded.model, folder, loaded.tokenizer, 64, architecture=architecture)
     return folder
@@ -72,7 +77,7 @@ def changed(base, folder, *names):
 
 @pytest.mark.parametrize(
     ("names", "trainable"),
-    [((), ()), ((), ("blocks.1.**",)), (("quantize", "lora"), ("new",)), (("expand",), ("new",))],
+    [((), ()), ((), ("blocks.1.**",)), (("nf4", "lora"), ("new",)), (("expand",), ("new",))],
 )
 def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted, code, tmp_path, monkeypatch):
     monkeypatch.setitem(CHANGES, "expand", expansion)
@@ -125,7 +130,7 @@ def test_what_makes_no_sense_is_refused(changes, words, converted, code, tmp_pat
 
 
 def test_codes_and_adapters_are_not_trained_as_a_whole(converted, code, tmp_path):
-    base = changed(converted, tmp_path / "base", "quantize")
+    base = changed(converted, tmp_path / "base", "nf4")
     with pytest.raises(ValueError, match="some are quantized; train an adapter"):
         train(going_on(base, code), tmp_path / "run", display()[0])
     loaded = checkpoint.load(converted)
@@ -139,7 +144,7 @@ def test_codes_and_adapters_are_not_trained_as_a_whole(converted, code, tmp_path
         train(going_on(tmp_path / "adapter", code), tmp_path / "run", display()[0])
 
 
-@pytest.mark.parametrize("names", [(), ("quantize", "lora")])
+@pytest.mark.parametrize("names", [(), ("nf4", "lora")])
 def test_a_base_that_changed_is_not_gone_on_with(names, converted, code, tmp_path, monkeypatch):
     base = changed(converted, tmp_path / "base", *names)
     config = going_on(base, code, trainable=("norm.**", "blocks.*.attn_norm.**"))
@@ -153,6 +158,35 @@ def test_a_base_that_changed_is_not_gone_on_with(names, converted, code, tmp_pat
     checkpoint.save(loaded.model, base, loaded.tokenizer, 64, architecture=loaded.architecture)
     with pytest.raises(ValueError, match="the model changed"):
         train(TrainConfig(), tmp_path / "run", display()[0], resume=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "was", "now"), [("lora", "alpha", 32.0, 16.0), ("int8", "kind", "int8", "nf4")]
+)
+def test_a_run_does_not_go_on_with_other_changes_of_its_base(
+    kind, option, was, now, converted, code, tmp_path, monkeypatch
+):
+    base = changed(converted, tmp_path / "base", kind)
+    config = going_on(base, code, trainable=("norm.**",))
+    with monkeypatch.context() as patch:
+        stopping_at(5, patch)
+        train(config, tmp_path / "run", display()[0])
+    saved = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["model"]
+    assert saved == checkpoint.load(base).architecture.record()
+    changed(converted, base, kind, **{option: now})
+    for override in ((), ("corpus", "base")):
+        with pytest.raises(
+            ValueError, match=rf"the model's changes\.0\.request\.{option} was {was!r}, now {now!r}; "
+        ):
+            train(TrainConfig(), tmp_path / "run", display()[0], resume=True, override=override)
+
+
+def test_a_state_that_does_not_name_its_model_yet_is_gone_on_with(converted, code, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stopping_at(5, patch)
+        train(going_on(converted, code), tmp_path / "run", display()[0])
+    resealed(tmp_path / "run", lambda state, tensors: state.pop("model"))
+    assert train(TrainConfig(), tmp_path / "run", display()[0], resume=True) == 0
 
 
 def test_the_family_of_the_card_is_that_of_the_base(code, tmp_path):

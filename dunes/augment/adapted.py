@@ -46,8 +46,6 @@ class Adapter(nn.Module):
 
     A0: Tensor | None
     B0: Tensor | None
-    constant_buffers = True  # a forward never writes to its buffers
-
     supports_packing = True
 
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:

@@ -31,7 +31,7 @@ class Quantized(nn.Module, ABC):
 
     makes_dense = True  # `dense` returns a new matrix without gradient
     supports_packing = True
-    constant_buffers = True  # a forward never writes to its buffers
+    mutable_buffers = ()  # training changes no code and no scale
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.files.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.config import MEASURED, RunConfig, T
@@ -27,11 +28,11 @@ from dunes.runs.json_lines import (
     warn_of_damage,
     write_lines,
 )
-from dunes.runs.stored_state import check_optimizer, check_tensors, invalid_state, read_state
+from dunes.runs.stored_state import check_optimizer, check_tensors, first_difference, invalid_state, read_state
 from dunes.runs.timings import Timings
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer, json_file
-from dunes.train import Schedule, Trainer
+from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.units import plural
 
 METRICS = "metrics.jsonl"
@@ -47,7 +48,9 @@ class Task(Protocol):
     """The task of a run. `fingerprints` identify its data, `tokens` is the number of validation targets."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def loaded(self) -> LoadedModel:
+        """The model in training, with what it will be saved with."""
+        ...
 
     @property
     def fingerprints(self) -> Mapping[str, str]: ...
@@ -59,11 +62,11 @@ class Task(Protocol):
         """Endless batches for the trainer, starting with number `start`."""
         ...
 
-    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
+    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
         ...
 
-    def sample(self, model: Decoder) -> str:
+    def sample(self) -> str:
         """Text that the model generates."""
         ...
 
@@ -95,7 +98,6 @@ class Run:
     folder: Path
     config: RunConfig
     task: Task
-    model: Decoder
     trainer: Trainer
     schedule: Schedule
     elapsed: float = 0.0
@@ -111,6 +113,10 @@ class Run:
     warm: bool = False
 
     @property
+    def model(self) -> Decoder:
+        return self.task.loaded.model
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of matrix products."""
         return self.trainer.dtype
@@ -121,7 +127,7 @@ class Run:
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(self.model, self.dtype, limit)
+        return self.task.score(self.dtype, limit)
 
     def score_seconds(self, limit: int) -> float:
         """Seconds that scoring this many tokens takes, by the last validation."""
@@ -141,17 +147,12 @@ class Run:
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """The part of the state dict that training changes: trainable parameters and buffers.
+    """The part of the state dict that training changes: trainable parameters and mutable buffers.
 
-    Frozen weights are not included: they are loaded again from the base model.
+    All else is not included: it is loaded again from the base model.
     """
-    names = set()
-    for place, module in model.named_modules():
-        own = [*module.named_parameters(place, recurse=False)]
-        trains = [name for name, p in own if p.requires_grad]
-        names |= {*trains}
-        if trains or not getattr(module, "constant_buffers", False):
-            names |= {name for name, _ in module.named_buffers(place, recurse=False)}
+    trained = (k for k, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+    names = {*mutable_buffers(model), *trained}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
@@ -286,6 +287,7 @@ def run_state(run: Run) -> dict[str, Any]:
     return {
         "config": asdict(run.config),
         "fingerprints": dict(run.task.fingerprints),
+        "model": run.task.loaded.architecture.record(),
         "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
         "schedule": [[r.begin, r.end] for r in run.schedule.records],
@@ -304,8 +306,8 @@ def restore_run(
 ) -> None:
     """Restore the newest undamaged state, if there is one.
 
-    Raises ValueError, and changes nothing, if config or data differ from the state's in more than `override`
-    names; and with `strict`, if the newest state is damaged.
+    Raises ValueError, and changes nothing, if config, data or model differ from the state's in more than
+    `override` names; and with `strict`, if the newest state is damaged.
     """
 
     def damaged(line: str) -> None:
@@ -322,6 +324,8 @@ def restore_run(
     stored = state["fingerprints"]
     if changed := [name for name, value in run.task.fingerprints.items() if stored.get(name, value) != value]:
         differences["corpus"] = f"{' and '.join(changed)} changed"
+    if "model" in state and (words := first_difference(state["model"], run.task.loaded.architecture.record())):
+        differences["model"] = f"the model's {words}"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
             f"{run.folder}: cannot resume: {'; '.join(refused)}; choose another --out, or pass --override "

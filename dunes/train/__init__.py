@@ -5,7 +5,7 @@ from dunes.train.frozen import cast_frozen
 from dunes.train.loss import cross_entropy, mean_squared, next_token
 from dunes.train.optim import adamw, muon, muon_split, rmsprop, sgd
 from dunes.train.schedule import Clock, Record, Schedule
-from dunes.train.trainer import Diverged, Step, Trainer
+from dunes.train.trainer import Diverged, Step, Trainer, mutable_buffers
 
 __all__ = [
     "IGNORE",
@@ -21,6 +21,7 @@ __all__ = [
     "mean_squared",
     "muon",
     "muon_split",
+    "mutable_buffers",
     "next_token",
     "rmsprop",
     "sgd",

@@ -116,7 +116,7 @@ class Trainer:
 
     def _step(self, batches: list[Any], start: float) -> Step:
         scale = self._next_lr_scale()
-        buffers = [(b, b.clone()) for b in self.mutable_buffers]
+        buffers = [(b, b.clone()) for b in mutable_buffers(self.model).values()]
         means, targets, grad_norm = self.gradients(batches)
         # The only synchronisation of host and device in a step.
         counted, norm, loss, *values = _to_host([targets, grad_norm, *means.values()])
@@ -151,12 +151,6 @@ class Trainer:
         if not 0 <= scale < math.inf:
             raise ValueError(f"lr_scale({self.number}) is {scale}; expected a finite factor of at least 0")
         return scale
-
-    @property
-    def mutable_buffers(self) -> list[Tensor]:
-        """The buffers that a forward may write to: not those of modules with `constant_buffers`."""
-        modules = [m for m in self.model.modules() if not getattr(m, "constant_buffers", False)]
-        return [b for m in modules for b in m.buffers(recurse=False)]
 
     def gradients(self, batches: list[Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Compute a step's gradients, divided by the count and clipped, into the parameters' `grad`.
@@ -229,6 +223,15 @@ class Trainer:
             raise ValueError(f"the trainer's state has number and bad {counters}; expected whole numbers from 0")
         self.number, self.bad_steps = counters
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that training may change, by name: those that a module lists in `mutable_buffers`, else all."""
+    buffers: dict[str, Tensor] = {}
+    for place, module in model.named_modules():
+        own, listed = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
+        buffers |= {name: b for name, b in own if listed is None or name.rpartition(".")[2] in listed}
+    return buffers
 
 
 def _grad_values(p: Tensor) -> Tensor:
