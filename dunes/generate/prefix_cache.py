@@ -66,8 +66,11 @@ class PrefixCache:
         for i in texts:
             self.ids[i] = []  # an interrupted forward leaves a row undefined
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, kept, strict=True)]
-        with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
-            logits = _forward(self.model, pending, part)
+        if self.step is not None and [len(row) for row in pending] == [1] and kept[0]:
+            logits = self.step(pending[0][0], part)[None]
+        else:
+            with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
+                logits = _forward(self.model, pending, part)
         if part is not self.cache:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
