@@ -129,7 +129,12 @@ def _step(trainer: Trainer, batch: Any) -> None:
     trainer.optimizer.zero_grad(set_to_none=True)
 
 
+class _FakeMode(FakeTensorMode):
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_FakeMode":
+        return self  # a copied tensor would have a mode of its own, and not mix with others
+
+
 @contextmanager
 def _tensors(estimated: bool) -> Iterator[None]:
-    with FakeTensorMode() if estimated else nullcontext(), torch.device(measure.device()):
+    with _FakeMode() if estimated else nullcontext(), torch.device(measure.device()):
         yield
