@@ -22,6 +22,7 @@ from dunes.runs.run import read_metrics
 from dunes.runs.score import evaluation_tokens
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+from dunes.runs.train_from import memory_advice
 from dunes.text import Tokenizer
 from killed_runs import exit_code
 from test_changes import KINDS, PAIRS, REFUSED
@@ -86,6 +87,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     monkeypatch.setitem(CHANGES, "expand", expansion)
     base = changed(converted, tmp_path / "base", *names)
     config, straight, halves = going_on(base, code, trainable=trainable), tmp_path / "a", tmp_path / "b"
+    assert "this run needs about" in memory_advice(config, checkpoint.load(base)), "estimated on fake tensors"
     assert train(config, straight, display()[0]) == 0
     with monkeypatch.context() as patch:
         stopping_at(5, patch)
@@ -201,6 +203,16 @@ def test_a_base_that_changed_is_not_gone_on_with(names, converted, code, tmp_pat
     checkpoint.save(loaded.model, base, loaded.tokenizer, 64, architecture=loaded.architecture)
     with pytest.raises(ValueError, match="the model changed"):
         train(TrainConfig(), tmp_path / "run", display()[0], resume=True)
+
+
+def test_what_is_trained_stays_when_a_run_is_resumed(converted, code, tmp_path):
+    run = tmp_path / "run"
+    train(going_on(converted, code, trainable=("norm.**",), steps=2), run, display()[0])
+    words = r"cannot resume with other options: trainable was 'norm\.\*\*', now 'new'; choose another --out$"
+    with pytest.raises(ValueError, match=words):
+        train(TrainConfig(trainable=("new",)), run, display()[0], resume=True)
+    with pytest.raises(ValueError, match=r"steps was 2, now 3; choose another --out, or pass --override steps$"):
+        train(TrainConfig(steps=3), run, display()[0], resume=True)
 
 
 @pytest.mark.parametrize(
