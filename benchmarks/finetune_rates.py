@@ -67,8 +67,9 @@ def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta
     data = replace(data, config=config, base=checkpoint.load(data.folder)).complete(QUIET)
     config, dtype = data.config, getattr(torch, data.config.dtype or "float32")
     task = FinetuneTask(data, None, dtype)
-    before = task.score(data.base.model, dtype, CHECK_TOKENS).loss
-    model, _ = prepare_model(data.base.model, config)
+    before = task.score(dtype, CHECK_TOKENS).loss
+    model = data.base.model
+    prepare_model(model, config)
     cast_frozen_weights(model, config)
     schedule, adam = build_schedule(config), optimizer(config, model)
     for group in adam.param_groups:
@@ -78,7 +79,7 @@ def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta
     try:
         for step in trainer.run(task.batches(0)):
             if step.number % max(1, steps // CHECKS) == 0 or step.number == steps:
-                checks.append(task.score(model, dtype, CHECK_TOKENS).loss)
+                checks.append(task.score(dtype, CHECK_TOKENS).loss)
             if step.number == steps:
                 break
     except Diverged:

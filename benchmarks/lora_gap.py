@@ -30,7 +30,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
 from dunes.parts import Decoder
 from dunes.runs import score
-from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.evaluate import evaluate
 from dunes.runs.json_lines import append_record, read_records
 from dunes.runs.memory import next_token_loss
 from dunes.text.templates import get_template
@@ -124,8 +124,7 @@ def validation_loss(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
 
 def own_text_bits(loaded: LoadedModel, dtype: torch.dtype) -> float:
     """Bits/byte on the base's validation split, in windows spread over it."""
-    width, ids = widths(loaded.tokenizer.token_bytes), score.evaluation_tokens(loaded.tokenizer, loaded.card)[0]
-    return evaluate(loaded.model, ids, width, loaded.context_length, dtype, OWN).bits_per_byte
+    return evaluate(loaded, score.evaluation_tokens(loaded)[0], dtype, OWN).bits_per_byte
 
 
 @torch.no_grad()

@@ -57,10 +57,11 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     from dataclasses import replace
 
     from dunes import measure
+    from dunes.checkpoint import LoadedModel
     from dunes.data import Windows
     from dunes.models import arcee
     from dunes.models.initialise import initialise
-    from dunes.runs.evaluate import evaluate, widths
+    from dunes.runs.evaluate import evaluate
     from dunes.train import Schedule, Trainer, muon
 
     torch, tokenizer, train, valid = load_data(file)
@@ -77,7 +78,7 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
         if schedule.is_over(step.number):
             break
     seconds, finished = time.perf_counter() - start, time.time()
-    score = evaluate(model, valid, widths(tokenizer.token_bytes), CONTEXT)
+    score = evaluate(LoadedModel(model, tokenizer, CONTEXT), valid)
     return {"seconds": seconds, "loss": score.loss, "steps": steps, "finished": finished}
 
 

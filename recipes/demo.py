@@ -37,7 +37,7 @@ def main(minutes: float = 3.0) -> int:
     run = RUNS / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
     loaded = checkpoint.load(run)
-    generator = TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length)
+    generator = TextGenerator(loaded)
     print("\nCompletions of three lines from validation files, cut at a random column:")
     for place, before, ending in unseen_lines(3, seed=time.time_ns()):
         completion = complete_line(generator, before)

@@ -11,7 +11,6 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -24,14 +23,14 @@ from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.generate import sampler
 from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage, write_lines
-from dunes.runs.text_generator import TextGenerator
+from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.units import plural
 
 
 def local_model(path: str, limit: int = TOKENS) -> AskModel:
     """A model folder. Raises ValueError if a prompt leaves no room for an answer."""
     loaded = checkpoint.load(path)
-    generator = TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length)
+    generator = TextGenerator(loaded)
 
     def complete(prompt: str) -> tuple[str, bool]:
         length = len(loaded.tokenizer.prompt(prompt))
@@ -43,19 +42,11 @@ def local_model(path: str, limit: int = TOKENS) -> AskModel:
                 f"model with {needed} or more, half of them for the answer (dunes train --context-length {needed})"
             )
         sample = sampler(1.0, seed=zlib.crc32(prompt.encode()))
-        return cut_at_stop((piece.text for piece in generator.stream(prompt, room, sample)), room)
+        pieces = [piece.text for piece in generator.stream(prompt, room, sample, STOP)]
+        text = cut_at_stop("".join(pieces), STOP)
+        return text, len(pieces) == room and text == "".join(pieces)
 
     return lambda prompts: [complete(prompt) for prompt in prompts]
-
-
-def cut_at_stop(pieces: Iterable[str], limit: int) -> tuple[str, bool]:
-    """The text before the first stop string, and whether there were `limit` pieces without one."""
-    text, count = "", 0
-    for piece in pieces:
-        text, count = text + piece, count + 1
-        if stop := next((stop for stop in STOP if stop in text), None):
-            return text[: text.index(stop)], False
-    return text, count >= limit
 
 
 def server(url: str, name: str, limit: int = TOKENS) -> AskModel:

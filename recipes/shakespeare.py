@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from dunes import checkpoint, tree
+from dunes.checkpoint import LoadedModel
 from dunes.cli.recipe import run_recipe
 from dunes.data import Windows
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import next_token_loss
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
@@ -26,17 +27,18 @@ def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:
     cut = int(0.9 * len(ids))
     model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, dim=128, depth=4, context_length=64)))
     print(f"{tree.count(model):,} parameters")
+    loaded = LoadedModel(model, tokenizer, 64)
     schedule = Schedule.steps(steps, warmup=10)
     trainer = Trainer(model, muon(model), next_token_loss, lr_scale=schedule.lr_scale)
     for step in trainer.run(Windows(ids[:cut], length=64, batch_size=32).batches()):
         if step.number % 100 == 0:
-            score = evaluate(model, ids[cut:], widths(tokenizer.token_bytes), 64, limit=20_000)
+            score = evaluate(loaded, ids[cut:], limit=20_000)
             print(f"step {step.number}: loss {step.loss:.3f}, validation loss {score.loss:.3f}")
-            print(sample_text(model, tokenizer, 64), "\n")
+            print(sample_text(loaded), "\n")
         if schedule.is_over(step.number):
             break
     checkpoint.save(model, out, tokenizer, 64)
-    return evaluate(model, ids[cut:], widths(tokenizer.token_bytes), 64).loss
+    return evaluate(loaded, ids[cut:]).loss
 
 
 if __name__ == "__main__":

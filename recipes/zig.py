@@ -21,7 +21,7 @@ def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
     if status := train(TrainConfig(sources=(folder,), minutes=minutes), Path(out), Display()):
         return status
     zig = checkpoint.load(out)
-    generator = TextGenerator(zig.model, zig.tokenizer, zig.context_length)
+    generator = TextGenerator(zig)
     print(generator.text("pub fn ", 200, sampler(0.7, top_k=50)))
     for prefix in ("const std = @im", "    for (items) |", "pub fn deinit(self: *S"):
         print(f"{prefix}▏{complete_line(generator, prefix)}")

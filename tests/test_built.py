@@ -210,7 +210,7 @@ def test_a_function_that_builds_another_model_is_refused_before_anything_is_writ
         return str(caught.value)
 
     assert "blocks.0.attn: window is 4, not 8" in refusal(learned(build(window=4)))
-    assert "embed.token.weight is (265, 16), not (265, 32)" in refusal(learned(build(16)))
+    assert "blocks.0.attn.k.weight is (8, 16), not (16, 32)" in refusal(learned(build(16)))
     assert "norm.weight is torch.bfloat16, not torch.float32" in refusal(learned(build()).bfloat16())
     model = learned(build())
     model.blocks[0].mlp.shift += 1

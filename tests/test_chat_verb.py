@@ -5,6 +5,7 @@ import pty
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from adapters import trained
 from dunes import checkpoint
 from dunes.augment import attach, quantize
+from dunes.checkpoint import LoadedModel
 from dunes.generate import Token, sampler
 from dunes.runs import text_generator
 from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
@@ -45,10 +47,9 @@ def scripted(monkeypatch, tmp_path):
         script = Script(tokenizer, *answers)
         monkeypatch.setattr(text_generator, "generate_all", script)
         told = attach_template(get_template(template), tokenizer)
-        chat_model = ChatModel(tmp_path, None, told, context, {"template": template})
+        loaded = LoadedModel(pair("llama")[1], told, context, {"template": template})
         notes = []
-        model = pair("llama")[1]
-        engine = ChatEngine(model, {"none": chat_model})
+        engine = ChatEngine({"none": ChatModel(tmp_path, None, loaded)})
         return Chat(engine, sampler(0.0), 20, note=notes.append, **options), script, notes
 
     return make
@@ -194,8 +195,9 @@ def test_adapters_take_turns_on_one_base(three):
     both = load_chat_engine(str(three / "base"), [three / "one", three / "two"])
     assert list(both.models) == ["one", "two", "none"]
     base = sum(p.numel() for p in pair("llama")[1].parameters())
-    place = both.model.blocks[0].attn.q
-    assert sum(p.numel() for n, p in both.model.named_parameters() if ".adapters." not in n) == base
+    model = both.models["none"].loaded.model
+    place = model.blocks[0].attn.q
+    assert sum(p.numel() for n, p in model.named_parameters() if ".adapters." not in n) == base
     assert sorted(place.adapters) == ["a0", "a1"]
     talk, names = (Turn("user", "ab"),), {"one": "one", "two": "two", "none": "base"}
     for name, folder in names.items():
@@ -269,7 +271,8 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
 def test_a_base_without_a_template_is_named_and_the_adapter_stays(bpe, scripted):  # noqa: F811
     chat, script, notes = scripted(bpe, "chatml")
     engine = chat.engine
-    bare = replace(engine.chat_model(), tokenizer=Tokenizer.train("bytes", []), card={})
+    model = engine.chat_model().loaded.model
+    bare = ChatModel(Path("bare"), None, LoadedModel(model, Tokenizer.train("bytes", []), 1000))
     chat.engine = replace(engine, models={**engine.models, "bare": bare})
     run(chat, ["/adapter bare", "a"], lambda piece: None)
     assert len(notes) == 1
@@ -315,7 +318,7 @@ def test_a_terminal_has_a_conversation(three):
 
 def test_answers_stop_at_the_context(three):
     one = load_chat_engine(str(three / "base"))
-    room = one.chat_model().context - len(
+    room = one.chat_model().loaded.context_length - len(
         encode_prompt(get_template("chatml"), (Turn("user", "ab" * 60),), TOKENS)
     )
     assert 0 < room < 80

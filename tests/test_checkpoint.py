@@ -143,6 +143,7 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
 
 def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
     from dunes.checkpoint import folder as folders
+    from dunes.checkpoint import loading
 
     filled, other, calls = folders.load_decoder, initialise(build(), seed=9), []
 
@@ -158,7 +159,7 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
     assert len(calls) == 2
     flip(folder / "tokenizer.json")
     looks = []
-    monkeypatch.setattr(folders, "open_verified_source", lambda f, build=None: looks.append(f) or refused())
+    monkeypatch.setattr(loading, "open_verified_source", lambda f, build=None: looks.append(f) or refused())
     with pytest.raises(ValueError, match="nothing has changed"):
         checkpoint.load(folder)
     assert len(looks) == 1
@@ -327,7 +328,7 @@ def test_an_unknown_family_is_refused(folder):
 def test_what_a_model_is_called_follows_from_its_tree():
     for family, module in FAMILIES.items():
         config = module.Config.from_size(50, 64, 2, 16)
-        assert checkpoint.hf_config_of(module.build(config), 16) == (family, config)
+        assert checkpoint.hf_config_of(module.build(config), 16) == checkpoint.Architecture(family, config)
     changed = build()
     changed.blocks[1].mlp = MLP(32, 64)
     assert "blocks.1.mlp" in checkpoint.hf_config_of(changed, 16)

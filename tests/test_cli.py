@@ -127,7 +127,7 @@ def test_train_generate_complete_eval(code, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "done after 20 steps" in done.stdout
     loaded, file = checkpoint.load(run), code / "module_1.py"
-    generator = TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length)
+    generator = TextGenerator(loaded)
     text = generator.text("def ", 9, sampler(0.8, top_k=50, seed=1))
     generated = dunes("generate", run, "def ", "--tokens", 9, "--seed", 1)
     assert generated.stdout == f"def {text}\n"

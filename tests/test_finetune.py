@@ -82,9 +82,9 @@ def finetuned(config, folder, **how):
 def score_of(folder, config, train_on="answers"):
     """The score of the folder that was left, computed anew from its files."""
     loaded = checkpoint.load(folder)
-    data = FinetuneData.read(replace(config, model=config.model), display()[0])
+    data = replace(FinetuneData.read(config, display()[0]), base=loaded)
     task = FinetuneTask(data, None, torch.float32)
-    return task.score(loaded.model, torch.float32)
+    return task.score(torch.float32)
 
 
 RARE = ("rslora", "qdora", "qlora-int8")
@@ -163,10 +163,10 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
 def once(real):
     calls = []
 
-    def measure_baseline(self, model, dtype, score=None):
+    def measure_baseline(self, dtype, score=None):
         calls.append(1)
         assert len(calls) == 1, "only what it can do in the end is asked"
-        return real(self, model, dtype, score)
+        return real(self, dtype, score)
 
     return measure_baseline
 
@@ -646,7 +646,9 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     shape = Shape(config.micro_batch, config.context_length, torch.float32)
 
     def real():
-        return lesson_module.prepare_model(checkpoint.load(base).model, config)[0]
+        model = checkpoint.load(base).model
+        lesson_module.prepare_model(model, config)
+        return model
 
     estimated = train_allocations(lambda: lesson_module._meta_model(data), shape, True, learning)
     held = train_allocations(real, shape, False, learning)

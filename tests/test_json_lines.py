@@ -14,7 +14,7 @@ from conftest import display, toy
 from dunes import checkpoint
 from dunes.bench import rows
 from dunes.bench.page import page
-from dunes.checkpoint.files import atomic
+from dunes.checkpoint.files import atomic, safetensors_writer
 from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
 from dunes.runs.json_lines import append_record, append_text, read_lines
@@ -272,7 +272,7 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
 def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):
     """The third save finds no room for its tensors, half-way; the ones after it do."""
     monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
-    count, real = [0], atomic.write_tensors
+    count, real = [0], safetensors_writer.write_file
 
     def write(path, tensors):
         count[0] += 1
@@ -281,7 +281,7 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         real(path, tensors)
 
-    monkeypatch.setattr(atomic, "write_tensors", write)
+    monkeypatch.setattr(safetensors_writer, "write_file", write)
     show, out = display()
     assert train(toy(code, steps=30), tmp_path / "run", show) == 0
     assert out.getvalue().count("saving the state failed") == 1

@@ -1,5 +1,8 @@
 """Examples in rows: padded or packed, what is learnt is what each of them alone would teach."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dunes import augment, tree
+from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, Example, PackedText, Windows, packing
 from dunes.data.packing import best_fit, collate
 from dunes.models import FAMILIES
@@ -533,16 +537,17 @@ def test_the_loss_of_a_window_of_three_documents_is_the_sum_of_theirs(family, va
 
 def test_scoring_separates_documents_as_training_does():
     module, (text, documents) = model("llama").eval(), window_of_three()
-    width = np.ones(VOCAB, np.int64)
-    score = evaluate(module, text, width, CONTEXT)
-    alone = sum(evaluate(module, ids[0].numpy(), width, CONTEXT).loss_sum for ids in documents)
+    loaded = LoadedModel(module, SimpleNamespace(token_bytes=[b"a"] * VOCAB), CONTEXT)
+    score = evaluate(loaded, text)
+    alone = sum(evaluate(loaded, ids[0].numpy()).loss_sum for ids in documents)
     assert score.tokens == 24
     assert score.loss_sum == pytest.approx(alone, rel=1e-5)
     # Windows that cut documents, of which the last is cut short by the end of the text.
-    cut = evaluate(module, text, width, 7)
+    short = replace(loaded, context_length=7)
+    cut = evaluate(short, text)
     pieces = [text.tokens[a : b + 1] for a, b in ((0, 7), (7, 8), (8, 13), (13, 14), (14, 21), (21, 24))]
     assert cut.tokens == 24
-    assert cut.loss_sum == pytest.approx(sum(evaluate(module, p, width, 7).loss_sum for p in pieces), rel=1e-5)
+    assert cut.loss_sum == pytest.approx(sum(evaluate(short, p).loss_sum for p in pieces), rel=1e-5)
 
 
 def test_a_text_that_was_cut_teaches_no_first_token():

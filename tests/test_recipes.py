@@ -230,10 +230,3 @@ def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypat
     assert "model: its context length is 256, and a prompt has" in said
     assert "2048 or more, half of them for the answer (dunes train --context-length 2048)" in said
     assert not out.exists()
-
-
-def test_an_answer_ends_before_a_stop_string_or_at_its_limit():
-    cut = recipe("self_instruct").cut_at_stop
-    assert cut(["one\n", "2", "0. two", "three"], 4) == ("one", False)
-    assert cut(["in 20", "20."], 3) == ("in 2020.", False)
-    assert cut(["a", "b"], 2) == ("ab", True)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from conftest import display, metaspace_tokenizer, toy
 from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
 from dunes.data import collect_corpus
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
@@ -31,7 +32,7 @@ from dunes.runs import timings as timings_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
-from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.loop import overfitting_note, rising_loss_warning
 from dunes.runs.progress import Display
 from dunes.runs.run import read_metrics, scalar_metrics
@@ -173,9 +174,8 @@ def test_separate_documents_are_scored_as_they_are_trained_and_resumed_exactly(s
     card = checkpoint.load(straight).card
     assert score_folder(straight)[0].loss == pytest.approx(card["measured"]["loss"], rel=1e-6)
     del card["trained"]["separate_documents"]
-    loaded, tokenizer = checkpoint.load_with_tokenizer(straight)
-    ids, _ = evaluation_tokens(tokenizer, card)
-    score = evaluate(loaded.model, ids, widths(tokenizer.token_bytes), 128)
+    loaded = replace(checkpoint.load_with_tokenizer(straight), card=card)
+    score = evaluate(loaded, evaluation_tokens(loaded)[0])
     assert abs(score.loss / card["measured"]["loss"] - 1) > 1e-4, "joined, they score otherwise"
 
 
@@ -185,7 +185,7 @@ def test_the_validation_tokens_of_eval_are_those_of_training(tokenizer, split, c
     config = toy(code, split=split, separate_documents=True)
     with display()[0] as show:
         ids = tokenize(config, gather(config), tokenizer, show).valid
-    again, _ = evaluation_tokens(tokenizer, {"trained": asdict(config)})
+    again, _ = evaluation_tokens(LoadedModel(None, tokenizer, 1, {"trained": asdict(config)}))
     every = np.arange(len(ids))[None]
     assert np.array_equal(ids[every], again[every[0]][None])
     assert ids.starts.tolist() == again.starts.tolist()
@@ -466,7 +466,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     model = FAMILIES["qwen3"].build(FAMILIES["qwen3"].Config.from_size(tokenizer.vocab, 32, 2, 16)).eval()
     text = "def task(héllo):\n    return 1\n" * 9
     ids = [tokenizer.eos, *tokenizer.encode(text)]
-    score = evaluate(model, np.array(ids), widths(tokenizer.token_bytes), 16)
+    score = evaluate(LoadedModel(model, tokenizer, 16), np.array(ids))
     nats = 0.0
     for start in range(0, len(ids) - 1, 16):
         window = torch.tensor(ids[start : start + 17])
@@ -477,7 +477,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     assert score.tokens == len(ids) - 1
     assert score.loss_sum == pytest.approx(nats, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
-    part = evaluate(model, np.array(ids), widths(tokenizer.token_bytes), 16, limit=40)
+    part = evaluate(LoadedModel(model, tokenizer, 16), np.array(ids), limit=40)
     assert 16 < part.tokens <= 32
 
 
@@ -502,8 +502,11 @@ def test_overfitting_is_said_in_words():
 )
 def test_checks_since_the_best_one_are_counted(bits, since, best):
     scores, model, trainer = iter(bits), torch.nn.Linear(2, 2), SimpleNamespace(number=0, dtype=None)
-    task = SimpleNamespace(score=lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores)))
-    run, counts = run_module.Run(Path(), TrainConfig(), task, model, None, trainer, None), []
+    task = SimpleNamespace(
+        score=lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores)),
+        loaded=LoadedModel(model, None, 1),
+    )
+    run, counts = run_module.Run(Path(), TrainConfig(), task, trainer, None), []
     for number in range(1, len(bits) + 1):
         trainer.number = number
         run.check(1)
@@ -630,7 +633,7 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
-        rest = complete_line(TextGenerator(loaded.model, loaded.tokenizer, loaded.context_length), prefix)
+        rest = complete_line(TextGenerator(loaded), prefix)
         assert cut + rest == "import itertools"
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from dunes.checkpoint import LoadedModel
 from dunes.text import END, KINDS, SPECIAL, DecodeStream, Tokenizer
 
 ALPHABET = "abc äβ漢😀\t\r\n\ufeff\u2028<|>"
@@ -291,10 +292,10 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
     assert tokenizer.decode(ids) == "".join(map(stream.step, ids)) == "ab"
     model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab + 512, 32, 1, 16)))
     for temperature in (0.0, 9.0):
-        pieces = list(TextGenerator(model, tokenizer, 16).stream("a", 20, sampler(temperature)))
+        pieces = list(TextGenerator(LoadedModel(model, tokenizer, 16)).stream("a", 20, sampler(temperature)))
         assert len(pieces) <= 20
         assert all(piece.token.id < tokenizer.vocab for piece in pieces)
-    complete_line(TextGenerator(model, tokenizer, 16), "a")
+    complete_line(TextGenerator(LoadedModel(model, tokenizer, 16)), "a")
 
 
 def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():

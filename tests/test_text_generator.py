@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dunes.augment import adapter_active, attach, row_adapters
+from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
-from dunes.parts import IdCache, RollingCache
+from dunes.parts import Cache, RollingCache
 from dunes.runs.chat import Chat, load_chat_engine
-from dunes.runs.text_generator import TextGenerator
+from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.runs.write import complete_line
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
@@ -75,7 +76,7 @@ def test_texts_go_on_from_one_another_as_from_nothing(kind):
         longer = prompt + got[:6]
         assert next(write(longer, limit=1, cache=cache)).id == next(write(longer, limit=1)).id
     assert len(set(map(tuple, shown))) > 4
-    assert type(cache.cache) is {"rolling": RollingCache, "ids": IdCache}.get(kind, type(cache.cache))
+    assert type(cache.cache) is {"rolling": RollingCache, "ids": type(None)}.get(kind, Cache)
 
 
 def test_a_forward_that_is_interrupted_leaves_nothing_behind():
@@ -191,7 +192,7 @@ def test_a_row_forgets_what_another_adapter_has_read():
 def test_a_second_turn_evaluates_only_its_new_tokens(three):  # noqa: F811
     engine = load_chat_engine(str(three / "base"))
     chat = Chat(engine, sampler(0.0), 12)
-    with evaluated(engine.model) as counts:
+    with evaluated(engine.models["none"].loaded.model) as counts:
         first = "".join(chat.say("ab"))
         turn = len(counts)
         second = "".join(chat.say("cd"))
@@ -205,7 +206,7 @@ def test_a_second_turn_evaluates_only_its_new_tokens(three):  # noqa: F811
 
 def test_a_keystroke_evaluates_only_what_it_changes():
     model = made_for(TOKENS)
-    generator = TextGenerator(model, TOKENS, CONTEXT)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     lines = ["ab", "abc", "abcd", "abcx"]
     with evaluated(model) as counts:
         got = []
@@ -213,7 +214,7 @@ def test_a_keystroke_evaluates_only_what_it_changes():
             start = len(counts)
             got.append(complete_line(generator, line, 6))
             assert counts[start] <= (3 if line == "ab" else 2)
-    assert got == [complete_line(TextGenerator(model, TOKENS, CONTEXT), line, 6) for line in lines]
+    assert got == [complete_line(TextGenerator(LoadedModel(model, TOKENS, CONTEXT)), line, 6) for line in lines]
 
 
 def made_for(tokenizer):
@@ -230,8 +231,8 @@ def made_for(tokenizer):
 
 def test_it_is_cancelled_between_tokens_and_goes_on_from_there():
     model = made_for(TOKENS)
-    generator = TextGenerator(model, TOKENS, CONTEXT)
-    want = TextGenerator(model, TOKENS, CONTEXT).text("ab", 12)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
+    want = TextGenerator(LoadedModel(model, TOKENS, CONTEXT)).text("ab", 12)
     with evaluated(model) as counts:
         stream = generator.stream("ab", 12)
         ids = [next(stream).token.id for _ in range(4)]
@@ -244,7 +245,7 @@ def test_it_is_cancelled_between_tokens_and_goes_on_from_there():
 
 def test_two_streams_at_a_time_do_not_disturb_each_other():
     model = made_for(TOKENS)
-    generator = TextGenerator(model, TOKENS, CONTEXT)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     want = [generator.text(prompt, 12) for prompt in ("ab", "xyz")]
     streams = [generator.stream(prompt, 12) for prompt in ("ab", "xyz")]
     pairs = list(zip(*streams, strict=True))
@@ -254,7 +255,7 @@ def test_two_streams_at_a_time_do_not_disturb_each_other():
 @torch.no_grad()
 def test_log_probabilities_of_a_prompt_and_the_best_alternatives():
     model = made_for(TOKENS).eval()
-    generator = TextGenerator(model, TOKENS, CONTEXT)
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     ids = TOKENS.prompt("some text")
     logprobs = model(torch.tensor([ids]))[0].log_softmax(-1)
     tokens = generator.prompt_tokens("some text", alternatives=3)
@@ -270,3 +271,28 @@ def test_log_probabilities_of_a_prompt_and_the_best_alternatives():
     assert piece.token.id == best.indices[0]
     long = generator.prompt_tokens([5] * (CONTEXT + 9))
     assert len(long) == CONTEXT - 1, "of those that the model can attend to"
+
+
+def test_a_model_without_a_tokenizer_says_so_before_it_generates():
+    with pytest.raises(ValueError, match=r"the model has no tokenizer; copy tokenizer\.json into its folder"):
+        TextGenerator(LoadedModel(None, None, CONTEXT))
+
+
+def test_a_text_ends_with_the_token_that_completes_a_stop_string(monkeypatch):
+    """Also one that is spelled by several tokens, each row by itself; bytes that are skipped stop nothing."""
+    model, read = made_for(TOKENS), []
+    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
+    prompts = [TOKENS.encode(text) for text in ("ab", "xyz")]
+    whole = [generator.text(ids, 12) for ids in prompts]
+    stop = whole[0][4:7]
+    end = whole[0].index(stop)
+    requests = [generator.request(ids, 12) for ids in prompts]
+    for row in generator.tokens(requests, [stop]):
+        read.append(row)
+    got = [TOKENS.decode(r.ids[len(r.prompt) :]) for r in requests]
+    assert got[0] == whole[0][: len(got[0])]
+    assert end + len(stop) <= len(got[0]) < 12
+    assert cut_at_stop(got[0], [stop]) == whole[0][:end]
+    assert cut_at_stop(got[1], [stop]) == cut_at_stop(whole[1], [stop])
+    late = "".join(p.text for p in generator.stream(prompts[0], 12, until=[stop], skip=len(whole[0].encode())))
+    assert late == whole[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from dunes.checkpoint import LoadedModel
 from dunes.text import DecodeStream, Tokenizer, llama3, sentencepiece, tekken
 
 # ruff: noqa: E501  (tables)
@@ -247,9 +248,9 @@ def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
 
     monkeypatch.setattr(text_generator, "generate_all", generate_all)
     tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
-    assert TextGenerator(None, tokenizer, 64).text("to", 9) == ""
-    complete_line(TextGenerator(None, tokenizer, 64), "(x, y): ")
-    own = TextGenerator(None, Tokenizer.train("bytes", []), 64)
+    assert TextGenerator(LoadedModel(None, tokenizer, 64)).text("to", 9) == ""
+    complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "(x, y): ")
+    own = TextGenerator(LoadedModel(None, Tokenizer.train("bytes", []), 64))
     assert own.text("to", 9) == ""
     assert asked[0] == ([1, *tokenizer.encode("to")], {2})
     assert asked[1][0][0] == 1

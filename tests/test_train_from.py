@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES
-from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.evaluate import evaluate
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
@@ -60,8 +61,8 @@ def test_the_loss_at_step_0_is_that_of_eval(converted, code, tmp_path):
     train(going_on(converted, code, context_length=64), tmp_path / "run", display()[0])
     first = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     base = checkpoint.load(converted)
-    ids, _ = evaluation_tokens(base.tokenizer, checkpoint.load(tmp_path / "run").card)  # as dunes eval reads them
-    score = evaluate(base.model, ids, widths(base.tokenizer.token_bytes), 64)
+    ids, _ = evaluation_tokens(replace(base, card=checkpoint.load(tmp_path / "run").card))  # as dunes eval does
+    score = evaluate(replace(base, context_length=64), ids)
     print(f"{first['validation_loss']} and {score.loss}")
     assert first["step"] == 0
     assert first["validation_loss"] == pytest.approx(score.loss, abs=1e-6)

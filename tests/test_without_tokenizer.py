@@ -70,7 +70,7 @@ def test_special_ids_above_the_vocabulary_are_warned_of_and_never_met(tmp_path):
         ours = checkpoint.load(folder)
     assert ours.tokenizer is not None
     assert ours.tokenizer.eos == tokens.eos
-    assert isinstance(TextGenerator(ours.model, ours.tokenizer, ours.context_length).text("ab", 8), str)
+    assert isinstance(TextGenerator(ours).text("ab", 8), str)
     checkpoint.save(ours.model, tmp_path / "again", ours.tokenizer, ours.context_length)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == tokens.eos
     with pytest.warns(UserWarning, match="special ids are up to 50256"):  # its generation_config.json is kept

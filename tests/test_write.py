@@ -13,6 +13,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from dunes import checkpoint
+from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
 from dunes.generate import Token
 from dunes.models import llama
@@ -110,15 +111,15 @@ def writes(monkeypatch, tokenizer, text):
 def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
         writes(monkeypatch, tokenizer, f"a\x0cb;{end}")
-        assert complete_line(TextGenerator(None, tokenizer, 64), "x = ") == "a\x0cb;"
+        assert complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x = ") == "a\x0cb;"
 
 
 def test_a_line_end_that_is_healed_does_not_end_the_rest(monkeypatch):
     tokenizer = foreign(["\n\n", "\nab"])
     writes(monkeypatch, tokenizer, "\nabc\nd")
-    assert complete_line(TextGenerator(None, tokenizer, 64), "x\n") == "abc"
+    assert complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x\n") == "abc"
     writes(monkeypatch, tokenizer, "\n\nabc")
-    assert complete_line(TextGenerator(None, tokenizer, 64), "x\n") == ""
+    assert complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x\n") == ""
 
 
 def foreign(tokens):
@@ -143,19 +144,19 @@ def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
     for tokenizer, start in ((own, [own.eos]), (other, [])):
         asked = writes(monkeypatch, tokenizer, "")
         for length in (1, 32, 33, 8 * 64 + 1):
-            complete_line(TextGenerator(None, tokenizer, 64), "x" * length)
+            complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x" * length)
         ids = tokenizer.encode("x" * 32)
         assert asked == [[*start, ids[0]], [*start, *ids], ids, ids]
     begins = Tokenizer(foreign(["ab"]).inner, SpecialTokens((7,), None))
     asked = writes(monkeypatch, begins, "")
-    complete_line(TextGenerator(None, begins, 64), "x" * 100)
+    complete_line(TextGenerator(LoadedModel(None, begins, 64)), "x" * 100)
     assert asked == [[7, *begins.encode("x" * 32)]]
 
 
 def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):
-    loaded = SimpleNamespace(model=None, tokenizer=Tokenizer.train("bytes", []), context_length=64)
+    loaded = LoadedModel(None, Tokenizer.train("bytes", []), 64)
     monkeypatch.setattr(checkpoint, "locate_model", lambda model: SimpleNamespace(folder=model))
-    monkeypatch.setattr(checkpoint, "load_with_tokenizer", lambda *arguments: (loaded, loaded.tokenizer))
+    monkeypatch.setattr(checkpoint, "load_with_tokenizer", lambda *arguments: loaded)
     asked = writes(monkeypatch, loaded.tokenizer, "ree\r\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\r\ntwo\rth")))
     verbs.complete("run")

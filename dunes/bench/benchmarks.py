@@ -21,15 +21,17 @@ import torch
 from dunes import checkpoint, measure, tree
 from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
+from dunes.checkpoint import LoadedModel
 from dunes.data import collect_corpus
 from dunes.generate import Request, generate_all
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder
 from dunes.runs.autosize import flops
-from dunes.runs.evaluate import evaluate, widths
+from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line
+from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
 
 Make = Callable[[Subject, Setting], Work]
@@ -125,10 +127,9 @@ def decode(subject: Subject, setting: Setting) -> Work:
 @benchmark(batch=16)
 def score(subject: Subject, setting: Setting) -> Work:
     """Loss on random ids in nats/token, as computed by `dunes eval`."""
-    model = subject.model()
-    ids = _random_ids(model, 1, setting.batch * setting.context + 1)[0].numpy()
-    width = widths([b"a"] * model.embed.token.num_embeddings)
-    run = lambda _: evaluate(model, ids, width, setting.context, getattr(torch, setting.dtype))
+    model, tokenizer = subject.model(), Tokenizer.train("bytes", ())
+    ids = _random_ids(model, 1, setting.batch * setting.context + 1)[0].numpy() % 256
+    run = lambda _: evaluate(LoadedModel(model, tokenizer, setting.context), ids, getattr(torch, setting.dtype))
     tokens = setting.batch * setting.context
     return Work(run, tokens, flops=tokens * flops(model, setting.context) / 3, model=model)
 
@@ -136,10 +137,10 @@ def score(subject: Subject, setting: Setting) -> Work:
 @benchmark(reads=("context-length", "dtype"))
 def complete(subject: Subject, setting: Setting) -> Work:
     """Completion of a truncated line of the standard library."""
-    tokenizer, model = subject.tokenizer, subject.model(setting.dtype)
+    loaded = LoadedModel(subject.model(setting.dtype), subject.tokenizer, setting.context)
     text = _text(4 * setting.context)
-    run = lambda _: complete_line(TextGenerator(model, tokenizer, setting.context), text)
-    return Work(run, 1, "lines", model=model)
+    run = lambda _: complete_line(TextGenerator(loaded), text)
+    return Work(run, 1, "lines", model=loaded.model)
 
 
 @benchmark(reads=())

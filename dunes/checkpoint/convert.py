@@ -44,8 +44,8 @@ def convert(
     """
     require_new_folder(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
-    tokenizer = _tokenizer(source)
-    json_files = _json_files(source, dtype, tokenizer)
+    tokenizer = Tokenizer.load_if_present(source.folder)
+    config = _hf_config(source, dtype)
     conversions, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
     assert not unknown, "a family has a name for each of its weights"
     hf_weights = renamed(conversions, weights)
@@ -56,11 +56,10 @@ def convert(
 
     def fill(staged: Path) -> None:
         safetensors_writer.write_tensors(staged, track_reads(hf_weights, partial(tick, "writing")))
-        for name, content in json_files.items():
-            (staged / name).write_text(json.dumps(content, indent=2) + "\n")
         _copy_tokenizers(source.folder, staged)
-        if tokenizer is not None:
-            tokenizer.save(staged)
+        ids = folder.write_tokenizer(staged, tokenizer, source.config.context_length)
+        known = {key: value for key, value in ids.items() if value is not None} | config
+        (staged / CONFIG).write_text(json.dumps(known, indent=2) + "\n")
         verified.append(verify(source, open_source(staged), rounded, partial(tick, "comparing")))
         folder.write_card(staged, _card(source, verified[0], facts or {}))
 
@@ -127,23 +126,6 @@ def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
     others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
     known: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
     return others | known | {"dtype": name, "torch_dtype": name}
-
-
-def _json_files(
-    source: Source, dtype: torch.dtype | None, tokenizer: Tokenizer | None
-) -> dict[str, dict[str, Any]]:
-    """The JSON files of the result by name."""
-    config = _hf_config(source, dtype)
-    if tokenizer is None:
-        return {CONFIG: config}
-    ids = {k: v for k, v in folder.special_ids(tokenizer).items() if v is not None}
-    return {CONFIG: ids | config, **folder.tokenizer_configs(tokenizer, source.config.context_length)}
-
-
-def _tokenizer(source: Source) -> Tokenizer | None:
-    """The source's tokenizer, or None without one. Raises ValueError for one that cannot be read."""
-    present = any((source.folder / name).exists() for name in ("tokenizer.json", "tekken.json"))
-    return Tokenizer.load(source.folder) if present or [*source.folder.glob("tokenizer.model*")] else None
 
 
 def _copy_tokenizers(source: Path, staged: Path) -> None:

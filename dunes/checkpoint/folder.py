@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,13 +24,14 @@ from dunes.checkpoint.forms import architecture as architectures
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.architecture import Architecture, Build
 from dunes.checkpoint.forms.card import CARD, FORMAT
-from dunes.checkpoint.forms.hf_config_of import HfConfig, hf_config_of
+from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import CONFIG, Source, open_source
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.staging import folder_lock
 from dunes.text import Tokenizer
+from dunes.text.special_tokens import configured_ids
 from dunes.units import plural
 
 READY = ".ready"
@@ -42,16 +43,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model from a folder, in evaluation mode; `card` is the content of dunes.json, empty without one.
+    """A model with all that belongs to it: from a folder, in evaluation mode, or one that is being trained.
 
-    `tokenizer` is None if the folder has none.
+    `tokenizer` is None if the folder has none, `card` is the content of dunes.json, empty without one.
     """
 
     model: Decoder
     tokenizer: Tokenizer | None
     context_length: int
-    card: dict[str, Any]
-    architecture: Architecture
+    card: dict[str, Any] = field(default_factory=dict)
+    architecture: Architecture = field(default=Architecture("", None))
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValueError if there is none."""
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer; copy tokenizer.json into its folder")
+        return self.tokenizer
 
 
 def save(
@@ -78,10 +85,11 @@ def save(
     """
     described, folder = hf_config_of(model, context_length), Path(folder)
     facts = dict(facts or {})
-    if isinstance(described, HfConfig):
+    if isinstance(described, Architecture):
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
-        facts["changes"] = [*facts.get("changes", []), *_history(architecture)]
+        changes = () if architecture is None else architecture.changes
+        facts["changes"] = [*facts.get("changes", []), *(change.record() for change in changes)]
     elif architecture is not None:
         (known, weights), settings = architectures.describe(model, architecture), {}
         facts |= {"adapter": lora.active_adapter(model), "history": facts.get("changes", [])}
@@ -108,10 +116,6 @@ def save(
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
-def _history(architecture: Architecture | None) -> list[dict[str, Any]]:
-    return [] if architecture is None else [change.record() for change in architecture.changes]
-
-
 def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
     """Raise ValueError for a tokenizer with more ids than an embedding has rows."""
     if tokenizer is not None and tokenizer.vocab > rows:
@@ -122,7 +126,7 @@ def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
 
 
 def _hf_parts(
-    model: nn.Module, described: HfConfig
+    model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""
     family, state = FAMILIES[described.family], in_memory(model.state_dict())
@@ -219,15 +223,11 @@ def write_tokenizer(
     if tokenizer is None:
         return {}
     tokenizer.save(folder)
-    for name, content in tokenizer_configs(tokenizer, context_length).items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    return special_ids(tokenizer)
-
-
-def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[str, Any]:
-    """The JSON files that Hugging Face's tools expect beside a tokenizer, except its extra files."""
     names = tokenizer.special_tokens_map
-    ids = special_ids(tokenizer)
+    ids = {
+        f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None
+        for n in SPECIAL_TOKENS
+    }
     configs = {
         "generation_config.json": {k: v for k, v in ids.items() if v is not None},
         "tokenizer_config.json": names
@@ -238,16 +238,10 @@ def tokenizer_configs(tokenizer: Tokenizer, context_length: int | None) -> dict[
         },
         "special_tokens_map.json": names,
     }
-    return {name: content for name, content in configs.items() if name not in tokenizer.extra_files}
-
-
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """The special token ids that config.json lists."""
-    names = tokenizer.special_tokens_map
-    return {
-        f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None
-        for n in SPECIAL_TOKENS
-    }
+    for name, content in configs.items():
+        if name not in tokenizer.extra_files:
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return ids
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
@@ -278,17 +272,11 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     return stamps
 
 
-def load_model(folder: Path, device: torch.device | str, build: Build | None = None) -> LoadedModel:
-    """The model, its tokenizer and its card, from any format of model folder.
+def load_source(source: Source, device: torch.device | str) -> LoadedModel:
+    """The model of a folder that was opened and verified, with its tokenizer and its card.
 
-    `build` is the function of the architecture passed to `save`, if it has one. Warns if there is no tokenizer,
-    and about special ids that are above the vocabulary.
+    Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
-    return load_source(open_verified_source(folder, build=build), device)
-
-
-def load_source(source: Source, device: torch.device | str = "cpu") -> LoadedModel:
-    """The model of a folder that was opened and verified."""
     tokenizer = load_tokenizer(source.folder)
     check_vocabulary(source, tokenizer)
     model, context_length = load_decoder(source).to(device).eval(), source.context_length
@@ -318,11 +306,6 @@ def load_decoder(source: Source) -> Decoder:
             raise ValueError(f"{source.folder / CARD}: adapter is {quote(name)}; expected a name or null")
         lora.set_adapter(model, name)
     return model
-
-
-def describe(folder: Path | str) -> Source:
-    """The opened folder, of which no weight was read. Raises ValueError like `load`."""
-    return open_verified_source(Path(folder), max_bytes=0)
 
 
 def open_verified_source(
@@ -401,13 +384,5 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
 
 def _special_ids(source: Source) -> dict[str, list[int]]:
     """The special ids in a config by key. Raises ValueError for invalid ones; -1 means none in old files."""
-    special = {}
-    for key in (f"{name}_token_id" for name in SPECIAL_TOKENS):
-        value = source.hf_config.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(i) is int and i >= -1 for i in ids):
-            raise ValueError(
-                f"{source.folder / CONFIG}: {key} is {ascii(value)[:80]}; expected an id or a list of ids"
-            )
-        special[key] = ids
-    return {key: ids for key, ids in special.items() if ids}
+    path, keys = source.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
+    return {key: ids for key in keys if (ids := configured_ids(path, source.hf_config, key, least=-1))}

@@ -41,7 +41,7 @@ def judge(source: Source) -> Verdict:
     except ValueError as error:
         reasons.append(str(error))
     try:
-        tokenizer = None if Tokenizer.find_file(source.folder) is None else Tokenizer.load(source.folder)
+        tokenizer = Tokenizer.load_if_present(source.folder)
         check_vocabulary(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))

@@ -11,13 +11,13 @@ import torch
 
 from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
-from dunes.checkpoint import folder as whole
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
 from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.folder import (
     LoadedModel,
     check_vocabulary,
     load_decoder,
+    load_source,
     load_tokenizer,
     open_verified_source,
     read_consistently,
@@ -56,7 +56,7 @@ def load(
     def read(readable: Path) -> LoadedModel:
         if is_adapter(readable):
             return _load_adapted(readable_folder(readable), adapters, device, any_base)
-        loaded = whole.load_model(readable, device, build)
+        loaded = load_source(open_verified_source(readable, build=build), device)
         if adapters:
             prepare_base(loaded.model, adapters, any_base)
         return loaded
@@ -69,13 +69,11 @@ def load_with_tokenizer(
     device: torch.device | str = "cpu",
     any_base: bool = False,
     adapters: Sequence[Path] = (),
-) -> tuple[LoadedModel, Tokenizer]:
+) -> LoadedModel:
     """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
     if Tokenizer.find_file(tokenizer_folder := _tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(tokenizer_folder)  # raises before anything is read
-    loaded = load(folder, device, any_base, adapters=adapters)
-    assert loaded.tokenizer is not None, "its file exists"
-    return loaded, loaded.tokenizer
+    return load(folder, device, any_base, adapters=adapters)
 
 
 def _tokenizer_folder(folder: Path) -> Path:
@@ -88,9 +86,10 @@ def describe(folder: Path | str) -> Source:
     """A folder without its weights; for an adapter, its base with its card. Raises ValueError like `load`."""
     folder = Path(folder)
     if not is_adapter(folder):
-        return whole.describe(folder)
+        return open_verified_source(folder, max_bytes=0)
     folder = readable_folder(folder)
-    return replace(whole.describe(base_folder(folder)), card=verified_card(folder, max_bytes=0))
+    source = open_verified_source(base_folder(folder), max_bytes=0)
+    return replace(source, card=verified_card(folder, max_bytes=0))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -175,7 +174,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     del weights
     changes: list[Change] = []
     for card, folder in changed:
-        changes = make_changes(model, card, folder)
+        changes = _make_changes(model, card, folder)
         weights = BaseWeights(model)
         for folder in exact:
             check_base(weights, records[folder], folder)
@@ -187,7 +186,7 @@ def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
     return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
 
 
-def make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
+def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
     """Make the changes to the base that an adapter's card lists. Raises ValueError for unknown or damaged ones."""
     try:
         changes = list(map(Change.of, _changes(card)))

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dunes.checkpoint.files import atomic
+from dunes.checkpoint.files import atomic, safetensors_writer
+from dunes.checkpoint.files.lazy_tensor import in_memory
 from dunes.staging import folder_lock
 from dunes.text import json_file
 
@@ -47,7 +48,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
 
     def write_files(staged: Path) -> None:
-        atomic.write_tensors(staged / TENSORS, copied.tensors)
+        safetensors_writer.write_file(staged / TENSORS, in_memory(copied.tensors))
         (staged / STATE).write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
         write_manifest(staged)
 

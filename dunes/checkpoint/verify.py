@@ -81,26 +81,28 @@ def verify(
         raise ValueError(f"{source.folder}: the result's config is {result.config}, not {source.config}")
     after, plain = source_logits(result, tick), source_logits(source, tick)
     before = plain if dtype is None else source_logits(replace(source, files=cast(source.files, dtype)), tick)
+    return _compare(source.folder, plain, before, after, dtype)
+
+
+def _compare(
+    folder: Path, plain: Tensor, before: Tensor, after: Tensor, dtype: torch.dtype | None, merging: float = 0.0
+) -> Verification:
+    """Compare a result's logits with those of the source and of the source rounded to `dtype` (`before`).
+
+    `merging` is the largest difference that merging an adapter made. Raises ValueError if it is another model.
+    """
+    largest = max(merging, float((after - before).abs().max()))
     agree = float((after.argmax(-1) == plain.argmax(-1)).float().mean())
-    size = float(plain.square().mean().sqrt())
     rounding = None if dtype is None else float((after - plain).abs().max())
-    verification = Verification(float((after - before).abs().max()), size, agree, rounding)
-    _check(verification, source.folder, plain, dtype, bool(before.isfinite().all()))
-    return verification
-
-
-def _check(
-    verification: Verification, folder: Path, plain: Tensor, dtype: torch.dtype | None, finite: bool
-) -> None:
-    """Raise ValueError if a result is not the source; `finite` says whether the dtype can hold its logits."""
+    verification = Verification(largest, float(plain.square().mean().sqrt()), agree, rounding)
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
+    finite = dtype is None or before.isfinite().all()  # otherwise the dtype cannot hold the logits
     if finite and not verification.relative <= EXACT:  # also if it is NaN
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
-    if dtype is None:
-        return
-    if not (verification.rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
+    if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
         raise ValueError(f"{folder}: {dtype} cannot hold these weights: {verification}; nothing was written")
+    return verification
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,14 +127,9 @@ class UnmergedLogits:
         Raises ValueError if merging or the written model differs by more than reordered operations or rounding
         explain.
         """
-        after = source_logits(result)
-        largest = max(float((a - b).abs().max()) for a, b in ((self.exact, self.plain), (after, self.rounded)))
-        rounding = None if self.dtype == torch.float32 else float((after - self.plain).abs().max())
-        agree = float((after.argmax(-1) == self.plain.argmax(-1)).float().mean())
-        verification = Verification(largest, float(self.plain.square().mean().sqrt()), agree, rounding)
-        dtype = None if rounding is None else self.dtype
-        _check(verification, self.folder, self.plain, dtype, dtype is None or bool(self.rounded.isfinite().all()))
-        return verification
+        merging = float((self.exact - self.plain).abs().max())
+        dtype = None if self.dtype == torch.float32 else self.dtype
+        return _compare(self.folder, self.plain, self.rounded, source_logits(result), dtype, merging)
 
 
 def distance(a: Tensor, b: Tensor) -> float:

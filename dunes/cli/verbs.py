@@ -120,10 +120,10 @@ def generate(
 
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
-    loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    generator = TextGenerator(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
     print(prompt, end="", flush=True)
     count = 0
-    for piece in TextGenerator(loaded.model, tokenizer, loaded.context_length).stream(prompt, tokens, sample):
+    for piece in generator.stream(prompt, tokens, sample):
         count += 1
         print(piece.text, end="", flush=True)
     print()
@@ -205,8 +205,8 @@ def complete(
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     folder = checkpoint.locate_model(model).folder
-    loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    print(complete_line(TextGenerator(loaded.model, tokenizer, loaded.context_length), prefix))
+    generator = TextGenerator(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
+    print(complete_line(generator, prefix))
 
 
 def evaluate(

@@ -178,8 +178,7 @@ def _known_format(row: Any) -> str:
         if all(key in row for key in record_format.keys):
             return name
     expected = "; or ".join(", ".join(record_format.keys) for record_format in RECORD_FORMATS.values())
-    keys = ", ".join(map(str, row))[:200] or "none"
-    raise ValueError(f"expected the keys {expected}; found {keys}; {NAME_FIELD}")
+    raise ValueError(f"expected the keys {expected}; found {_keys(row)}; {NAME_FIELD}")
 
 
 def _read(name: str, row: Any) -> Conversation:
@@ -189,7 +188,7 @@ def _read(name: str, row: Any) -> Conversation:
     if missing := [key for key in record_format.keys if key not in row]:
         raise ValueError(
             f"expected {record_format.description}, as in the first row; found no {', '.join(missing)}, but "
-            f"{', '.join(row)[:200] or 'no keys'}"
+            f"{_keys(row)}"
         )
     _without_tools(row)
     turns = record_format.read(row)

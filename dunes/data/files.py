@@ -120,7 +120,8 @@ def open_plain(path: Path) -> BinaryIO:
     """Open a plain file for reading. Raises OSError for anything else, without blocking on it."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # first, since opening a device may have side effects
         raise OSError("not a plain file")
-    file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115  (the caller closes it)
+    opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+    file = open(path, "rb", opener=opener)  # noqa: SIM115  (the caller closes it)
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size:
         return file
@@ -128,7 +129,3 @@ def open_plain(path: Path) -> BinaryIO:
     if stat.S_ISREG(status.st_mode):
         return io.BytesIO()  # files of /proc have size 0, but content, maybe without an end
     raise OSError("not a plain file any more")
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)

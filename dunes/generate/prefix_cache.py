@@ -32,7 +32,8 @@ class PrefixCache:
         if self.cache is None:
             device = next(self.model.parameters()).device
             self.cache = cache_for(self.model, len(self.ids), capacity, device)
-        self.cache.grow(capacity)
+        if self.cache is not None:
+            self.cache.grow(capacity)
 
     def set_adapter(self, row: int, adapter: str | None) -> None:
         """Let the row use this adapter; ids that it holds of another one are dropped."""
@@ -41,6 +42,9 @@ class PrefixCache:
 
     def logits(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
         """Logits (N, V) after the texts, by row; what a row holds of a text's beginning is not evaluated."""
+        if self.cache is None:  # the model may mix tokens, so it reads whole texts
+            with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
+                return _forward(self.model, [*texts.values()])
         # Many tokens in one row would be as many of padding in all others.
         prefill = [i for i, ids in texts.items() if ids[:-1] != self.ids[i]] if any(self.ids) else []
         logits = self._evaluate({i: texts[i] for i in prefill}, prefill)
@@ -79,10 +83,11 @@ def _common(held: Sequence[int], ids: Sequence[int]) -> int:
     return next(i for i in range(most) if held[i] != ids[i])
 
 
-def _forward(model: nn.Module, pending: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+def _forward(model: nn.Module, pending: Sequence[Sequence[int]], cache: Cache | None = None) -> Tensor:
     """Logits (N, V) after the pending ids, which are padded on the left."""
-    width, device = max(map(len, pending)), cache.length.device
+    width, device = max(map(len, pending)), next(model.parameters()).device
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
     real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
-    logits: Tensor = model(ids, positions=cache.start(real), cache=cache, last=1)
+    positions = real.long().cumsum(1) - 1 if cache is None else cache.start(real)  # -1 for padding
+    logits: Tensor = model(ids, positions=positions, cache=cache, last=1)
     return logits[:, -1]

@@ -38,12 +38,10 @@ def weight_counts(family: str, config: Any) -> tuple[int, int]:
     They are extrapolated from small models, since all blocks, and all experts, are equal.
     """
     experts = getattr(config, "experts", 1)
-    small, deep, wide = _count(family, config, 1, 1), _count(family, config, 2, 1), None
-    if experts > 1:
-        wide = _count(family, config, 1, 2)
+    small, deep, wide = (_count(family, config, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
     parameters, tensors = (
         a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a)
-        for a, b, c in zip(small, deep, wide or small, strict=True)
+        for a, b, c in zip(small, deep, wide, strict=True)
     )
     return parameters, tensors
 

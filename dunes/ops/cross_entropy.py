@@ -8,7 +8,6 @@ pass only by one factor.
 
 # Shapes: N tokens, D width, V vocabulary.
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,9 +42,27 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients with respect to `states` and `head`, empty where not requested."""
-    loss, *grads = _sum(x, weight, targets, dtype, (states, head))
-    dx, dw = (loss.new_empty(0) if grad is None else grad for grad in grads)
+    """The loss and its float32 gradients with respect to `states` and `head`, empty where not requested."""
+    loss = x.new_zeros((), dtype=torch.float32)
+    # A frozen head, often the largest matrix, needs none.
+    dx, dw = (
+        torch.zeros_like(t, dtype=torch.float32) if wanted else loss.new_empty(0)
+        for t, wanted in ((x, states), (weight, head))
+    )
+    matrix = weight.to(dtype)
+    size = max(1, CHUNK.get(x.device.type, LARGE_CHUNK) // len(weight))
+    with torch.autocast(x.device.type, enabled=False):
+        for start in range(0, len(x), size):
+            rows = slice(start, start + size)
+            counted = targets[rows] != IGNORE
+            # Infinity times zero is NaN: ignored states are masked before any product.
+            part = x[rows].to(dtype).masked_fill(~counted[:, None], 0.0)
+            part_loss, grad_logits = _chunk(part, matrix, targets[rows], counted, states or head)
+            loss += part_loss
+            if states:
+                dx[rows] = grad_logits @ matrix * counted[:, None]
+            if head:
+                dw += grad_logits.T @ part
     return loss, dx, dw
 
 
@@ -83,36 +100,8 @@ class _Fused(torch.autograd.Function):
     backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
 
 
-def _sum(
-    x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and its float32 gradients with respect to x and weight where `wanted`."""
-    loss = x.new_zeros((), dtype=torch.float32)
-    # A frozen head, often the largest matrix, needs none.
-    dx, dw = (
-        torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip((x, weight), wanted, strict=True)
-    )
-    head = weight.to(dtype)
-    size = max(1, CHUNK.get(x.device.type, LARGE_CHUNK) // len(weight))
-    with torch.autocast(x.device.type, enabled=False):
-        for start in range(0, len(x), size):
-            rows = slice(start, start + size)
-            counted = targets[rows] != IGNORE
-            # Infinity times zero is NaN: ignored states are masked before any product.
-            states = x[rows].to(dtype).masked_fill(~counted[:, None], 0.0)
-            part, grad_logits = _chunk(states, head, targets[rows], counted, any(wanted))
-            loss += part
-            if dx is not None and grad_logits is not None:
-                dx[rows] = grad_logits @ head * counted[:, None]
-            if dw is not None and grad_logits is not None:
-                dw += grad_logits.T @ states
-    return loss, dx, dw
-
-
-def _chunk(
-    x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of the counted tokens, and the gradients of the logits."""
+def _chunk(x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    """The summed loss of the counted tokens, and the gradients of the logits if they are wanted."""
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(counted, 0)[:, None]
@@ -120,6 +109,6 @@ def _chunk(
     logsumexp = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
     loss = ((logsumexp - logits.gather(1, index))[:, 0] * counted).sum()
     if not wanted:
-        return loss, None
+        return loss, probs
     probs.scatter_add_(1, index, torch.full_like(logsumexp, -1.0))
     return loss, probs.to(x.dtype)

@@ -35,9 +35,6 @@ from dunes.ops.autocast import autocast_dtype
 FEW = 1
 """Up to this many tokens per expert, on average, the plain form is faster without gradients."""
 
-Act = Callable[[Tensor], Tensor]
-
-
 Stack = Tensor | Sequence[Tensor]
 """A matrix of equal shape for each expert: a view of their storage, or a sequence."""
 
@@ -74,8 +71,8 @@ def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, T
     return token, slot
 
 
-def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The same for experts `down(act(gate(x)) * up(x))`, with one product for each matrix of all experts."""
+def grouped(x: Tensor, stacks: Stacks, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The same for experts `down(silu(gate(x)) * up(x))`, with one product for each matrix of all experts."""
     experts, k, dtype = len(stacks.gate), chosen.shape[1], autocast_dtype(x)
     order = chosen.flatten().argsort(stable=True)
     token = order // k
@@ -92,7 +89,7 @@ def grouped(x: Tensor, stacks: Stacks, act: Act, chosen: Tensor, weights: Tensor
         return y
 
     rows = x.index_select(0, token).to(dtype)
-    outputs = multiply(act(multiply(rows, stacks.gate)) * multiply(rows, stacks.up), stacks.down)
+    outputs = multiply(F.silu(multiply(rows, stacks.gate)) * multiply(rows, stacks.up), stacks.down)
     outputs = outputs * weights.flatten().index_select(0, order)[:, None]
     return torch.zeros_like(x).index_add(0, token, outputs.to(x.dtype))
 
@@ -213,7 +210,9 @@ def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool
     supported = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
     # A model that is loaded one module at a time has the others on the meta device.
     on_device = all(w.device == x.device for w in weights)
-    if not supported or not on_device or not all(aligned(w, dtype) for w in weights) or _in_process_group():
+    if not supported or not on_device or not all(aligned(w, dtype) for w in weights):
+        return False
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
     # A graph of separate calls would be long and depend on the number of tokens of each.
     return (
@@ -222,7 +221,3 @@ def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool
         or tokens_per_expert > FEW
         or isinstance(x, FakeTensor)
     )
-
-
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

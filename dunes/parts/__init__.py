@@ -1,7 +1,7 @@
 """The parts of a transformer. They take plain arguments or built parts, never a config."""
 
 from dunes.parts.attention import Attention
-from dunes.parts.cache import Cache, IdCache, RollingCache
+from dunes.parts.cache import Cache, RollingCache
 from dunes.parts.checkpointed import Checkpointed
 from dunes.parts.context import ForwardContext
 from dunes.parts.decoder import Block, Decoder, cache_for, document_losses
@@ -21,7 +21,6 @@ __all__ = [
     "Embedding",
     "ForwardContext",
     "GatedMLP",
-    "IdCache",
     "MoE",
     "RMSNorm",
     "RollingCache",

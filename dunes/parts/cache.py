@@ -92,7 +92,7 @@ class Cache:
             return
         more, self.capacity = capacity - self.capacity, capacity
         for tensors in (self.keys, self.values):
-            tensors[:] = [F.pad(t, (0, more) if t.dim() == 2 else (0, 0, 0, more)) for t in tensors]
+            tensors[:] = [F.pad(t, (0, 0, 0, more)) for t in tensors]
 
     def truncate(self, n: Tensor) -> Tensor:
         """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain."""
@@ -117,18 +117,6 @@ class Cache:
         self.max_length = int(self.length.max())
         for stored, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
             stored[rows] = new
-
-
-class IdCache(Cache):
-    """Holds ids instead of keys and values, for models that must compute the whole text each time."""
-
-    def put_ids(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ids (B, T) at `positions`; return all ids and their positions (B, S), -1 if empty."""
-        if not self.keys:
-            self.keys = [ids.new_zeros(self.batch, self.capacity + 1)]
-        self.keys[0].scatter_(1, torch.where(positions >= 0, positions, self.capacity), ids)
-        last = torch.maximum(positions.amax(1), self.length - 1)
-        return self.keys[0][:, : self.readable_slots], self.slot_positions(last)
 
 
 class RollingCache(Cache):

@@ -13,7 +13,7 @@ from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.parts.attention import Attention
 from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
-from dunes.parts.cache import Cache, IdCache, RollingCache
+from dunes.parts.cache import Cache, RollingCache
 from dunes.parts.context import (
     ForwardContext,
     document_starts,
@@ -55,8 +55,8 @@ class Decoder(nn.Module):
     """A decoder-only language model. With head=None the token embedding is also the head (tied weights).
 
     Documents packed into one row do not attend to each other. If a module's class does not declare
-    `supports_packing`, each document goes through the model in a row of its own, and `cache_for` returns a cache
-    that holds only ids; both are slower.
+    `supports_packing`, each document goes through the model in a row of its own, and `cache_for` gives no cache;
+    both are slower.
     """
 
     supports_packing = True
@@ -109,11 +109,6 @@ class Decoder(nn.Module):
         self, read: Read, ids: Tensor, positions: Tensor | None, cache: Cache | None = None
     ) -> Tensor:
         """`read` of the hidden states, with documents kept separate."""
-        if isinstance(cache, IdCache):
-            positions = cache.start(torch.ones_like(ids, dtype=torch.bool)) if positions is None else positions
-            full = self._apply_separately(read, *cache.put_ids(ids, positions))
-            cache.advance((positions >= 0).sum(1))
-            return full.gather(1, positions.clamp(min=0)[..., None].expand(-1, -1, full.shape[-1]))
         if positions is not None and cache is None and not supports_packing(self):
             warn_about_mixing(self, "the model is run on documents of one length at a time")
             return self._by_length(read, ids, positions.expand_as(ids))
@@ -232,16 +227,16 @@ def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = 
     return sums, number[counted].bincount(minlength=len(starts))
 
 
-def cache_for(model: nn.Module, batch: int, capacity: int, device: torch.device | str = "cpu") -> Cache:
+def cache_for(model: nn.Module, batch: int, capacity: int, device: torch.device | str = "cpu") -> Cache | None:
     """An empty cache for `batch` rows of up to `capacity` tokens: rolling if every layer's window is smaller.
 
-    It holds only ids if a module may mix tokens in ways that keys and values do not capture, also in a model
+    None, with a warning, if a module may mix tokens in ways that keys and values do not capture, also in a model
     that is compiled or wrapped.
     """
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
         warn_about_mixing(inner, "the whole text is computed again for each new token")
-        return IdCache(batch, capacity, device)
+        return None
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
     limited = [w for w in windows if w is not None]
     depth = len(model.blocks) if isinstance(model, Decoder) else -1

@@ -50,7 +50,7 @@ class MoE(nn.Module):
         if stacks is None:
             y = forms.plain(tokens, list(self.experts), chosen, weights)
         else:
-            y = forms.grouped(tokens, stacks, F.silu, chosen, weights)
+            y = forms.grouped(tokens, stacks, chosen, weights)
         return y.view_as(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler
-from dunes.parts import Decoder
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
@@ -38,18 +36,20 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """An adapter (None: the base model alone) in the folder `place`, with its tokenizer and context length."""
+    """An adapter (None: the base model alone) in the folder `place`, with the model that it is loaded on."""
 
     place: Path
     adapter: str | None
-    tokenizer: Tokenizer
-    context: int
-    card: Mapping[str, Any]
+    loaded: LoadedModel
+
+    @cached_property
+    def generator(self) -> TextGenerator:
+        return TextGenerator(self.loaded)
 
     @cached_property
     def template(self) -> Template:
         """Raises NoTemplate for a model without one."""
-        template = find_template(self.tokenizer, self.card)
+        template = find_template(self.loaded.require_tokenizer(), self.loaded.card)
         if template is None:
             remedy = f'use dunes generate {self.place} "..."'
             raise NoTemplate(f"{self.place}: no chat template, so it was not trained to chat; {remedy}")
@@ -66,6 +66,10 @@ class ChatModel:
         if system:
             self._render(Turn("system", system), Turn("user", "a"))
 
+    def encode(self, talk: Conversation) -> list[int]:
+        """The ids of a conversation whose next turn is the model's."""
+        return encode_prompt(self.template, talk, self.loaded.require_tokenizer())
+
     def _supports(self, *talk: Turn) -> bool:
         try:
             self._render(*talk)
@@ -81,9 +85,7 @@ class ChatModel:
 class ChatEngine:
     """A model with its adapters by name, the first of which is the default."""
 
-    model: Decoder
     models: Mapping[str, ChatModel]
-    generators: dict[ChatModel, TextGenerator] = field(default_factory=dict)
 
     def chat_model(self, name: str | None = None) -> ChatModel:
         """The model of this name, or the default. Raises ValueError for an unknown name."""
@@ -105,19 +107,17 @@ class ChatEngine:
         template cannot write, or that is too long.
         """
         chat_model = self.chat_model(name)
-        ids = encode_prompt(chat_model.template, talk, chat_model.tokenizer)
-        if len(ids) >= chat_model.context:
+        generator, ids = chat_model.generator, chat_model.encode(talk)
+        if len(ids) >= generator.context_length:
             raise ValueError(
                 f"the conversation has {plural(len(ids), 'token')} in its template, but the model's "
-                f"context length is {chat_model.context}; shorten it"
+                f"context length is {generator.context_length}; shorten it"
             )
-        limit = min(tokens, chat_model.context - len(ids))
-        stop = {*chat_model.tokenizer.stops, chat_model.template.stop_id(chat_model.tokenizer)}
-        generator = TextGenerator(self.model, chat_model.tokenizer, chat_model.context)
-        generator = self.generators.setdefault(chat_model, generator)
+        limit = min(tokens, generator.context_length - len(ids))
+        stop = {*generator.tokenizer.stops, chat_model.template.stop_id(generator.tokenizer)}
         with closing(generator.stream(ids, limit, sample, stop=stop)) as pieces:
             while True:
-                with adapter_active(self.model, chat_model.adapter):  # other answers may be in progress
+                with adapter_active(generator.model, chat_model.adapter):  # other answers may be in progress
                     piece = next(pieces, None)
                 if piece is None:
                     return
@@ -127,8 +127,9 @@ class ChatEngine:
     def truncate(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
         """Drop the oldest exchanges as needed to leave room for the answer; the system prompt stays."""
         chat_model = self.chat_model(name)
-        limit = chat_model.context - min(tokens, chat_model.context // ROOM)
-        while len(encode_prompt(chat_model.template, talk, chat_model.tokenizer)) > limit:
+        context_length = chat_model.loaded.context_length
+        limit = context_length - min(tokens, context_length // ROOM)
+        while len(chat_model.encode(talk)) > limit:
             questions = [i for i, turn in enumerate(talk) if turn.role == "user"]
             if len(questions) < 2:
                 break
@@ -153,13 +154,13 @@ def load_chat_engine(
             f"{no_adapters[0]}: not an adapter's folder; name the model itself: dunes chat {no_adapters[0]}"
         )
     _check_same_quantization([*adapters, *([folder] if is_adapter(folder) else [])])
-    loaded, _ = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
+    loaded = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
     models = _chat_models(folder, loaded)
     with_adapters = {}
     for i, path in enumerate(adapters):
-        with_adapters[labels[i]] = _chat_model(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
+        with_adapters[labels[i]] = ChatModel(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
     loaded.model.to(device)
-    return ChatEngine(loaded.model, with_adapters | models)
+    return ChatEngine(with_adapters | models)
 
 
 def _label(folder: Path) -> str:
@@ -182,18 +183,13 @@ def _check_same_quantization(folders: Sequence[Path]) -> None:
 def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The chat models of a folder: the model itself, or an adapter and its base."""
     if not is_adapter(folder):
-        return {NONE: _chat_model(folder, lora.active_adapter(loaded.model), loaded)}
+        return {NONE: ChatModel(folder, lora.active_adapter(loaded.model), loaded)}
     base = base_folder(folder)
     source = checkpoint.describe(base)
     base_only = replace(loaded, card=dict(source.card), context_length=source.context_length)
     if Tokenizer.find_file(base):
         base_only = replace(base_only, tokenizer=Tokenizer.load(base))
-    return {_label(folder): _chat_model(folder, "default", loaded), NONE: _chat_model(base, None, base_only)}
-
-
-def _chat_model(place: Path, adapter: str | None, loaded: LoadedModel) -> ChatModel:
-    assert loaded.tokenizer is not None, "an adapter without a tokenizer uses its base's"
-    return ChatModel(place, adapter, loaded.tokenizer, loaded.context_length, loaded.card)
+    return {_label(folder): ChatModel(folder, "default", loaded), NONE: ChatModel(base, None, base_only)}
 
 
 COMMANDS = {

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import tree
+from dunes.checkpoint import LoadedModel
 from dunes.data import PackedText, TokenIds
-from dunes.parts import Decoder
 from dunes.runs.memory import next_token_loss
 from dunes.train import IGNORE
 from dunes.units import plural
@@ -44,46 +44,29 @@ class Score:
         return self.loss_sum / math.log(2) / max(1, self.size)
 
 
-def widths(pieces: list[bytes]) -> NDArray[np.int64]:
-    """The number of bytes of each token id."""
-    return np.array([len(p) for p in pieces], np.int64)
-
-
 def evaluate(
-    model: Decoder,
-    tokens: TokenIds,
-    width: NDArray[np.int64],
-    context: int,
-    dtype: torch.dtype = torch.float32,
-    limit: int | None = None,
+    loaded: LoadedModel, tokens: TokenIds, dtype: torch.dtype = torch.float32, limit: int | None = None
 ) -> Score:
-    """Score the tokens in windows of `context`; each token is predicted from those before it in its window,
-    and of `PackedText` in its document.
+    """Score the tokens in windows of the context length; each token is predicted from those before it in its
+    window, and of `PackedText` in its document.
 
     A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
     than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; at least two are needed")
+    context = loaded.context_length
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
-    return score_batches(
-        model,
-        (_rectangle(tokens, starts[i : i + BATCH], context) for i in range(0, len(starts), BATCH)),
-        width,
-        dtype,
-    )
+    batches = (_rectangle(tokens, starts[i : i + BATCH], context) for i in range(0, len(starts), BATCH))
+    return score_batches(loaded, batches, dtype)
 
 
-def score_batches(
-    model: Decoder,
-    batches: Iterable[tuple[torch.Tensor, ...]],
-    width: NDArray[np.int64],
-    dtype: torch.dtype = torch.float32,
-) -> Score:
+def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...]], dtype: torch.dtype) -> Score:
     """The score on batches as in `next_token_loss`."""
-    loss_sum, count, size = 0.0, 0, 0
+    loss_sum, count, size, model = 0.0, 0, 0, loaded.model
+    width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         for batch in batches:

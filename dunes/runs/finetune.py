@@ -63,43 +63,40 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     model = data.base.model.to(device)
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, text, stored)
-    before = _baseline(task, model, folder / BASELINE, display)
-    model, changes, base = _apply_method(model, config)
-    task = replace(task, before=before, base=base)
-    architecture = data.base.architecture
-    architecture = replace(architecture, changes=(*architecture.changes, *changes))
+    before = _baseline(task, folder / BASELINE, display)
+    changes, base = _apply_method(model, config)
+    task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
     trainer = Trainer(
         model, optimizer(config, model), next_token_loss, accumulate=config.batch // config.micro_batch, **options
     )
-    return Run(folder, config, task, model, architecture, trainer, schedule)
+    return Run(folder, config, task, trainer, schedule)
 
 
-def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[Change], dict[str, Any]]:
-    """The model to train, the changes made to it, and the identity of its base."""
+def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[list[Change], dict[str, Any]]:
+    """Change the model into the one to train; returns the changes, and the identity of its base."""
     if METHODS[config.method].adapter is None:
-        model, changes = prepare_model(model, config)
-        return model, changes, checkpoint.base_identity(model)
+        return prepare_model(model, config), checkpoint.base_identity(model)
     base = checkpoint.base_identity(model)
-    model, changes = prepare_model(model, config)
+    changes = prepare_model(model, config)
     peft_factors(model)
     if len(changes) > 1:  # the base was changed before the adapter was added
         base |= checkpoint.base_identity(model)
-    return model, changes, base
+    return changes, base
 
 
-def _baseline(task: FinetuneTask, model: Decoder, path: Path, display: Display) -> Baseline:
+def _baseline(task: FinetuneTask, path: Path, display: Display) -> Baseline:
     """The base model's scores and answers: measured, or read from the file of a resumed run."""
     dtype = getattr(torch, task.config.dtype or "float32")
     before = _read_baseline(path, display)
     if before is None:
         display.detail("evaluating the base model")
-        before = task.measure_baseline(model, dtype)
+        before = task.measure_baseline(dtype)
     elif before.text != task.text:
         display.detail("the text to measure forgetting on changed: evaluating the base model again")
-        before = replace(before, forgetting=task.score_forgetting(model, dtype), text=task.text)
+        before = replace(before, forgetting=task.score_forgetting(dtype), text=task.text)
     else:
         return before
     before.write(path)
@@ -119,11 +116,9 @@ def _read_baseline(path: Path, display: Display) -> Baseline | None:
 
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
     """Token ids like the base model's training data; prints a message and returns None if there are none."""
-    tokenizer = data.base.tokenizer
-    assert tokenizer is not None, "loaded with a tokenizer"
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
-        ids, files = evaluation_tokens(tokenizer, data.base.card, data.config.forgetting_data, **options)
+        ids, files = evaluation_tokens(data.base, data.config.forgetting_data, **options)
     except (ValueError, OSError):
         if data.config.forgetting_data:
             raise

@@ -79,7 +79,8 @@ class FinetuneData:
         )
         for line in (*lines, *val_lines):
             display.detail(line)
-        base, tokenizer = checkpoint.load_with_tokenizer(folder)
+        base = checkpoint.load_with_tokenizer(folder)
+        tokenizer = base.require_tokenizer()
         if METHODS[config.method].adapter is not None and (active := active_adapter(base.model)) is not None:
             raise ValueError(
                 f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
@@ -138,9 +139,10 @@ class FinetuneData:
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
 
     @property
-    def context(self) -> int:
-        """The context length of the finetuned model."""
-        return max(self.config.context_length, self.base.context_length)
+    def loaded(self) -> checkpoint.LoadedModel:
+        """The finetuned model: the base's module, which finetuning changes in place."""
+        context_length = max(self.config.context_length, self.base.context_length)
+        return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
 
     @property
     def _vocab(self) -> int:
@@ -191,8 +193,8 @@ def _windows(example: Example, context: int) -> Iterable[Example]:
 
 def own_template_name(base: checkpoint.LoadedModel) -> str | None:
     """The name of the base model's own chat template, if it has one."""
-    assert base.tokenizer is not None, "it was loaded with one"
-    own = chat_template.template_from_files(base.tokenizer.extra_files, base.tokenizer.config_path.parent)
+    tokenizer = base.require_tokenizer()
+    own = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
     name: str | None = base.card.get("template")
     return name or (None if own is None else templates.ModelTemplate.name)
 
@@ -249,13 +251,14 @@ def _meta_model(data: FinetuneData) -> Decoder:
     return model
 
 
-def prepare_model(model: Decoder, config: FinetuneConfig) -> tuple[Decoder, list[Change]]:
-    """The model to train, and the changes made to it.
+def prepare_model(model: Decoder, config: FinetuneConfig) -> list[Change]:
+    """Change the model into the one to train, and return the changes.
 
     Full finetuning trains in float32: updates are smaller than bfloat16's precision.
     """
-    model = model.float() if METHODS[config.method].adapter is None else model
-    return model, apply_method(model, config)
+    if METHODS[config.method].adapter is None:
+        model.float()
+    return apply_method(model, config)
 
 
 def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from dunes import checkpoint, tree
+from dunes.augment import Change
+from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
-from dunes.parts import Decoder
-from dunes.runs.evaluate import Score, evaluate, score_batches, widths
+from dunes.runs.evaluate import Score, evaluate, score_batches
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
 from dunes.runs.finetune_method import ADAPTER, METHODS
@@ -28,7 +29,7 @@ from dunes.runs.memory import describe_memory
 from dunes.runs.run import Run, card_facts
 from dunes.runs.stored_state import read_score
 from dunes.runs.text_generator import TextGenerator
-from dunes.text import Tokenizer, json_file, templates
+from dunes.text import json_file, templates
 from dunes.text.templates import Conversation
 from dunes.units import format_count, plural
 
@@ -84,7 +85,7 @@ class Baseline:
 class FinetuneTask:
     """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
 
-    `base` identifies the base model's weights.
+    `base` identifies the base model's weights, `changes` were made to it.
     """
 
     data: FinetuneData
@@ -92,14 +93,17 @@ class FinetuneTask:
     stored: torch.dtype
     before: Baseline | None = None
     base: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[Change] = ()
 
     @property
     def config(self) -> FinetuneConfig:
         return self.data.config
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self.data.tokenizer
+    def loaded(self) -> LoadedModel:
+        architecture = self.data.base.architecture
+        architecture = replace(architecture, changes=(*architecture.changes, *self.changes))
+        return replace(self.data.loaded, architecture=architecture)
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
@@ -119,26 +123,24 @@ class FinetuneTask:
         rows = Batches(self.data.train, config.context_length, config.micro_batch, config.seed, config.packing)
         return rows.batches(start)
 
-    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
+    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
         examples = (
             self.data.valid
             if limit is None
             else _first_examples(self.data.valid, self.config.context_length, limit)
         )
         batches = Batches(examples, self.config.context_length, VAL_BATCH)
-        return score_batches(model, batches.one_epoch(), widths(self.tokenizer.token_bytes), dtype)
+        return score_batches(self.loaded, batches.one_epoch(), dtype)
 
-    def sample(self, model: Decoder) -> str:
-        return "\n".join(
-            f"{_question(r.turns)}\n>>> {self._answer(model, r.turns)}" for r in self.data.val_records[:1]
-        )
+    def sample(self) -> str:
+        return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(r.turns)}" for r in self.data.val_records[:1])
 
-    def measure_baseline(self, model: Decoder, dtype: torch.dtype, score: Score | None = None) -> Baseline:
+    def measure_baseline(self, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers; it is validated unless `score` is given."""
-        answers = [self._answer(model, record.turns) for record in self.data.val_records[:ANSWERED]]
+        answers = [self._answer(record.turns) for record in self.data.val_records[:ANSWERED]]
         return Baseline(
-            score or self.score(model, dtype, FINAL_TOKENS),
-            self.score_forgetting(model, dtype),
+            score or self.score(dtype, FINAL_TOKENS),
+            self.score_forgetting(dtype),
             answers,
             self.text,
         )
@@ -148,24 +150,27 @@ class FinetuneTask:
         """The fingerprint of the forgetting data; empty without any."""
         return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
 
-    def score_forgetting(self, model: Decoder, dtype: torch.dtype) -> Score | None:
+    def score_forgetting(self, dtype: torch.dtype) -> Score | None:
         """The score on the forgetting data, if there is any."""
         if self.forgetting_ids is None:
             return None
-        width = widths(self.tokenizer.token_bytes)
-        return evaluate(model, self.forgetting_ids, width, self.data.base.context_length, dtype, FORGETTING_TOKENS)
+        return evaluate(self.data.base, self.forgetting_ids, dtype, FORGETTING_TOKENS)
 
-    def _answer(self, model: Decoder, talk: Conversation) -> str:
+    def _answer(self, talk: Conversation) -> str:
         """The model's answer by greedy decoding."""
+        generator = TextGenerator(self.loaded)
         if talk[-1].role == "text":
-            ids = self.tokenizer.prompt("")
+            ids = generator.tokenizer.prompt("")
         else:
             prompt = talk[:-1] if talk[-1].role == "assistant" else talk
-            ids = templates.encode_prompt(self.data.template, prompt, self.tokenizer)
-        ids = ids[-max(1, self.data.context - ANSWER_TOKENS) :]
-        device, dtype = next(model.parameters()).device.type, getattr(torch, self.config.dtype or "float32")
+            ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer)
+        ids = ids[-max(1, generator.context_length - ANSWER_TOKENS) :]
+        device, dtype = (
+            next(generator.model.parameters()).device.type,
+            getattr(torch, self.config.dtype or "float32"),
+        )
         with torch.autocast(device, dtype, dtype != torch.float32):
-            return TextGenerator(model, self.tokenizer, self.data.context).text(ids, ANSWER_TOKENS)
+            return generator.text(ids, ANSWER_TOKENS)
 
     def memory_advice(self) -> str:
         remedy = "reduce --context-length or --micro-batch, or use --method qlora"
@@ -186,8 +191,8 @@ class FinetuneTask:
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         if METHODS[self.config.method].adapter is None and self.stored != torch.float32:
             run.model.to(self.stored)  # score the weights as saved
-            score = self.score(run.model, run.dtype, FINAL_TOKENS)
-        after = None if interrupted else self.measure_baseline(run.model, run.dtype, score)
+            score = self.score(run.dtype, FINAL_TOKENS)
+        after = None if interrupted else self.measure_baseline(run.dtype, score)
         self._save(run, self._facts(run, score, after))
         if after is None:
             return self._next(run.folder)
@@ -202,11 +207,13 @@ class FinetuneTask:
         return [*self._lines(after), *self._next(run.folder)]
 
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
-        context = self.data.context
+        loaded, context = self.loaded, self.loaded.context_length
         if METHODS[self.config.method].adapter is None:
-            checkpoint.save(run.model, run.folder, self.tokenizer, context, about, architecture=run.architecture)
+            checkpoint.save(
+                run.model, run.folder, loaded.tokenizer, context, about, architecture=loaded.architecture
+            )
             return
-        options: dict[str, Any] = {"tokenizer": self.tokenizer, "context_length": context, "facts": about}
+        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **options)
 
     @property
@@ -225,8 +232,7 @@ class FinetuneTask:
             }
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
-        changes = run.architecture.changes[len(self.data.base.architecture.changes) :]
-        return about | {"changes": [change.record() for change in changes]}
+        return about | {"changes": [change.record() for change in self.changes]}
 
     def _lines(self, after: Baseline) -> list[str]:
         """The final report: validation loss, forgetting, and answers before and after."""

@@ -21,9 +21,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from dunes import checkpoint, measure
-from dunes.generate import Request, Sampler, sampler
+from dunes.generate import Sampler, sampler
 from dunes.runs.evaluate import BATCH
-from dunes.runs.text_generator import TextGenerator
+from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.text import json_file
 from dunes.text.special_tokens import token_text
 from dunes.units import plural
@@ -54,9 +54,10 @@ class Harness(TemplateLM):
     ) -> None:
         super().__init__()
         self._device = measure.device()
-        loaded, tokenizer = checkpoint.load_with_tokenizer(folder, self._device, any_base)
+        loaded = checkpoint.load_with_tokenizer(folder, self._device, any_base)
         self.model, self.max_length, self.show, self.truncated = loaded.model, loaded.context_length, show, 0
-        self.generator = TextGenerator(loaded.model, tokenizer, loaded.context_length)
+        self.generator = TextGenerator(loaded)
+        tokenizer = self.generator.tokenizer
         # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
         self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
         self.inner.no_truncation()
@@ -194,18 +195,13 @@ class Harness(TemplateLM):
 
     def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
         """The text after each prompt; random numbers follow from the prompt's number."""
-        generated: list[list[int]] = [[] for _ in prompts]
-        # A stop string may be generated as other tokens than its encoding: check a few more.
-        spans = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in settings.until}
-        requests: list[Request | None] = [
+        requests = [
             self.generator.request(ids, settings.limit, settings.sample(seed=i)) for i, ids in prompts.items()
         ]
-        for row in self.generator.tokens(requests):
-            for i, token in enumerate(row):
-                generated[i] += [] if token is None else [token.id]
-                if any(stop in self._decode(generated[i][-n:]) for stop, n in spans.items()):
-                    requests[i] = None
-        return [cut_at_stop(str(self.inner.decode(ids)), settings.until) for ids in generated]
+        for _ in self.generator.tokens(requests, settings.until):
+            pass
+        texts = (str(self.inner.decode(r.ids[len(r.prompt) :])) for r in requests)
+        return [cut_at_stop(text, settings.until) for text in texts]
 
     def _batches(self, doing: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
         for start in range(0, len(rows), BATCH):
@@ -242,13 +238,6 @@ def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSetting
     sample()  # raises ValueError for settings out of range
     limit = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
     return GenerationSettings(tuple(_as_list(settings.get("until"))), limit, sample)
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string, applied one stop after the other, as in the harness."""
-    for stop in filter(None, stops):
-        text = text.split(stop)[0]
-    return text
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -93,7 +93,7 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
             if options.resume:
                 restore_run(run, display.line, options.override, options.strict)
             else:
-                start_run(run.config, run.folder, run.task.tokenizer)
+                start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
         run.elapsed += timings.elapsed
         display.detail(run.task.summary(run))
@@ -294,7 +294,7 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
     steps = plural(run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
-    text = run.task.sample(run.model)
+    text = run.task.sample()
     display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
     append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
     return text

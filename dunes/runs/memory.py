@@ -89,8 +89,7 @@ def inference_allocations(build: Build, shape: Shape, estimated: bool = True) ->
         with measure.allocations(model) as log, torch.no_grad():
             cache = cache_for(model, shape.batch, shape.context, measure.device())
             for step_ids in (ids, ids[:, :1]):
-                mask = torch.ones_like(step_ids, dtype=torch.bool)
-                model(step_ids, positions=cache.start(mask), cache=cache, last=1)
+                model(step_ids, cache=cache, last=1)
     return log
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.files.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.config import MEASURED, RunConfig, T
@@ -47,7 +48,9 @@ class Task(Protocol):
     """The task of a run. `fingerprints` identify its data, `tokens` is the number of validation targets."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def loaded(self) -> LoadedModel:
+        """The model in training, with what it will be saved with."""
+        ...
 
     @property
     def fingerprints(self) -> Mapping[str, str]: ...
@@ -59,11 +62,11 @@ class Task(Protocol):
         """Endless batches for the trainer, starting with number `start`."""
         ...
 
-    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
+    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
         ...
 
-    def sample(self, model: Decoder) -> str:
+    def sample(self) -> str:
         """Text that the model generates."""
         ...
 
@@ -95,8 +98,6 @@ class Run:
     folder: Path
     config: RunConfig
     task: Task
-    model: Decoder
-    architecture: checkpoint.Architecture
     trainer: Trainer
     schedule: Schedule
     elapsed: float = 0.0
@@ -112,6 +113,10 @@ class Run:
     warm: bool = False
 
     @property
+    def model(self) -> Decoder:
+        return self.task.loaded.model
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of matrix products."""
         return self.trainer.dtype
@@ -122,7 +127,7 @@ class Run:
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(self.model, self.dtype, limit)
+        return self.task.score(self.dtype, limit)
 
     def score_seconds(self, limit: int) -> float:
         """Seconds that scoring this many tokens takes, by the last validation."""
@@ -287,7 +292,7 @@ def run_state(run: Run) -> dict[str, Any]:
     return {
         "config": asdict(run.config),
         "fingerprints": dict(run.task.fingerprints),
-        "model": run.architecture.record(),
+        "model": run.task.loaded.architecture.record(),
         "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
         "schedule": [[r.begin, r.end] for r in run.schedule.records],
@@ -324,7 +329,7 @@ def restore_run(
     stored = state["fingerprints"]
     if changed := [name for name, value in run.task.fingerprints.items() if stored.get(name, value) != value]:
         differences["corpus"] = f"{' and '.join(changed)} changed"
-    if "model" in state and (words := first_difference(state["model"], run.architecture.record())):
+    if "model" in state and (words := first_difference(state["model"], run.task.loaded.architecture.record())):
         differences["model"] = f"the model's {words}"
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(f"{run.folder}: cannot resume: {'; '.join(refused)}; {_remedy(run.config, differences)}")

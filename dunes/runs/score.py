@@ -1,15 +1,16 @@
 """Scoring a model folder on text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
 from dunes.data import Document, PackedText, TokenIds, collect_corpus
 from dunes.runs.corpus import join_texts, tail_start
-from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.evaluate import Score, evaluate
 from dunes.text import Tokenizer
 
 
@@ -22,20 +23,18 @@ def score_folder(
     `checkpoint.load`, `options` are those of `collect_corpus`. Raises ValueError if the model's card does not
     record its validation split, or if there is no text.
     """
-    loaded, tokenizer = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     try:
-        ids, files = evaluation_tokens(tokenizer, loaded.card, sources, **options)
+        ids, files = evaluation_tokens(loaded, sources, **options)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return evaluate(loaded.model, ids, widths(tokenizer.token_bytes), loaded.context_length), files
+    return evaluate(loaded, ids), files
 
 
-def evaluation_tokens(
-    tokenizer: Tokenizer, card: Mapping[str, Any], sources: Sequence[str] = (), **options: Any
-) -> tuple[TokenIds, int]:
+def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
     """The token ids of all text in the sources, and the number of files; without sources, of the validation split
     recorded in the card. Raises ValueError if the card does not record one."""
-    trained = card.get("trained", {})
+    tokenizer, trained = loaded.require_tokenizer(), loaded.card.get("trained", {})
     separate = bool(trained.get("separate_documents"))
     if sources:
         corpus = collect_corpus(sources, **options)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
-
+from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens
-from dunes.text import DecodeStream, Tokenizer
+from dunes.text import DecodeStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +19,29 @@ class Piece:
 
 
 class TextGenerator:
-    """Generates text with a model whose weights do not change.
+    """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
     It keeps the cache of the last text: of one that begins alike, as a conversation's next turn or the text after
     a keystroke, only the rest is evaluated. A prompt is a text or the ids of one.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
-        self.model, self.tokenizer, self.context_length = model, tokenizer, context_length
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.model, self.context_length = loaded.model, loaded.context_length
+        self.tokenizer = loaded.require_tokenizer()
         self.cache: PrefixCache | None = None
 
     def stream(
-        self, prompt: str | Sequence[int], limit: int, sample: Sampler | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        limit: int,
+        sample: Sampler | None = None,
+        until: Sequence[str] = (),
+        skip: int = 0,
+        **options: Any,
     ) -> Generator[Piece, None, None]:
-        """Yield a piece for each token of a `request` with these arguments. Closing it cancels the rest."""
+        """Yield a piece for each of the `tokens` of a `request`. Closing it cancels the rest."""
         stream = DecodeStream(self.tokenizer)
-        for (token,) in self.tokens([self.request(prompt, limit, sample, **options)]):
+        for (token,) in self.tokens([self.request(prompt, limit, sample, **options)], until, skip):
             assert token is not None, "generation ends with its only row"
             yield Piece(stream.step(token.id), token)
 
@@ -58,15 +64,35 @@ class TextGenerator:
             self._ids(prompt), limit, sample, self.tokenizer.stops if stop is None else stop, alternatives
         )
 
-    def tokens(self, requests: Sequence[Request | None]) -> Iterator[list[Token | None]]:
-        """`generate_all` of these requests, from the cache of the last call if that had as many rows."""
+    def tokens(
+        self, requests: Sequence[Request | None], until: Sequence[str] = (), skip: int = 0
+    ) -> Iterator[list[Token | None]]:
+        """`generate_all` of these requests, from the cache of the last call if that had as many rows.
+
+        Each also ends with the token that completes one of the strings `until`, after `skip` bytes of its text.
+        """
         if self.cache is None or len(self.cache.ids) != len(requests):
             self.cache = PrefixCache(self.model, len(requests))
-        yield from generate_all(self.model, requests, context_length=self.context_length, cache=self.cache)
+        for row in generate_all(self.model, requests, context_length=self.context_length, cache=self.cache):
+            for request, token in zip(requests, row, strict=True) if until else ():
+                if request and token and any(stop.encode() in self._bytes(request)[skip:] for stop in until):
+                    request.end = len(request.ids)
+            yield row
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
         """The prompt's tokens that the model can attend to, after the first one, with their log-probabilities."""
         return prompt_tokens(self.model, self._ids(prompt)[-self.context_length :], alternatives)
 
+    def _bytes(self, request: Request) -> bytes:
+        """What was generated for the request so far, special tokens included."""
+        return self.tokenizer.inner.decode(request.ids[len(request.prompt) :], skip_special_tokens=False).encode()
+
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         return self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string, applied one stop after the other, as lm-evaluation-harness does."""
+    for stop in filter(None, stops):
+        text = text.split(stop)[0]
+    return text

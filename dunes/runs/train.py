@@ -9,24 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dunes import checkpoint, measure, tree
+from dunes import measure, tree
+from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
+from dunes.checkpoint.forms.architecture import Architecture
 from dunes.data import Corpus, Windows
-from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.runs.augment import save_changed
 from dunes.runs.autosize import autosize_run, config_for, memory_advice, size_warning
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
-from dunes.runs.evaluate import Score, evaluate, widths
+from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule, card_facts, run_lock
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.train_from import base_tokenizer, choose_options, load_base, score_base, select_trainable
+from dunes.runs.train_from import choose_options, load_base, score_base, select_trainable
 from dunes.runs.train_from import memory_advice as base_memory_advice
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
@@ -54,7 +55,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             return 0
         with timings("tokenizing"):
             earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
-            tokens = tokenize(ready, corpus, base_tokenizer(base) if base else earlier, display)
+            tokens = tokenize(ready, corpus, base.tokenizer if base else earlier, display)
         with run_lock(folder):
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base)
@@ -64,7 +65,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 
 
 def _choose_options(
-    config: TrainConfig, corpus: Corpus, base: checkpoint.LoadedModel | None, display: Display
+    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display
 ) -> TrainConfig:
     """The config with every open option chosen, and the reasons shown."""
     if base is not None:
@@ -78,39 +79,35 @@ def _choose_options(
     return chosen
 
 
-def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: checkpoint.LoadedModel | None = None) -> Run:
+def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: LoadedModel | None = None) -> Run:
     """A run at step 0, for a complete config: of a new model, or of the base's."""
     assert config.dtype, "chosen before"
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     device, dtype = measure.device(), getattr(torch, config.dtype)
     if base is None:
-        model_config = config_for(config, tokens.tokenizer.vocab)
-        model = initialise(FAMILIES[config.family].build(model_config), config.seed).to(device)
-        architecture = checkpoint.Architecture(config.family, model_config)
+        architecture = Architecture(config.family, config_for(config, tokens.tokenizer.vocab))
+        model = initialise(architecture.build(), config.seed).to(device)
+        loaded = LoadedModel(model, tokens.tokenizer, config.context_length, {}, architecture)
     else:
         fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
         tokens = replace(tokens, fingerprints=fingerprints)
         model = base.model.float().to(device)  # updates are smaller than bfloat16's precision
-        architecture = base.architecture
-        select_trainable(model, config.trainable, architecture.changes)
+        select_trainable(model, config.trainable, base.architecture.changes)
+        loaded = replace(base, context_length=max(config.context_length, base.context_length))
     schedule = build_schedule(config)
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
-    return Run(folder, config, TrainTask(config, tokens, base), model, architecture, trainer, schedule)
+    return Run(folder, config, TrainTask(config, tokens, loaded), trainer, schedule)
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Next-token prediction on text; `base` is the model whose training is continued, if any."""
+    """Next-token prediction on text."""
 
     config: TrainConfig
     text: Tokens
-    base: checkpoint.LoadedModel | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.text.tokenizer
+    loaded: LoadedModel
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -125,23 +122,26 @@ class TrainTask:
             start
         )
 
-    def score(self, model: Decoder, dtype: torch.dtype, limit: int | None = None) -> Score:
-        return evaluate(
-            model, self.text.valid, widths(self.tokenizer.token_bytes), self.config.context_length, dtype, limit
-        )
+    @property
+    def _windowed(self) -> LoadedModel:
+        """The model with the context length of the run."""
+        return replace(self.loaded, context_length=self.config.context_length)
 
-    def sample(self, model: Decoder) -> str:
-        return sample_text(model, self.tokenizer, self.config.context_length, seed=self.config.seed)
+    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
+        return evaluate(self._windowed, self.text.valid, dtype, limit)
+
+    def sample(self) -> str:
+        return sample_text(self._windowed, self.config.seed)
 
     def memory_advice(self) -> str:
-        return base_memory_advice(self.config, self.base) if self.base else memory_advice(self.config)
+        return base_memory_advice(self.config, self.loaded) if self.config.base else memory_advice(self.config)
 
     def summary(self, run: Run) -> str:
         config = self.config
         assert config.threads, "set by `autosize_run`"
         return (
             f"{config.base or config.family}, {self._parameters(run.model)}; "
-            f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.tokenizer.vocab}; "
+            f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
         )
@@ -152,11 +152,7 @@ class TrainTask:
         return f"{share}{format_count(total)} parameters"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        context, facts = self.config.context_length, card_facts(run, score, "trained")
-        if self.base is None:
-            checkpoint.save(run.model, run.folder, self.tokenizer, context, facts)
-        else:
-            trained = replace(self.base, context_length=max(context, self.base.context_length))
-            save_changed(trained, (), run.folder, lambda staged: facts)
+        facts = card_facts(run, score, "trained")
+        save_changed(self.loaded, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder))
         return [f"model: {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]

@@ -16,7 +16,6 @@ from dunes.runs.memory import Build, describe_memory
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, append_metrics
 from dunes.runs.train_config import TrainConfig
-from dunes.text import Tokenizer
 
 LR = 0.006
 """The default peak learning rate of matrices: a third of that from scratch (LOG.md, "Training on")."""
@@ -28,17 +27,12 @@ def load_base(config: TrainConfig) -> checkpoint.LoadedModel:
     """The model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
     if is_adapter(folder := checkpoint.locate_model(config.base).folder):
         raise ValueError(f"{folder}: an adapter, not a model; merge it first: dunes augment merge {folder} OUT")
-    base, _ = checkpoint.load_with_tokenizer(folder)
+    base = checkpoint.load_with_tokenizer(folder)
     if base.model.embed.place is not None and config.context_length > base.context_length:
         raise ValueError(
             f"--context-length is {config.context_length}; this model supports at most {base.context_length}"
         )
     return base
-
-
-def base_tokenizer(base: checkpoint.LoadedModel) -> Tokenizer:
-    assert base.tokenizer is not None, "it was loaded with one"
-    return base.tokenizer
 
 
 def choose_options(config: TrainConfig, base: checkpoint.LoadedModel) -> tuple[TrainConfig, list[str]]:

@@ -4,20 +4,18 @@ import re
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
+from dunes.checkpoint import LoadedModel
 from dunes.generate import Sampler, force_prefix, sampler
-from dunes.runs.text_generator import TextGenerator
-from dunes.text import Tokenizer
+from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
 
-LINE_END = re.compile(rb"[\r\n]")
+LINE_ENDS = "\n", "\r"
 
 
-def sample_text(model: nn.Module, tokenizer: Tokenizer, context: int, seed: int = 0, limit: int = 120) -> str:
+def sample_text(loaded: LoadedModel, seed: int = 0, limit: int = 120) -> str:
     """A sample without a prompt."""
-    return TextGenerator(model, tokenizer, context).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
+    return TextGenerator(loaded).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
 
 
 def complete_line(generator: TextGenerator, prefix: str, limit: int = 48) -> str:
@@ -33,12 +31,10 @@ def complete_line(generator: TextGenerator, prefix: str, limit: int = 48) -> str
     is_whole = len(prefix) <= 8 * context and len(encoded) <= room
     ids, healed = split_last_tokens(encoded[-room:], pieces)
     prompt = [*(tokenizer.document_start if is_whole else tokenizer.bos), *ids] or [tokenizer.eos]
-    sample, text = Sampler((partial(force_prefix, pieces, healed, len(prompt)),)), b""
-    for piece in generator.stream(prompt, limit, sample):
-        text += pieces[piece.token.id]
-        if LINE_END.search(text, len(healed)):
-            break
-    return LINE_END.split(text[len(healed) :])[0].decode(errors="ignore")
+    sample = Sampler((partial(force_prefix, pieces, healed, len(prompt)),))
+    stream = generator.stream(prompt, limit, sample, until=LINE_ENDS, skip=len(healed))
+    text = b"".join(pieces[piece.token.id] for piece in stream)[len(healed) :].decode(errors="ignore")
+    return cut_at_stop(text, LINE_ENDS)
 
 
 def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:

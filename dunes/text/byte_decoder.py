@@ -1,14 +1,12 @@
 """The bytes of tokens by a tokenizer's decoder: byte-level characters, or pieces with ▁ for a space."""
 
 import codecs
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tokenizers
 
+from dunes.text import tokenizer_limits
 from dunes.text.byte_pairs import CHAR_TO_BYTE
 
 SPACE = "▁"
@@ -54,7 +52,7 @@ class ByteDecoder:
 
 def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
     """The `ByteDecoder` that is equivalent to the tokenizer's decoder."""
-    steps = _steps(json.loads(inner.decoder.__getstate__())) if inner.decoder is not None else []
+    steps = list(tokenizer_limits.steps(tokenizer_limits.pipeline(inner), "decoder"))
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:
         return ByteDecoder(byte_level=True)
@@ -65,9 +63,3 @@ def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
     if any(s["type"] == "Metaspace" and s["prepend_scheme"] != "never" for s in steps):
         strip = FIRST_TOKEN
     return ByteDecoder(metaspace=True, byte_fallback="ByteFallback" in types, strip=strip)
-
-
-def _steps(decoder: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for part in decoder["decoders"] for step in _steps(part)]

@@ -95,6 +95,11 @@ def render(
     template refuses the messages, fails, or exceeds a limit.
     """
     (text,) = render_many(template, [(messages, add_generation_prompt)], variables)
+    return checked_text(text)
+
+
+def checked_text(text: str | ValueError) -> str:
+    """The text; an error instead of one is raised."""
     if isinstance(text, ValueError):
         raise text
     return text

@@ -1,6 +1,6 @@
 """Read the BOS, EOS and stop ids from the files beside a tokenizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def read_special_tokens(folder: Path, token_id: Callable[[str], int | None]) -> 
     bos, eos = (_token_id(path, config, key, token_id) for key in ("bos_token", "eos_token"))
     stops = [eos] if eos is not None else []
     for name in ("config.json", "generation_config.json"):
-        stops += _eos_ids(folder / name)
+        stops += configured_ids(folder / name, json_file.read_if_present(folder / name), "eos_token_id")
     adds_bos = config.get("add_bos_token")
     begin = (bos,) if adds_bos is True and bos is not None else () if adds_bos is False else None
     return SpecialTokens(begin, stops[0] if stops else None, frozenset(stops))
@@ -55,9 +55,10 @@ def _token_id(path: Path, config: dict[str, Any], key: str, token_id: Callable[[
         raise ValueError(f"{path}: {key} is {ascii(text)[:80]}; expected a token's text") from None
 
 
-def _eos_ids(path: Path) -> list[int]:
-    value = json_file.read_if_present(path).get("eos_token_id")
+def configured_ids(path: Path, config: Mapping[str, Any], key: str, least: int = 0) -> list[int]:
+    """The ids in a config file: one, a list, or none. Raises ValueError for anything else."""
+    value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{path}: eos_token_id is {ascii(value)[:80]}; expected an id or a list of ids")
+    if not all(type(i) is int and i >= least for i in ids):
+        raise ValueError(f"{path}: {key} is {ascii(value)[:80]}; expected an id or a list of ids")
     return ids

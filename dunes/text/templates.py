@@ -141,7 +141,9 @@ class Template(ABC):
         for turns in conversations:
             trained = [turn for turn in turns if turn.role in ANSWER_ROLES]
             full, *before = islice(texts, 1 + len(trained))
-            yield self._segments(_checked_text(full), [len(_prefix(b, full)) for b in before], trained)
+            yield self._segments(
+                chat_template.checked_text(full), [len(_prefix(b, full)) for b in before], trained
+            )
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
         """The text in segments, split at the beginning and end of answers."""
@@ -276,14 +278,8 @@ def _text_or_error(
         return ValueError(str(error))
 
 
-def _checked_text(text: str | ValueError) -> str:
-    if isinstance(text, ValueError):
-        raise text
-    return text
-
-
 def _prefix(before: str | ValueError, full: str | ValueError) -> str:
-    before, full = _checked_text(before), _checked_text(full)
+    before, full = chat_template.checked_text(before), chat_template.checked_text(full)
     if not full.startswith(before):
         raise ValueError(
             "the model's own chat template writes the beginning of a conversation differently once it is longer; "

@@ -99,8 +99,8 @@ class Tokenizer:
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
-        # Built again from the trained vocabulary with the special tokens, which get the last ids.
-        return cls(_byte_level(models.BPE(inner.get_vocab(), _merges(inner))))
+        add_special(inner, SPECIAL)  # which get the last ids
+        return cls(inner)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
@@ -129,6 +129,11 @@ class Tokenizer:
                 json_file.read_if_present(loaded.config_path)
             )
         return loaded
+
+    @classmethod
+    def load_if_present(cls, folder: Path) -> "Tokenizer | None":
+        """`load`, or None if the folder has no tokenizer."""
+        return None if cls.find_file(folder) is None else cls.load(folder)
 
     def with_stop(self, stop: int) -> "Tokenizer":
         """The same tokenizer for a model that also ends its answers with this id.
@@ -409,8 +414,3 @@ def _char_level(characters: Sequence[str]) -> tokenizers.Tokenizer:
     inner.decoder = decoders.Fuse()
     add_special(inner, SPECIAL)
     return inner
-
-
-def _merges(inner: tokenizers.Tokenizer) -> list[tuple[str, str]]:
-    model: dict[str, Any] = json.loads(inner.to_str())["model"]
-    return [(a, b) for a, b in model["merges"]]

@@ -41,7 +41,7 @@ def check_expansion(content: Mapping[str, Any]) -> None:
     Unknown or damaged parts are left to the library to refuse.
     """
     normalizer, cuts, decoder, marks = (
-        list(_steps(content, part)) for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")
+        list(steps(content, part)) for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor")
     )
     _check_growth("normalizer", _chain_growth(normalizer))
     _check_growth("normalizer and pre_tokenizer", _chain_growth([*normalizer, *cuts]))
@@ -58,7 +58,7 @@ def _check_growth(part: str, growth: float) -> None:
         )
 
 
-def _steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
+def steps(content: Mapping[str, Any], part: str) -> Iterator[Step]:
     """The steps of a part in order, with sequences flattened."""
     stack, count = [content.get(part)], 0
     while stack:

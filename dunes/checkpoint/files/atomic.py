@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dunes.staging import staging_folder
@@ -74,14 +72,6 @@ def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = D
         for digest_of, dtype in zip(hashes, dtypes, strict=True):
             digest_of.update(part.to(dtype).view(torch.uint8).numpy().data)
     return [digest_of.hexdigest() for digest_of in hashes]
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file. Raises OSError if it cannot be written."""
-    try:
-        save_file(tensors, path, {"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path}: cannot be written: {error}") from None
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -21,7 +21,7 @@ SHARD = 5_000_000_000
 CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 
 
-def write_tensors(folder: Path, weights: Weights, single: str = SINGLE, shard: int = SHARD) -> None:
+def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
     """Write the tensors into one file, or into several with an index if they have more than `shard` bytes.
 
     Tensors are read one at a time and released afterwards. Raises OSError if a file cannot be written.
@@ -35,13 +35,14 @@ def write_tensors(folder: Path, weights: Weights, single: str = SINGLE, shard: i
         max_shard_size=shard,
     )
     for name, keys in split.filename_to_tensors.items():
-        _write_file(folder / (name if split.is_sharded else single), {key: weights[key] for key in keys})
+        write_file(folder / name, {key: weights[key] for key in keys})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(path: Path, weights: Weights) -> None:
+def write_file(path: Path, weights: Weights) -> None:
+    """Write the tensors into one file, like `write_tensors`."""
     # Widest dtypes first, so that every tensor is aligned to its item size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -48,8 +48,9 @@ from dunes.checkpoint.forms.adapter_layout import (
     peft_targets,
     split_factors,
 )
+from dunes.checkpoint.forms.architecture import module_rows
 from dunes.checkpoint.forms.card import listed_files, read_card
-from dunes.checkpoint.forms.hf_config_of import hf_config_of, module_rows
+from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
@@ -137,20 +138,20 @@ def save_adapter(
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
     config = _peft_config([t for t, _ in factors], adapter_base) | _rank_settings(factors, lora_config.rslora)
     config |= {"use_rslora": lora_config.rslora, "use_dora": lora_config.dora}
-    config["base_model_name_or_path"] = _base_name(base)
+    config["base_model_name_or_path"], relative_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _all_peft_keys(factors, adapter_base)})
     change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
         "family": adapter_base.family,
-        "base": {**(identity or base_identity(model)), **_relative_base(base, folder)},
+        "base": {**(identity or base_identity(model)), **relative_base},
     }
     card |= {"structure": structure_digest(adapter_base, change), "changes": []}
     card |= {} if context_length is None else {"context_length": context_length}
 
     def fill(staged: Path) -> None:
-        safetensors_writer.write_tensors(staged, weights, WEIGHTS[0], shard=1 << 62)
+        safetensors_writer.write_file(staged / WEIGHTS[0], weights)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})
@@ -174,18 +175,13 @@ def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, 
     return [(target, join_factors(target, factors, base.sizes)) for target in _peft_targets(base, factors)]
 
 
-def _base_name(base: Path | str | None) -> str | None:
-    """The base as adapter_config.json names it: the absolute path of a folder, or the name on the Hub."""
+def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
+    """The absolute path of a base's folder, or its name on the Hub; and for the card, its path from the adapter's
+    folder, so that both can be moved together."""
     if base is None or not Path(base).is_dir():
-        return None if base is None else str(base)
-    return str(Path(base).resolve())
-
-
-def _relative_base(base: Path | str | None, folder: Path) -> dict[str, str]:
-    """The path of the base relative to the adapter, so that both can be moved together."""
-    if base is None or not Path(base).is_dir():
-        return {}
-    return {"folder": os.path.relpath(Path(base).resolve(), folder.resolve())}
+        return None if base is None else str(base), {}
+    absolute = Path(base).resolve()
+    return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve())}
 
 
 def _loading_change(factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> Change:
@@ -217,17 +213,11 @@ def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
 def _peft_keys(target: Target, f: Factors, base: AdapterBase, inner: bool) -> dict[str, Tensor]:
     path = target.path
     if target.stacked:
-        path = path.rpartition(".")[0] + (".base_layer" if inner else "")
+        path = target.parent + (".base_layer" if inner else "")
     if is_embedding(base.modules[target.modules[0]]):
         return {f"{path}.lora_embedding_A": f.A, f"{path}.lora_embedding_B": f.B}
     keys = {f"{path}.lora_A.weight": f.A, f"{path}.lora_B.weight": f.B}
     return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
-
-
-def _is_wrapped(target: Target, targets: Iterable[Target]) -> bool:
-    """Whether PEFT nests this parameter in another one of the same module; the last is the outermost."""
-    module = target.path.rpartition(".")[0]
-    return target != [t for t in targets if t.path.rpartition(".")[0] == module][-1]
 
 
 def _peft_config(targets: list[Target], base: AdapterBase) -> dict[str, Any]:
@@ -376,7 +366,10 @@ IGNORED_SETTINGS = {
 """Training settings, and those that follow from the names and shapes of the tensors."""
 MAX_NUMBER = 1e9
 """The limit for a rank or an alpha: in JSON they may be infinite, or have a thousand digits."""
-READ_SETTINGS = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout"}
+READ_SETTINGS = {
+    *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "use_dora", "lora_dropout"),
+}
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Initialisations that do not change the base."""
 
@@ -392,13 +385,9 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
             f"{path}: init_lora_weights is {quote(init)}, which also changes the base; "
             "convert it to plain LoRA with PEFT (save_pretrained(path_initial_model_for_weight_conversion=...))"
         )
-    harmless = {"bias": "none"}
+    known = IGNORED_SETTINGS | READ_SETTINGS
     for key, value in config.items():
-        if (
-            key not in IGNORED_SETTINGS | READ_SETTINGS | {"peft_type", "init_lora_weights"}
-            and value
-            and value != harmless.get(key)
-        ):
+        if key not in known and value and (key, value) != ("bias", "none"):
             raise ValueError(
                 f"{path}: {quote(key)} is {quote(value)}; this is not supported; merge the adapter with PEFT"
             )
@@ -552,7 +541,7 @@ def _find_target(
     if (plain := named.get(f"{path}.weight")) is not None:
         return plain
     path = re.sub(r"(\.base_layer)+$", "", path)
-    stacks = [t for t in named.values() if t.stacked and t.path.rpartition(".")[0] == path]
+    stacks = [t for t in named.values() if t.stacked and t.parent == path]
     for target in stacks:
         if {part: w.shape for part, w in group.items()} == _expected_shapes(target, group, base):
             return target
@@ -633,6 +622,9 @@ def _copy_factors(model: nn.Module, factors: Mapping[str, Factors], name: str) -
 
 
 def _all_peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
-    stacked = [t for t in base.targets.values() if t in [w for w, _ in factors if w.stacked]]
+    # PEFT nests the parameters of a module: the last is the outermost.
+    stacked = {target for target, _ in factors if target.stacked}
+    outermost = {t.parent: t for t in base.targets.values() if t in stacked}
     for target, f in factors:
-        yield from _peft_keys(target, f, base, target.stacked and _is_wrapped(target, stacked)).items()
+        inner = target.stacked and target != outermost[target.parent]
+        yield from _peft_keys(target, f, base, inner).items()

@@ -44,6 +44,11 @@ class Target:
         return self.weight.removesuffix(".weight")
 
     @property
+    def parent(self) -> str:
+        """The name of the module that has this parameter, of stacked experts."""
+        return self.path.rpartition(".")[0]
+
+    @property
     def modules(self) -> list[str]:
         return [module for row in self.rows for module in row]
 

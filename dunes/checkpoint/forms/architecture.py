@@ -7,11 +7,12 @@ informative: nothing is imported, `load` takes the function as an argument.
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from dunes.augment import Change, repeat_structure
 from dunes.checkpoint.files.atomic import tensor_digests
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.files.safetensors_writer import CODES
-from dunes.checkpoint.forms.hf_config_of import module_rows
 from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -103,6 +103,30 @@ class Architecture:
         return cast(Decoder, model)
 
 
+class ModuleRow(NamedTuple):
+    """Everything that determines what a module computes, except the values of its weights."""
+
+    place: str
+    class_name: str
+    attributes: dict[str, str]
+    tensors: dict[str, tuple[int, ...]]
+
+
+def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
+    """Names, classes, plain attributes and shapes of every module; two models with equal rows are the same."""
+    for place, module in model.named_modules():
+        plain = {k: _stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        tensors = {**module._parameters, **module._buffers}
+        shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+        yield ModuleRow(place, type(module).__qualname__, plain, shapes)
+
+
+def _stable_repr(value: Any) -> str:
+    """A repr that is the same in every process: sets are sorted, addresses removed."""
+    text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
 def has_own_form(card: Mapping[str, Any]) -> bool:
     """Whether a card describes a model that no Hugging Face config describes."""
     return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
@@ -115,7 +139,8 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
     values of parameters and persistent buffers.
     """
     rebuilt, tied = architecture.outline(), _tied_names(model)
-    if odd := [k for k, t in model.state_dict().items() if not _is_storable(t)]:
+    state = model.state_dict().items()
+    if odd := [k for k, t in state if not isinstance(t, Tensor) or t.is_meta or t.dtype not in CODES]:
         raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
     weights = _tensors(model)
     differences = [
@@ -126,7 +151,7 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         listed = "; ".join(str(d)[:200] for d in differences[:SHOWN])
         raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
-    structure = {"modules": _digests(_settings(rebuilt)), "tied": _tied_names(rebuilt)}
+    structure = {"modules": _module_digests(rebuilt), "tied": tied}
     return architecture.record() | {"structure": structure}, weights
 
 
@@ -182,10 +207,6 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
     return table
 
 
-def _is_storable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in CODES and not value.is_meta
-
-
 def _tensors(model: nn.Module) -> dict[str, LazyTensor]:
     """The tensors to save."""
     tied = _tied_names(model)
@@ -234,13 +255,14 @@ def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
     return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 
-def _digests(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    return {k: sha256(json.dumps(v, sort_keys=True).encode()).hexdigest()[:16] for k, v in settings.items()}
+def _module_digests(model: nn.Module) -> dict[str, str]:
+    texts = {place: json.dumps(settings, sort_keys=True) for place, settings in _settings(model).items()}
+    return {place: sha256(text.encode()).hexdigest()[:16] for place, text in texts.items()}
 
 
 def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[Difference]:
     """The modules that changed or exist in only one of the two models."""
-    actual = _digests(_settings(model))
+    actual = _module_digests(model)
     for name in sorted(actual.keys() | digests.keys()):
         if actual.get(name) != digests.get(name):
             changed = "has another class or other settings" if {name} <= actual.keys() & digests.keys() else None

@@ -67,12 +67,8 @@ def check_files(folder: Path, card: Mapping[str, Any], max_bytes: float = atomic
 def _file_error(folder: Path, name: str, reason: str) -> ValueError:
     return ValueError(
         f"{folder / name}: not the bytes that were written ({reason}); the save was interrupted or the file was "
-        f"changed since; {_remedy(folder)}"
+        f"changed since; if it was changed on purpose, set 'files' to {{}} in {folder / CARD}"
     )
-
-
-def _remedy(folder: Path) -> str:
-    return f"if it was changed on purpose, set 'files' to {{}} in {folder / CARD}"
 
 
 def _is_entry(entry: Any) -> bool:
