@@ -88,7 +88,8 @@ def save(
     if isinstance(described, Architecture):
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
-        facts["changes"] = [*facts.get("changes", []), *_history(architecture)]
+        changes = () if architecture is None else architecture.changes
+        facts["changes"] = [*facts.get("changes", []), *(change.record() for change in changes)]
     elif architecture is not None:
         (known, weights), settings = architectures.describe(model, architecture), {}
         facts |= {"adapter": lora.active_adapter(model), "history": facts.get("changes", [])}
@@ -113,10 +114,6 @@ def save(
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
-
-
-def _history(architecture: Architecture | None) -> list[dict[str, Any]]:
-    return [] if architecture is None else [change.record() for change in architecture.changes]
 
 
 def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:

@@ -8,7 +8,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,7 +99,8 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     with ModuleTracker(model) as places:
         recorder = _Recorder(places, log.made)
         recorder.beginning(model)
-        marks: list[Any] = [_on_gradient(p, recorder.gradient) for p in model.parameters() if p.requires_grad]
+        trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        marks: list[Any] = [p.register_post_accumulate_grad_hook(recorder.gradient) for p in trainable]
         marks.append(register_optimizer_step_pre_hook(recorder.begin_step))
         marks.append(register_optimizer_step_post_hook(recorder.end_step))
         try:
@@ -109,10 +110,6 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
             for mark in marks:
                 mark.remove()
             recorder.finish()
-
-
-def _on_gradient(parameter: Tensor, callback: Callable[[Tensor], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(callback)  # type: ignore[no-untyped-call]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
