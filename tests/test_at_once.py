@@ -136,9 +136,10 @@ def test_an_adapter_is_saved_over_a_model_whose_save_was_interrupted(tmp_path, m
             raise KeyboardInterrupt
         replace(source, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         save_model(tmp_path / "out", 2)
+    monkeypatch.undo()
     assert (tmp_path / "out" / "config.json").exists()
     assert not (tmp_path / "out" / "dunes.json").exists()
     checkpoint.save_adapter(model, tmp_path / "out", base=base, tokenizer=TOKENIZER, context_length=16)

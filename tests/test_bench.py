@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import display, toy
 from dunes import bench, checkpoint, measure
-from dunes.augment import apply_change, attach, quantize
+from dunes.augment import apply_change, attach, quantize, set_adapter
 from dunes.augment.quantize import NF4
 from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
@@ -145,6 +145,8 @@ def test_weights_to_read_of_few_bits_are_codes_and_scales(double):
     adapter = [t for t in model.parameters() if t.requires_grad and 2 in t.shape]
     assert len(adapter) == 2 * len(model.blocks)
     assert benchmarks.weight_bytes(model) == sum(t.nbytes for t in (*read, *adapter))
+    set_adapter(model, None)  # an adapter that is not active is not read
+    assert benchmarks.weight_bytes(model) == sum(t.nbytes for t in read)
 
 
 def test_a_case_of_a_quantized_model_has_its_parameters_and_stored_bytes():
@@ -589,3 +591,17 @@ def test_a_mistake_is_one_line_and_status_2():
 
 def test_a_decoder_is_what_is_measured(model_folder):
     assert isinstance(of_folder(model_folder).model(), Decoder)
+
+
+@pytest.mark.parametrize("name", ["load", "save"])
+def test_the_folder_of_an_adapter_is_loaded_and_saved_with_its_base(name, tmp_path):
+    base = of_shape("llama", 200_000, 32).written
+    model = checkpoint.load(base).model
+    attach(model, where="**.attn.q", rank=2)
+    with torch.no_grad():
+        for layer in model.blocks:
+            layer.attn.q["default"].B.fill_(0.1)
+    checkpoint.save_adapter(model, tmp_path / "adapter", "default", base)
+    work = benchmarks.BENCHMARKS[name].make(of_folder(tmp_path / "adapter"), Setting(1, 32, "float32", 1))
+    work.run(work.setup())
+    assert work.amount == sum(t.nbytes for t in model.parameters())

@@ -17,8 +17,10 @@ from itertools import repeat
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from dunes import checkpoint, measure, tree
+from dunes.augment import Adapted
 from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
 from dunes.checkpoint import LoadedModel
@@ -154,23 +156,34 @@ def tokenize(subject: Subject, setting: Setting) -> Work:
 def load(subject: Subject, setting: Setting) -> Work:
     """Loading a model folder that is in the page cache."""
     folder = subject.written
-    size = (folder / "model.safetensors").stat().st_size
-    return Work(lambda _: checkpoint.load(folder, measure.device()), size, "bytes")
+    run = lambda _: checkpoint.load(folder, measure.device())
+    return Work(run, _stored_bytes(checkpoint.load(folder).model), "bytes")
 
 
 @benchmark(reads=())
 def save(subject: Subject, setting: Setting) -> Work:
     """Saving a model folder, with digests and fsync."""
     loaded, folder = checkpoint.load(subject.written, measure.device()), scratch()
-    run = lambda _: checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context_length)
-    return Work(run, (subject.written / "model.safetensors").stat().st_size, "bytes")
+    arguments = loaded.model, folder, loaded.tokenizer, loaded.context_length
+    run = lambda _: checkpoint.save(*arguments, architecture=loaded.architecture)
+    return Work(run, _stored_bytes(loaded.model), "bytes")
+
+
+def _stored_bytes(module: nn.Module) -> int:
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Bytes that each forward pass reads of weights, codes and scales: of embeddings only a few rows."""
+    """Bytes that each forward pass reads of weights, codes and scales: of embeddings only a few rows, of adapters
+    the active ones."""
     tied = _table(model).nbytes if model.head is None else 0
-    whole, embeddings = (sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (model, model.embed))
+    whole, embeddings = (_stored_bytes(m) - _idle_adapter_bytes(m) for m in (model, model.embed))
     return whole - embeddings + tied
+
+
+def _idle_adapter_bytes(module: nn.Module) -> int:
+    places = [m for m in module.modules() if isinstance(m, Adapted)]
+    return sum(_stored_bytes(a) for m in places for name, a in m.adapters.items() if name != m.active)
 
 
 def _table(model: Decoder) -> torch.Tensor:
