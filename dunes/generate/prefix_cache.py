@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.generate.step import CompiledStep
 from dunes.parts import Cache, cache_for
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
@@ -18,7 +19,7 @@ class PrefixCache:
     """The cache of a model, whose weights must not change meanwhile, and the ids in each of its rows.
 
     `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use
-    what is active in the model.
+    what is active in the model. `step`, if set, computes single tokens of a single row.
     """
 
     def __init__(self, model: nn.Module, rows: int = 1, activate: Activate | None = None) -> None:
@@ -26,6 +27,7 @@ class PrefixCache:
         self.cache: Cache | None = None
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
+        self.step: CompiledStep | None = None
 
     def reserve(self, capacity: int) -> None:
         """Make room for as many ids in each row."""

@@ -8,7 +8,9 @@ place.
 
 # Shapes: K key/value heads, S readable slots, D head dim, V vocabulary.
 
+import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +78,56 @@ def export_step(step: Step, cache: Cache) -> torch.export.ExportedProgram:
     shapes = {"ids": None, "slot": None, "slot_positions": {0: readable}, "keys": of_cache, "values": of_cache}
     with torch.no_grad(), _OneRow():
         return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
+
+
+class CompiledStep:
+    """A compiled step and the weights it is bound to, by their names in the step; they are not copied.
+
+    Raises ValueError for a package that torch cannot load, or that needs other weights.
+    """
+
+    def __init__(self, package: Path, weights: Mapping[str, Tensor]) -> None:
+        try:
+            # Inductor's own loader imports its compiler first, which takes two seconds.
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
+            self._weights = {name: weights[name].detach() for name in self._loader.get_constant_fqns()}
+            self._loader.load_constants(self._weights, False, False, True)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"{package}: cannot be loaded: {str(error).splitlines()[0]}") from None
+        self._one = torch.ones(1, 1, dtype=torch.bool)
+
+    def __call__(self, token: int, cache: Cache) -> Tensor:
+        """Logits (V,) after one more token of the only row of a cache, which holds tokens already."""
+        cache.start(self._one)
+        slot, slot_positions = cache.next_slot()
+        ids = torch.tensor([token]), torch.tensor([slot])
+        logits: Tensor = self._loader.run([*ids, slot_positions, *cache.keys, *cache.values])[0]
+        cache.advance(torch.ones(1, dtype=torch.long))
+        return logits
+
+
+def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a step, by name: matrices of plain linear layers and embeddings in this dtype."""
+    rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
+    return {name: rounded.get(id(t), t) for name, t in _named_tensors(Step(model)).items()}
+
+
+def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model to export, whose matrices have this dtype and no values."""
+    memo: dict[int, Any] = {id(t): t for t in _named_tensors(model).values()}
+    memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
+    return copy.deepcopy(model, memo)
+
+
+def _matrices(model: nn.Module) -> list[Tensor]:
+    return [m.weight for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 class _OneRow(TorchFunctionMode):

@@ -1,0 +1,210 @@
+"""Compiled decode steps, kept in the user's own cache: one for each shape of model, dtype, torch and CPU.
+
+A package is native code, so it is read only from a folder that no other user can write to, and never from a model
+folder. It holds no weights. AOTInductor makes it: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+"""
+
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import dunes
+from dunes import tree
+from dunes.checkpoint.files import atomic
+from dunes.checkpoint.forms.architecture import module_rows
+from dunes.generate import generate
+from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.step import CompiledStep, Step, export_step, outline, step_weights
+from dunes.parts import Cache, cache_for
+from dunes.staging import cache_home, folder_lock, staging_folder
+from dunes.text import json_file
+
+PACKAGE, CONSTANTS, CARD, FORMAT = "step.pt2", "constants.safetensors", "package.json", 1
+OPTIONS = {"aot_inductor.package_constants_in_so": False, "realize_reads_threshold": 1}
+"""Weights stay outside; a norm is computed once, and not for each row of the product that reads it."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
+"""Of the largest logit: how much a step in this dtype may differ from the model."""
+GREEDY_TOKENS = 64
+SOURCES = "parts", "ops", "generate", "augment"
+
+
+def load_step(model: nn.Module) -> CompiledStep | None:
+    """The step of this model, if a package for it is there; of a damaged one it warns.
+
+    Weights keep their dtype, but float32 is rounded to float16 where `compile_step` found equal greedy ids.
+    """
+    for dtype in _dtypes(model):
+        package = packages_folder() / _key(model, dtype)
+        try:
+            if _is_complete(package):
+                weights = step_weights(model, dtype)
+                if dtype == _dtype(model) or _record(package, weights).is_file():
+                    return _bind(model, package, weights, dtype)
+        except ValueError as error:
+            warnings.warn(f"{error}; remove it, and it will be compiled again", stacklevel=2)
+    return None
+
+
+def compile_step(model: nn.Module) -> tuple[Path, torch.dtype]:
+    """Make the package that `load_step` will choose unless it is there; its folder and dtype.
+
+    Raises ValueError for a model whose step cannot be exported or compiled, and says why.
+    """
+    for dtype in _dtypes(model):
+        package = packages_folder() / _key(model, dtype)
+        package.mkdir(exist_ok=True, mode=0o700)
+        with folder_lock(package):  # another process may be making it
+            if not _is_complete(package):
+                _compile(model, dtype, package)
+        weights = step_weights(model, dtype)
+        if dtype == _dtype(model):
+            break
+        if _greedy_ids(model) == _greedy_ids(model, _bind(model, package, weights, dtype)):
+            atomic.write_file(_record(package, weights), b"")
+            break
+    return package, dtype
+
+
+def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
+    """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
+    command = [sys.executable, "-m", "dunes", "compile", str(folder)]
+    quiet: Any = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    return process
+
+
+def packages_folder() -> Path:
+    """The folder of packages, made if it is missing. Raises ValueError if others can write to it."""
+    folder = cache_home() / "steps"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ValueError(f"{folder}: holds native code, and others have access to it; chmod 700 it, or remove it")
+    return folder
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The dtypes for a step's matrices, best first; the last one is the model's own."""
+    return [torch.float16, torch.float32] if _dtype(model) == torch.float32 else [_dtype(model)]
+
+
+def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
+    """The file whose presence says that these weights give the greedy ids of those they were rounded from."""
+    digest = sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].detach().contiguous().view(torch.uint8).numpy().data)
+    return package / f"greedy-{digest.hexdigest()[:32]}"
+
+
+def _key(model: nn.Module, dtype: torch.dtype) -> str:
+    """A digest of everything that the compiled code depends on."""
+    rows = [repr(tuple(row)) for row in module_rows(model)]
+    dtypes = [str(t.dtype) for t in (*model.parameters(), *model.buffers())]
+    active = [str(getattr(module, "active", None)) for module in model.modules()]
+    files = {inspect.getsourcefile(type(module)) for module in model.modules()}
+    package = Path(dunes.__file__).parent
+    sources = {*map(str, files), *(str(f) for room in SOURCES for f in (package / room).glob("*.py"))}
+    digests = [atomic.digest(Path(path)) for path in sorted(sources)]
+    machine = torch.__version__, sys.platform, platform.machine(), *_processor()
+    everything = FORMAT, dtype, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *active, *digests
+    return sha256(repr(everything).encode()).hexdigest()[:32]
+
+
+def _processor() -> list[str]:
+    """What identifies the instructions of this processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [platform.processor(), torch.backends.cpu.get_cpu_capability()]
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+
+
+def _is_complete(package: Path) -> bool:
+    """Whether the package was written. Raises ValueError if its files are not those that were written."""
+    if not (package / CARD).is_file():
+        return False
+    files = json_file.read(package / CARD)
+    for name, digest in files.items():
+        if not (package / name).is_file() or atomic.digest(package / name) != digest:
+            raise ValueError(f"{package / name}: not the bytes that were written")
+    return True
+
+
+def _bind(
+    model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> CompiledStep:
+    """The step with these weights. Raises ValueError if it computes something else than the model."""
+    step = CompiledStep(package / PACKAGE, {**weights, **load_file(package / CONSTANTS)})
+    cache = _short_cache(model)
+    with torch.no_grad(), tree.mode(model, False):
+        expected = model(torch.tensor([[0, 0]]), last=1)[0, 0].float()
+    difference = (step(0, cache) - expected).abs().max() / expected.abs().max()
+    if not difference <= TOLERANCE[dtype]:
+        raise ValueError(f"{package}: its logits differ from the model's by {difference:.1e} of the largest")
+    return step
+
+
+def _short_cache(model: nn.Module) -> Cache:
+    """A cache that holds one token. Raises ValueError for a model without one."""
+    if (cache := cache_for(model, 1, 8)) is None:
+        raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
+    with torch.no_grad(), tree.mode(model, False):
+        model(torch.tensor([[0]]), cache=cache)
+    return cache
+
+
+def _compile(model: nn.Module, dtype: torch.dtype, package: Path) -> None:
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.exc import InductorError
+
+    cache = _short_cache(model)
+    with tree.mode(model, False):
+        step = Step(outline(model, dtype)).eval()
+    try:
+        graph = export_step(step, cache)
+    except Exception as error:  # torch.export raises whatever its tracing meets
+        raise ValueError(f"the step of this model cannot be exported: {_first_line(error)}") from None
+    names = step_weights(model, dtype)
+    constants = {n: t.clone() for n, t in graph.constants.items() if isinstance(t, Tensor) and n not in names}
+    with staging_folder(package / PACKAGE) as staged:
+        try:
+            aoti_compile_and_package(graph, package_path=str(staged / PACKAGE), inductor_configs=OPTIONS)
+        except (InductorError, RuntimeError, OSError) as error:
+            raise ValueError(f"the step cannot be compiled: {_first_line(error)}") from None
+        save_file(constants, staged / CONSTANTS)
+        files = {name: atomic.digest(staged / name) for name in (PACKAGE, CONSTANTS)}
+        for name in files:
+            os.replace(staged / name, package / name)
+    atomic.write_file(package / CARD, json.dumps(files).encode())
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _greedy_ids(model: nn.Module, step: CompiledStep | None = None) -> list[list[int]]:
+    """What the model writes by itself after a few ids."""
+    texts = []
+    for first in (0, 1, 2):
+        cache = PrefixCache(model)
+        cache.step = step
+        tokens = generate(model, [first], limit=GREEDY_TOKENS, context_length=GREEDY_TOKENS, cache=cache)
+        texts.append([token.id for token in tokens])
+    return texts
