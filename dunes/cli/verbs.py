@@ -1,6 +1,7 @@
 """The verbs. Docstrings are shown by -h; imports are inside the functions, so that help is fast."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -115,12 +116,14 @@ def generate(
         prompt: The text to continue; without one, a new document is generated.
     """
     from dunes import checkpoint, measure
+    from dunes.runs.step_package import step_source
     from dunes.runs.text_generator import TextGenerator
     from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
-    generator = TextGenerator(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    generator = TextGenerator(loaded, step_source(loaded.model))
     print(prompt, end="", flush=True)
     count = 0
     for piece in generator.stream(prompt, tokens, sample):
@@ -158,7 +161,11 @@ def chat(
     sample = sampling.sampler()
     note = partial(print, file=sys.stderr, flush=True)
     talk = Chat(
-        load_chat_engine(model, adapter, measure.device(), any_base), sample, sampling.tokens, system, note
+        load_chat_engine(model, adapter, measure.device(), any_base, compiles=not message and sys.stdin.isatty()),
+        sample,
+        sampling.tokens,
+        system,
+        note,
     )
     write = partial(print, end="", flush=True)
     if message:
@@ -182,6 +189,23 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             print()
             return
+
+
+def compile_(model: Model, any_base: AnyBase = False) -> None:
+    """Compile the decoding of a model for this machine, so that generate and chat are faster with it.
+
+    The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder. It takes half
+    a minute, and a C++ compiler.
+
+    Example: dunes compile ~/models/mistral
+    """
+    from dunes import checkpoint
+    from dunes.runs.step_package import compile_step
+
+    start = time.perf_counter()
+    package, dtype = compile_step(checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base).model)
+    print(f"compiled: {time.perf_counter() - start:.0f} s, {str(dtype).removeprefix('torch.')} weights, {package}")
+    print(f'next: dunes generate {model} "..."')
 
 
 def complete(

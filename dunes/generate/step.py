@@ -120,7 +120,7 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _matrices(model: nn.Module) -> list[Tensor]:
-    return [m.weight for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+    return [m.weight for m in model.modules() if type(m) is nn.Linear or type(m) is nn.Embedding]
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -150,11 +150,12 @@ def _embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    q = q.unflatten(1, (k.shape[1], -1))
+    q = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
     scores = (q.float() * k.unsqueeze(2).float()).sum(-1) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask.reshape(1, 1, 1, -1), -torch.inf)
-    return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(2).float()).sum(3, keepdim=True).flatten(1, 2)
+    y: Tensor = (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(2).float()).sum(3, keepdim=True)
+    return y.flatten(1, 2)
 
 
 _FORMS: dict[Function, Function] = {

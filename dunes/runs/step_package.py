@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,41 @@ SOURCES = "parts", "ops", "generate", "augment"
 
 
 def load_step(model: nn.Module) -> CompiledStep | None:
-    """The step of this model, if a package for it is there; of a damaged one it warns.
+    """The step of this model if a package for it is there; of one that cannot be used it warns.
 
     Weights keep their dtype, but float32 is rounded to float16 where `compile_step` found equal greedy ids.
     """
-    for dtype in _dtypes(model):
-        package = packages_folder() / _key(model, dtype)
-        try:
+    try:
+        for dtype in _dtypes(model):
+            package = packages_folder() / _key(model, dtype)
             if _is_complete(package):
                 weights = step_weights(model, dtype)
                 if dtype == _dtype(model) or _record(package, weights).is_file():
                     return _bind(model, package, weights, dtype)
-        except ValueError as error:
-            warnings.warn(f"{error}; remove it, and it will be compiled again", stacklevel=2)
+    except (ValueError, OSError) as error:
+        warnings.warn(f"{error}; decoding without it", stacklevel=2)
     return None
+
+
+def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callable[[], CompiledStep | None]:
+    """A function that returns the step of the model, as soon as there is a package for it.
+
+    With a folder, in which the model lies, a missing package is made in the background.
+    """
+    step: CompiledStep | None = None
+    process: subprocess.Popen[bytes] | None = None
+    looked = False
+
+    def find() -> CompiledStep | None:
+        nonlocal step, process, looked
+        if not looked or (process is not None and process.poll() is not None):
+            step, process = load_step(model), None
+            if step is None and compile_folder is not None and not looked and _dtypes(model):
+                process = start_compiling(compile_folder)
+            looked = True
+        return step
+
+    return find
 
 
 def compile_step(model: nn.Module) -> tuple[Path, torch.dtype]:
@@ -62,8 +83,11 @@ def compile_step(model: nn.Module) -> tuple[Path, torch.dtype]:
 
     Raises ValueError for a model whose step cannot be exported or compiled, and says why.
     """
+    if not _dtypes(model):
+        raise ValueError("steps are compiled for the CPU, and this model is on another device")
     for dtype in _dtypes(model):
         package = packages_folder() / _key(model, dtype)
+        package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         package.mkdir(exist_ok=True, mode=0o700)
         with folder_lock(package):  # another process may be making it
             if not _is_complete(package):
@@ -87,12 +111,10 @@ def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def packages_folder() -> Path:
-    """The folder of packages, made if it is missing. Raises ValueError if others can write to it."""
+    """The folder of packages. Raises ValueError if it is another user's, or others have access to it."""
     folder = cache_home() / "steps"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ValueError(f"{folder}: holds native code, and others have access to it; chmod 700 it, or remove it")
+    if folder.exists() and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077):
+        raise ValueError(f"{folder}: contains native code that others can change; remove it, or chmod 700 it")
     return folder
 
 
@@ -101,7 +123,9 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The dtypes for a step's matrices, best first; the last one is the model's own."""
+    """The dtypes for a step's matrices, best first; the last one is the model's own. None on a device."""
+    if next(model.parameters()).device.type != "cpu":
+        return []
     return [torch.float16, torch.float32] if _dtype(model) == torch.float32 else [_dtype(model)]
 
 
@@ -147,9 +171,7 @@ def _is_complete(package: Path) -> bool:
     return True
 
 
-def _bind(
-    model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype
-) -> CompiledStep:
+def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
     step = CompiledStep(package / PACKAGE, {**weights, **load_file(package / CONSTANTS)})
     cache = _short_cache(model)
