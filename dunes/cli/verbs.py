@@ -194,8 +194,8 @@ def _typed_lines() -> Iterator[str]:
 def compile_(model: Model, any_base: AnyBase = False) -> None:
     """Compile the decoding of a model for this machine, so that generate and chat are faster with it.
 
-    The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder. It takes half
-    a minute, and a C++ compiler.
+    The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder.
+    It takes half a minute and a C++ compiler.
 
     Example: dunes compile ~/models/mistral
     """

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,6 +37,7 @@ OPTIONS = {"aot_inductor.package_constants_in_so": False, "realize_reads_thresho
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 """Of the largest logit: how much a step in this dtype may differ from the model."""
 GREEDY_TOKENS = 64
+T = TypeVar("T")
 SOURCES = "parts", "ops", "generate", "augment"
 
 
@@ -193,32 +194,33 @@ def _short_cache(model: nn.Module) -> Cache:
 
 
 def _compile(model: nn.Module, dtype: torch.dtype, package: Path) -> None:
-    from torch._inductor import aoti_compile_and_package
-    from torch._inductor.exc import InductorError
-
     cache = _short_cache(model)
     with tree.mode(model, False):
         step = Step(outline(model, dtype)).eval()
-    try:
-        graph = export_step(step, cache)
-    except Exception as error:  # torch.export raises whatever its tracing meets
-        raise ValueError(f"the step of this model cannot be exported: {_first_line(error)}") from None
-    names = step_weights(model, dtype)
-    constants = {n: t.clone() for n, t in graph.constants.items() if isinstance(t, Tensor) and n not in names}
-    with staging_folder(package / PACKAGE) as staged:
-        try:
-            aoti_compile_and_package(graph, package_path=str(staged / PACKAGE), inductor_configs=OPTIONS)
-        except (InductorError, RuntimeError, OSError) as error:
-            raise ValueError(f"the step cannot be compiled: {_first_line(error)}") from None
-        save_file(constants, staged / CONSTANTS)
-        files = {name: atomic.digest(staged / name) for name in (PACKAGE, CONSTANTS)}
-        for name in files:
-            os.replace(staged / name, package / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        graph = _attempt("exported", lambda: export_step(step, cache))
+        from torch._inductor import aoti_compile_and_package as compile_graph
+
+        names = step_weights(model, dtype)
+        constants = {n: t.clone() for n, t in graph.constants.items() if isinstance(t, Tensor) and n not in names}
+        with staging_folder(package / PACKAGE) as staged:
+            path = str(staged / PACKAGE)
+            _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs=OPTIONS))
+            save_file(constants, staged / CONSTANTS)
+            files = {name: atomic.digest(staged / name) for name in (PACKAGE, CONSTANTS)}
+            for name in files:
+                os.replace(staged / name, package / name)
     atomic.write_file(package / CARD, json.dumps(files).encode())
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _attempt(verb: str, work: Callable[[], T]) -> T:
+    """The result of work by torch's compiler, which raises whatever it meets. Raises ValueError of one line."""
+    try:
+        return work()
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"the decoding of this model cannot be {verb}: {reason}") from None
 
 
 def _greedy_ids(model: nn.Module, step: CompiledStep | None = None) -> list[list[int]]:
