@@ -206,7 +206,7 @@ def _compile(model: nn.Module, dtype: torch.dtype, package: Path) -> None:
         constants = {n: t.clone() for n, t in graph.constants.items() if isinstance(t, Tensor) and n not in names}
         with staging_folder(package / PACKAGE) as staged:
             path = str(staged / PACKAGE)
-            _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs=OPTIONS))
+            _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs={**OPTIONS}))
             save_file(constants, staged / CONSTANTS)
             files = {name: atomic.digest(staged / name) for name in (PACKAGE, CONSTANTS)}
             for name in files:
