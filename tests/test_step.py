@@ -86,7 +86,7 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     model = MODELS[name]()
     assert load_step(model) is None
-    package, dtype = compile_step(model)
+    package, dtype = compile_step(model, 64)
     step = load_step(model)
     assert step is not None
     assert dtype in (torch.float16, torch.float32)
@@ -134,7 +134,7 @@ def said(folder):
 def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     model = model_of()
-    package, _ = compile_step(model)
+    package, _ = compile_step(model, 64)
     assert load_step(model) is not None
     assert load_step(model_of(hidden=96)) is None, "of another shape"
     with monkeypatch.context() as patch:
@@ -152,7 +152,7 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
         (package / "step.pt2").write_bytes(damaged)
         with pytest.warns(UserWarning, match="not the bytes that were written"):
             assert load_step(model) is None
-    (package / "step.pt2").write_bytes(data)
+    compile_step(model, 64)
     assert load_step(model) is not None
     monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
     with pytest.warns(UserWarning, match="differ from the model's"):
@@ -188,7 +188,7 @@ def test_a_model_that_cannot_be_exported_says_why(part, message, monkeypatch, tm
     model.blocks[0].mlp = part
     warnings.simplefilter("ignore")
     with pytest.raises(ValueError, match=message) as raised:
-        compile_step(model)
+        compile_step(model, 64)
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.rglob("*.pt2"))
 
@@ -204,6 +204,6 @@ def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", full)
     model = model_of()
     with pytest.raises(ValueError, match="No space left"):
-        compile_step(model)
+        compile_step(model, 64)
     assert load_step(model) is None
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]

@@ -217,7 +217,8 @@ def compile_(model: Model, any_base: AnyBase = False) -> None:
     from dunes.runs.step_package import compile_step
 
     start = time.perf_counter()
-    package, dtype = compile_step(checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base).model)
+    loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
+    package, dtype = compile_step(loaded.model, loaded.context_length)
     print(f"compiled: {time.perf_counter() - start:.0f} s, {str(dtype).removeprefix('torch.')} weights, {package}")
     print(f'next: dunes generate {model} "..."')
 

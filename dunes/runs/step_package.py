@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dunes
@@ -31,7 +30,7 @@ from dunes.parts import Cache, cache_for
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
 
-PACKAGE, CONSTANTS, CARD, FORMAT = "step.pt2", "constants.safetensors", "package.json", 1
+PACKAGE, CARD, FORMAT = "step.pt2", "package.json", 1
 OPTIONS = {"aot_inductor.package_constants_in_so": False, "realize_reads_threshold": 1}
 """Weights stay outside; a norm is computed once, and not for each row of the product that reads it."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
@@ -79,7 +78,7 @@ def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callabl
     return find
 
 
-def compile_step(model: nn.Module) -> tuple[Path, torch.dtype]:
+def compile_step(model: nn.Module, context_length: int) -> tuple[Path, torch.dtype]:
     """Make the package that `load_step` will choose unless it is there; its folder and dtype.
 
     Raises ValueError for a model whose step cannot be exported or compiled, and says why.
@@ -91,12 +90,13 @@ def compile_step(model: nn.Module) -> tuple[Path, torch.dtype]:
         package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         package.mkdir(exist_ok=True, mode=0o700)
         with folder_lock(package):  # another process may be making it
-            if not _is_complete(package):
+            if not _is_intact(package):
                 _compile(model, dtype, package)
         weights = step_weights(model, dtype)
         if dtype == _dtype(model):
             break
-        if _greedy_ids(model) == _greedy_ids(model, _bind(model, package, weights, dtype)):
+        step = _bind(model, package, weights, dtype)
+        if _greedy_ids(model, context_length) == _greedy_ids(model, context_length, step):
             atomic.write_file(_record(package, weights), b"")
             break
     return package, dtype
@@ -165,16 +165,22 @@ def _is_complete(package: Path) -> bool:
     """Whether the package was written. Raises ValueError if its files are not those that were written."""
     if not (package / CARD).is_file():
         return False
-    files = json_file.read(package / CARD)
-    for name, digest in files.items():
-        if not (package / name).is_file() or atomic.digest(package / name) != digest:
-            raise ValueError(f"{package / name}: not the bytes that were written")
+    digest = json_file.read(package / CARD).get(PACKAGE)
+    if not (package / PACKAGE).is_file() or atomic.digest(package / PACKAGE) != digest:
+        raise ValueError(f"{package / PACKAGE}: not the bytes that were written")
     return True
+
+
+def _is_intact(package: Path) -> bool:
+    try:
+        return _is_complete(package)
+    except ValueError:
+        return False
 
 
 def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
-    step = CompiledStep(package / PACKAGE, {**weights, **load_file(package / CONSTANTS)})
+    step = CompiledStep(package / PACKAGE, weights)
     cache = _short_cache(model)
     with torch.no_grad(), tree.mode(model, False):
         expected = model(torch.tensor([[0, 0]]), last=1)[0, 0].float()
@@ -202,16 +208,13 @@ def _compile(model: nn.Module, dtype: torch.dtype, package: Path) -> None:
         graph = _attempt("exported", lambda: export_step(step, cache))
         from torch._inductor import aoti_compile_and_package as compile_graph
 
-        names = step_weights(model, dtype)
-        constants = {n: t.clone() for n, t in graph.constants.items() if isinstance(t, Tensor) and n not in names}
+        if constants := graph.graph_signature.lifted_tensor_constants:
+            raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
         with staging_folder(package / PACKAGE) as staged:
             path = str(staged / PACKAGE)
             _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs={**OPTIONS}))
-            save_file(constants, staged / CONSTANTS)
-            files = {name: atomic.digest(staged / name) for name in (PACKAGE, CONSTANTS)}
-            for name in files:
-                os.replace(staged / name, package / name)
-    atomic.write_file(package / CARD, json.dumps(files).encode())
+            os.replace(path, package / PACKAGE)
+    atomic.write_file(package / CARD, json.dumps({PACKAGE: atomic.digest(package / PACKAGE)}).encode())
 
 
 def _attempt(verb: str, work: Callable[[], T]) -> T:
@@ -223,12 +226,13 @@ def _attempt(verb: str, work: Callable[[], T]) -> T:
         raise ValueError(f"the decoding of this model cannot be {verb}: {reason}") from None
 
 
-def _greedy_ids(model: nn.Module, step: CompiledStep | None = None) -> list[list[int]]:
-    """What the model writes by itself after a few ids."""
+def _greedy_ids(model: nn.Module, context_length: int, step: CompiledStep | None = None) -> list[list[int]]:
+    """What the model writes by itself after each of the first ids."""
     texts = []
-    for first in (0, 1, 2):
+    for first in (0, 1):
         cache = PrefixCache(model)
         cache.step = step
-        tokens = generate(model, [first], limit=GREEDY_TOKENS, context_length=GREEDY_TOKENS, cache=cache)
+        limit = min(GREEDY_TOKENS, context_length - 1)
+        tokens = generate(model, [first], limit=limit, context_length=context_length, cache=cache)
         texts.append([token.id for token in tokens])
     return texts
