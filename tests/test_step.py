@@ -51,9 +51,7 @@ def ids_of(model, step=None, limit=40, prompt=(5, 6, 7)):
 
 
 MODELS = {
-    **{
-        family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "qwen3", "mixtral", "arcee")
-    },
+    **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
     "window": lambda: model_of("mistral", window=8),
     **{change: lambda change=change: changed(change) for change in ("lora", "int8", "nf4")},
 }
