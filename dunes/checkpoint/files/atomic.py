@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from dunes.staging import staging_folder
@@ -61,8 +59,14 @@ def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> 
 @contextmanager
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
     """A progress bar on a terminal for more than LARGE bytes; yields the function that advances it by bytes."""
+    if size <= LARGE:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=size <= LARGE or not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(task, total=size)
         yield lambda done: bar.advance(bar.task_ids[0], done)
 
