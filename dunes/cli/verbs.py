@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -20,6 +20,7 @@ Model = Annotated[
 ]
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
+Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
@@ -351,18 +352,31 @@ def export(
     out: Out,
     *,
     to: Annotated[str, flag("FORMAT", "hf")] = "hf",
-    dtype: Round = None,
+    dtype: Annotated[
+        Dtype | Blocks | None, flag("|".join(get_args(Dtype) + get_args(Blocks)), "as stored")
+    ] = None,
 ) -> None:
-    """Write a model as a verified plain Hugging Face folder.
+    """Write a model as a verified plain Hugging Face folder, or as one file for llama.cpp.
 
-    Example: dunes export runs/project ~/models/project --to hf
+    Example: dunes export runs/project ~/models/project.gguf --to gguf --dtype q8_0
 
     Args:
-        to: Format: hf (Hugging Face).
+        to: Format: hf (Hugging Face) or gguf (llama.cpp).
+        dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
     """
-    if to != "hf":
-        raise ValueError(f"--to {to[:80]!a}: expected hf; Mistral's and Meta's own formats are read, not written")
-    _convert(model, out, dtype)
+    if to not in ("hf", "gguf"):
+        raise ValueError(
+            f"--to {to[:80]!a}: expected hf or gguf; Mistral's and Meta's own formats are read, not written"
+        )
+    if to == "hf" and dtype in get_args(Blocks):
+        raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
+    if to == "hf":
+        _convert(model, out, dtype)
+        return
+    from dunes import checkpoint
+    from dunes.runs.export import export_gguf
+
+    print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
