@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from time import perf_counter
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -20,6 +21,7 @@ Model = Annotated[
 ]
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
+Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
@@ -119,8 +121,10 @@ def generate(
     prompt: Annotated[str, tyro.conf.Positional, flag("PROMPT", "none")] = "",
     *,
     any_base: AnyBase = False,
-) -> None:
+) -> int:
     """Generate text, streamed.
+
+    At the end, standard error gets two rates: of reading the prompt, up to the first token, and of generating.
 
     Example: dunes generate runs/project "def main("
 
@@ -131,6 +135,7 @@ def generate(
         from dunes import checkpoint, measure
         from dunes.runs.step_package import step_source
         from dunes.runs.text_generator import TextGenerator
+        from dunes.runs.write import describe_rates
         from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
@@ -138,13 +143,21 @@ def generate(
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     generator = TextGenerator(loaded, step_source(loaded.model))
     print(prompt, end="", flush=True)
-    count = 0
-    for piece in generator.stream(prompt, tokens, sample):
-        count += 1
-        print(piece.text, end="", flush=True)
-    print()
-    if count < tokens:
-        print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
+    ids, times, status = generator.tokenizer.prompt(prompt), [perf_counter()], 0
+    try:
+        for piece in generator.stream(ids, tokens, sample):
+            times.append(perf_counter())
+            print(piece.text, end="", flush=True)
+    except KeyboardInterrupt:
+        status = 130
+    if times[1:] or not status:
+        print()
+    if times[1:]:
+        print(describe_rates(min(len(ids), generator.context_length), times), file=sys.stderr)
+    if len(times) <= tokens and not status:
+        count = f"{len(times) - 1} of {plural(tokens, 'token')}"
+        print(f"the model ended the text after {count}", file=sys.stderr)
+    return status
 
 
 def chat(
@@ -183,7 +196,7 @@ def chat(
     )
     write = partial(print, end="", flush=True)
     if message:
-        answer(talk, message, write)
+        answer(talk, talk.say(message), write)
     elif not sys.stdin.isatty():
         run(talk, sys.stdin, write)
     else:
@@ -364,18 +377,31 @@ def export(
     out: Out,
     *,
     to: Annotated[str, flag("FORMAT", "hf")] = "hf",
-    dtype: Round = None,
+    dtype: Annotated[
+        Dtype | Blocks | None, flag("|".join(get_args(Dtype) + get_args(Blocks)), "as stored")
+    ] = None,
 ) -> None:
-    """Write a model as a verified plain Hugging Face folder.
+    """Write a model as a verified plain Hugging Face folder, or as one file for llama.cpp.
 
-    Example: dunes export runs/project ~/models/project --to hf
+    Example: dunes export runs/project ~/models/project.gguf --to gguf --dtype q8_0
 
     Args:
-        to: Format: hf (Hugging Face).
+        to: Format: hf (Hugging Face) or gguf (llama.cpp).
+        dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
     """
-    if to != "hf":
-        raise ValueError(f"--to {to[:80]!a}: expected hf; Mistral's and Meta's own formats are read, not written")
-    _convert(model, out, dtype)
+    if to not in ("hf", "gguf"):
+        raise ValueError(
+            f"--to {to[:80]!a}: expected hf or gguf; Mistral's and Meta's own formats are read, not written"
+        )
+    if to == "hf" and dtype in get_args(Blocks):
+        raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
+    if to == "hf":
+        _convert(model, out, dtype)
+        return
+    from dunes import checkpoint
+    from dunes.runs.export import export_gguf
+
+    print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:

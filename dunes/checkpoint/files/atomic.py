@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from dunes.staging import staging_folder
 from dunes.units import format_bytes
 
+T = TypeVar("T")
 LARGE = 1e9
 """Bytes; hashing more takes seconds."""
 DIGEST_BLOCK = 1 << 18
@@ -80,11 +82,17 @@ def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = D
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace one file; the last of several writers wins."""
+    replace_file(path, lambda staged: staged.write_bytes(data))
+
+
+def replace_file(path: Path, write: Callable[[Path], T]) -> T:
+    """`write_file` for a file that `write` makes at the path that it is given; returns what `write` returns."""
     with add_path_to_errors(path), staging_folder(path) as staged:
-        (staged / "data").write_bytes(data)
+        result = write(staged / "data")
         fsync_path(staged / "data")
         os.replace(staged / "data", path)
         fsync_path(path.parent)
+    return result
 
 
 def require_free_space(folder: Path, size: int) -> None:
