@@ -183,6 +183,7 @@ def steps(text: Path | None, problems: Path | None = None) -> dict[str, Step]:
             lambda r: [("2 GB of text", f"tokenized and trained on within {r['peak_gigabytes']:.2f} GB")],
         ),
         "load": Step(script("load.py"), load_figures),
+        "start": Step(script("start.py"), start_figures),
         "fifteen": train_step(15),
     }  # fmt: skip
     if text is not None:
@@ -192,6 +193,17 @@ def steps(text: Path | None, problems: Path | None = None) -> dict[str, Step]:
             script("finetune.py", "--data", str(problems), "--patience", "0"), finetune_figures
         )
     return every
+
+
+def start_figures(row: Row) -> Figures:
+    return [
+        (
+            f"`dunes {verb}` at 2M parameters",
+            f"{row[f'{verb}, wall']:.2f} s from start to end, {row[f'{verb} after import torch, wall']:+.2f} s to "
+            "`import torch` alone",
+        )
+        for verb in ("generate", "complete")
+    ]
 
 
 def load_figures(row: Row) -> Figures:

@@ -71,6 +71,15 @@ def test_loading_is_measured_beside_transformers():
     assert row["convert"]["grown"] < row["convert"]["largest"] + 1e9
 
 
+@pytest.mark.slow
+def test_whole_processes_are_measured_beside_the_import_of_torch():
+    row = last_line("start.py", "--size", "20k", "--rounds", 1)
+    assert row["generate, wall"] - row["import torch, wall"] == pytest.approx(
+        row["generate after import torch, wall"]
+    )
+    assert min(row[f"{side}, cpu"] for side in ("import torch", "generate", "complete")) > 0
+
+
 def test_experts_are_measured_in_both_forms_and_beside_a_dense_mlp():
     rows = last_line("experts.py", "--quick")["rows"]
     assert all(r[phase]["moe_ktok_s"] > 0 for r in rows for phase in ("inference", "training"))

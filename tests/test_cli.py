@@ -10,16 +10,18 @@ from typing import get_args
 import pytest
 
 from dunes import checkpoint
+from dunes.bench.subject import of_shape
 from dunes.cli import main as command
 from dunes.cli import verbs
 from dunes.generate import sampler
 from dunes.measure import DEVICES
 from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
 from dunes.runs import config, finetune_config, train_config
 from dunes.runs.finetune_method import METHODS
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line
-from dunes.text import KINDS
+from dunes.text import KINDS, Tokenizer
 from dunes.text.templates import TEMPLATES
 
 
@@ -50,6 +52,27 @@ def test_the_version_comes_without_torch():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
+
+
+@pytest.mark.parametrize("verb", [("generate",), ("chat", "hi"), ("complete", f"{__file__}:5:3")])
+def test_text_begins_without_modules_that_are_slow_to_import(verb, tmp_path):
+    """Beyond those of torch itself: compilers, and what only longer work needs."""
+    card = {"template": "chatml"}
+    model = initialise(of_shape("arcee", 20_000, 64).outline())
+    checkpoint.save(model, tmp_path / "model", Tokenizer.train("bytes", ()), 64, card)
+    script = (
+        "import sys, torch; before = set(sys.modules); from dunes.cli import main\n"
+        "try: main.main()\n"
+        "finally: print('\\nadded', *sorted(set(sys.modules) - before))"
+    )
+    arguments = [verb[0], tmp_path / "model", *verb[1:]]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    added = done.stdout.splitlines()[-1].split()
+    slow = {"sympy", "rich", "matplotlib", "pandas", "huggingface_hub", "http", "asyncio"}
+    assert slow.isdisjoint(added)
+    assert [name for name in added if name.startswith("torch.")] == ["torch.utils._device"]
+    assert "dunes.generate.decode" in added
 
 
 def test_the_choices_of_flags_are_those_of_the_code():

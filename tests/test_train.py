@@ -125,6 +125,15 @@ def measured(model, pair):
     return total, count, {"accuracy": right, "rows": rows, "pairs": (torch.ones(2, 3), torch.tensor(2))}
 
 
+def test_a_hook_sees_every_micro_batch():
+    model, seen = plain(), []
+    model.register_forward_hook(lambda module, inputs, output: seen.append((module.training, *inputs)))
+    pieces = [masked(i) for i in range(6)]
+    run(Trainer(model, train.sgd(model, 0.5), next_token, accumulate=3), 2, iter(pieces))
+    assert all(torch.equal(a, b) for (_, a), (b, _) in zip(seen, pieces, strict=True))
+    assert all(training for training, _ in seen)
+
+
 def test_metrics_are_means_over_all_micro_batches():
     model, twin = plain(), plain()
     ids, targets = masked(0)

@@ -1,6 +1,7 @@
 """Training that goes on from a folder: exact at its start, resumed bit for bit, saved as what it was."""
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -16,12 +17,16 @@ from dunes.checkpoint.convert import convert
 from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES
 from dunes.runs.evaluate import evaluate
+from dunes.runs.finetune import finetune
+from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
 from dunes.runs.score import evaluation_tokens
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+from dunes.runs.train_from import memory_advice
 from dunes.text import Tokenizer
-from test_changes import KINDS
+from killed_runs import exit_code
+from test_changes import KINDS, PAIRS, REFUSED
 from test_runs import stopping_at, weights
 from test_stored_state import resealed
 
@@ -83,6 +88,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     monkeypatch.setitem(CHANGES, "expand", expansion)
     base = changed(converted, tmp_path / "base", *names)
     config, straight, halves = going_on(base, code, trainable=trainable), tmp_path / "a", tmp_path / "b"
+    assert "this run needs about" in memory_advice(config, checkpoint.load(base)), "estimated on fake tensors"
     assert train(config, straight, display()[0]) == 0
     with monkeypatch.context() as patch:
         stopping_at(5, patch)
@@ -100,6 +106,46 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
         parts = {"blocks.1.**": "blocks.1.", "new": "adapters" if "lora" in names else "blocks.1."}
         assert all(parts[trainable[0]] in n or ".3." in n for n in differing), "nothing else changed"
     assert checkpoint.load(straight).architecture == checkpoint.load(base).architecture
+
+
+LEARNING = [(train, *pair) for pair in PAIRS if pair not in REFUSED]
+LEARNING += [(finetune, *pair) for _, *pair in LEARNING if pair[0] in ("int8", "nf4", "expand") and "a" in pair[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verb", "first", "second"), LEARNING)
+def test_killed_and_resumed_is_straight_bit_for_bit(verb, first, second, converted, code, tmp_path, monkeypatch):
+    monkeypatch.setitem(CHANGES, "expand", expansion)
+    base = changed(converted, tmp_path / "base", first, *([second] if verb is train else []))
+    config = (
+        going_on(base, code, trainable=trainable_of(base)) if verb is train else adapting(base, second, tmp_path)
+    )
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert exit_code(verb, config, straight) == 0
+    assert exit_code(verb, config, killed, kill_after=7) == -signal.SIGKILL
+    assert 0 < int(checkpoint.latest_state(killed).name[5:]) < 7 == losses(killed)[-1][0], "a step is made again"
+    assert not (killed / "dunes.json").exists()
+    assert exit_code(verb, type(config)(), killed, resume=True) == 0
+    assert losses(straight) == losses(killed)
+    assert [step for step, *_ in losses(straight)][-1] == 12
+    one, two = weights(straight), weights(killed)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    file = "model.safetensors" if verb is train else "adapter_model.safetensors"
+    assert (straight / file).read_bytes() == (killed / file).read_bytes()
+
+
+def trainable_of(base):
+    """What the last change of the base that added anything added."""
+    *_, new = (change.new for change in checkpoint.load(base).architecture.changes if change.new)
+    return new
+
+
+def adapting(base, method, folder):
+    rows = [{"prompt": f"def task_{i}", "completion": f"(value):\n    return value * {i}\n"} for i in range(40)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    options = {"steps": 12, "batch": 4, "micro_batch": 2, "rank": 2, "lr": 0.01, "dtype": "float32", "threads": 1}
+    return FinetuneConfig(model=str(base), data=str(folder / "rows.json"), method=method, dropout=0.1, **options)
 
 
 def test_what_the_base_was_stays(converted, code, tmp_path):
@@ -158,6 +204,16 @@ def test_a_base_that_changed_is_not_gone_on_with(names, converted, code, tmp_pat
     checkpoint.save(loaded.model, base, loaded.tokenizer, 64, architecture=loaded.architecture)
     with pytest.raises(ValueError, match="the model changed"):
         train(TrainConfig(), tmp_path / "run", display()[0], resume=True)
+
+
+def test_what_is_trained_stays_when_a_run_is_resumed(converted, code, tmp_path):
+    run = tmp_path / "run"
+    train(going_on(converted, code, trainable=("norm.**",), steps=2), run, display()[0])
+    words = r"cannot resume with other options: trainable was 'norm\.\*\*', now 'new'; choose another --out$"
+    with pytest.raises(ValueError, match=words):
+        train(TrainConfig(trainable=("new",)), run, display()[0], resume=True)
+    with pytest.raises(ValueError, match=r"steps was 2, now 3; choose another --out, or pass --override steps$"):
+        train(TrainConfig(steps=3), run, display()[0], resume=True)
 
 
 @pytest.mark.parametrize(

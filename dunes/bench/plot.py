@@ -12,8 +12,8 @@ from typing import Any
 
 from dunes.bench.profile_modules import PHASES, Report
 from dunes.bench.rows import SETTING, Row, group_rows, summarize
+from dunes.extra import extra
 from dunes.measure import KINDS, Allocations
-from dunes.runs.extra import extra
 from dunes.runs.picture import is_drawable, smooth
 from dunes.runs.run import scalar_metrics
 from dunes.units import format_bytes, format_count, format_seconds

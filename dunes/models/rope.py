@@ -58,13 +58,14 @@ def _yarn(rope: Json, hf: Json) -> Yarn:
 
 def _attention_factor(rope: Json, factor: float) -> float:
     """YaRN's factor for cosines and sines where the file does not give it."""
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(number(rope, "mscale")) / scale(number(rope, "mscale_all_dim"))
-    return scale(1.0)
+        return yarn_scale(factor, number(rope, "mscale")) / yarn_scale(factor, number(rope, "mscale_all_dim"))
+    return yarn_scale(factor)
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's customary factor for cosines and sines of a context that is extended by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _llama3(rope: Json, hf: Json) -> Llama3:

@@ -146,7 +146,7 @@ class RunConfig(Optimization, Hardware):
         """Describe the differences to an earlier config, by field; only among the fields `asked`, if given."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
-            name: f"{name} was {was!r}, now {now!r}"
+            name: f"{name} was {_describe(was)}, now {_describe(now)}"
             for name, (was, now) in values.items()
             if was != now and name != "matmul" and (asked is None or name in asked)
         }
@@ -177,6 +177,10 @@ def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
             raise ValueError(f"--{option(name)} is {value!r:.60}; it must be one of {', '.join(get_args(first))}")
     elif not any(_TYPES[t][1](value) for t in types):
         raise ValueError(f"--{option(name)} is {value!r:.60}; it must be {_TYPES[first][0]}")
+
+
+def _describe(value: Any) -> str:
+    return (", ".join(map(repr, value)) or "not set") if isinstance(value, tuple) else repr(value)
 
 
 def _absolute(name: str) -> str:

@@ -1,5 +1,6 @@
 """Write a model with adapters or quantized layers as a plain Hugging Face folder, and verify the result."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,15 +14,25 @@ from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import active_adapter
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
-from dunes.checkpoint.folder import LoadedModel, load_decoder, open_verified_source, readable_folder
+from dunes.checkpoint.files import atomic
+from dunes.checkpoint.files.lazy_tensor import Weights, in_memory
+from dunes.checkpoint.folder import (
+    LoadedModel,
+    load_decoder,
+    load_tokenizer,
+    open_verified_source,
+    readable_folder,
+)
+from dunes.checkpoint.forms import gguf
 from dunes.checkpoint.forms.adapter import attach_adapter
-from dunes.checkpoint.forms.architecture import has_own_form
+from dunes.checkpoint.forms.architecture import Architecture, has_own_form
 from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import UnmergedLogits, Verification, distance, model_logits
 from dunes.parts import Decoder
-from dunes.units import plural
+from dunes.text import Tokenizer
+from dunes.units import format_bytes, plural
 
 Into = Literal["dequantized", "original"]
 MAX_RATIO = 2.0
@@ -125,6 +136,42 @@ def _is_quantized(model: Decoder) -> bool:
 def is_plain(folder: Path) -> bool:
     """Whether a folder holds weights of a Hugging Face model in any format, without adapters or changes."""
     return not is_adapter(folder) and not has_own_form(read_card(readable_folder(folder)))
+
+
+def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
+    """Write the model in `folder` as one GGUF file, with its active adapter merged; returns what was written.
+
+    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, and for what
+    llama.cpp cannot express.
+    """
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out}: exists already; choose another name, or remove it")
+    model, weights, tokenizer = (_open_plain if is_plain(folder) else _merge_all)(folder)
+    stored = Counter(str(w.dtype).removeprefix("torch.") for w in weights.values())
+    kind = dtype or stored.most_common(1)[0][0]
+    if kind not in gguf.TYPES:
+        raise ValueError(f"{folder}: stored in {kind}; choose --dtype {'|'.join(gguf.TYPES)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, kind))
+    listed = ", ".join(f"{plural(n, 'tensor')} in {name}" for name, n in counts.most_common())
+    return f"{listed}; {format_bytes(out.stat().st_size)}"
+
+
+def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
+    source = open_verified_source(folder)
+    return source.architecture, source.weights(), load_tokenizer(source.folder)
+
+
+def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
+    """The model of any folder with dense weights in the base's dtype and its active adapter merged."""
+    loaded = checkpoint.load(folder)
+    dtype = next(augment.base_model(loaded.model).parameters()).dtype
+    dequantize(loaded.model)
+    _merge_active(loaded.model, dtype)
+    described = checkpoint.hf_config_of(loaded.model, loaded.context_length)
+    if isinstance(described, str):
+        raise ValueError(f"{folder}: llama.cpp does not know this model: {described}")
+    return described, in_memory(loaded.model.to(dtype).state_dict()), loaded.tokenizer
 
 
 def _write_plain(

@@ -1,5 +1,6 @@
 """The memory of training and inference: measured while running, or estimated on fake tensors."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -128,7 +129,14 @@ def _step(trainer: Trainer, batch: Any) -> None:
     trainer.optimizer.zero_grad(set_to_none=True)
 
 
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_FakeMode":
+        return self  # a copied tensor would have a mode of its own, and not mix with others
+
+
 @contextmanager
 def _tensors(estimated: bool) -> Iterator[None]:
-    with FakeTensorMode() if estimated else nullcontext(), torch.device(measure.device()):
+    mode = _FakeMode() if estimated else nullcontext()
+    with warnings.catch_warnings(), mode, torch.device(measure.device()):
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copying one
         yield

@@ -263,11 +263,16 @@ def resolve_config(
         raise ValueError(f"{folder}: the run stops after {ends}, not after a time; use --steps N --override steps")
     if refused := [words for name, words in differences.items() if name not in override]:
         raise ValueError(
-            f"{folder}: cannot resume with other options: {'; '.join(refused)}; choose another --out, or pass "
-            f"--override for any of: {', '.join(config.OVERRIDABLE)}"
+            f"{folder}: cannot resume with other options: {'; '.join(refused)}; {_remedy(config, differences)}"
         )
     remeasured: dict[str, Any] = {name: None for name in override if name in MEASURED}
     return replace(earlier, **remeasured | {name: getattr(config, name) for name in differences})
+
+
+def _remedy(config: RunConfig, differing: Collection[str]) -> str:
+    """The remedy where these names differ from those of the run: --override if all of them may."""
+    override = f", or pass --override {' '.join(differing)}" if {*differing} <= {*config.OVERRIDABLE} else ""
+    return f"choose another --out{override}"
 
 
 def _check_new_folder(folder: Path) -> None:
@@ -327,10 +332,7 @@ def restore_run(
     if "model" in state and (words := first_difference(state["model"], run.task.loaded.architecture.record())):
         differences["model"] = f"the model's {words}"
     if refused := [words for name, words in differences.items() if name not in override]:
-        raise ValueError(
-            f"{run.folder}: cannot resume: {'; '.join(refused)}; choose another --out, or pass --override "
-            f"{' '.join(d for d in differences if d in run.config.OVERRIDABLE) or 'for what may change'}"
-        )
+        raise ValueError(f"{run.folder}: cannot resume: {'; '.join(refused)}; {_remedy(run.config, differences)}")
     with invalid_state(folder):
         check_optimizer(run.trainer.optimizer, state["trainer"]["optimizer"])
         if state["best_weights"]:

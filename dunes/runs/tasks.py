@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint.files.atomic import write_file
-from dunes.runs.extra import extra
+from dunes.extra import extra
 from dunes.runs.progress import Display
 from dunes.units import plural
 

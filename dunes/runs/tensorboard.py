@@ -15,7 +15,7 @@ from time import time, time_ns
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from dunes.runs.extra import extra
+from dunes.extra import extra
 from dunes.runs.run import METRICS, read_metrics, scalar_metrics
 from dunes.train import Step
 

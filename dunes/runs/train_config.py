@@ -84,8 +84,6 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
         shaped = [name for name in ("family", "size", "tokenizer", "vocab_size") if name in self.changed()]
         if self.base and shaped:
             raise ValueError(f"--{option(shaped[0])} describes a new model, and --from continues another; omit it")
-        if self.trainable and not self.base:
-            raise ValueError("--trainable applies to --from; a new model is trained as a whole")
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -98,6 +96,8 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
 
     @property
     def missing(self) -> str:
+        if self.trainable and not self.base:
+            return "--trainable applies to --from; a new model is trained as a whole"
         return "" if self.sources else "no sources; pass files or folders to train on, or stdlib"
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from dunes.staging import staging_folder
 from dunes.units import format_bytes
 
+T = TypeVar("T")
 LARGE = 1e9
 """Bytes; hashing more takes seconds."""
 DIGEST_BLOCK = 1 << 18
@@ -59,8 +59,14 @@ def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> 
 @contextmanager
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
     """A progress bar on a terminal for more than LARGE bytes; yields the function that advances it by bytes."""
+    if size <= LARGE:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=size <= LARGE or not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(task, total=size)
         yield lambda done: bar.advance(bar.task_ids[0], done)
 
@@ -76,11 +82,17 @@ def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = D
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace one file; the last of several writers wins."""
+    replace_file(path, lambda staged: staged.write_bytes(data))
+
+
+def replace_file(path: Path, write: Callable[[Path], T]) -> T:
+    """`write_file` for a file that `write` makes at the path that it is given; returns what `write` returns."""
     with add_path_to_errors(path), staging_folder(path) as staged:
-        (staged / "data").write_bytes(data)
+        result = write(staged / "data")
         fsync_path(staged / "data")
         os.replace(staged / "data", path)
         fsync_path(path.parent)
+    return result
 
 
 def require_free_space(folder: Path, size: int) -> None:

@@ -1,0 +1,195 @@
+"""GGUF files: what the `gguf` package reads in ours, what we read back, and what llama.cpp computes from them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from dunes import checkpoint
+from dunes.checkpoint.files.lazy_tensor import in_memory
+from dunes.checkpoint.forms import gguf as form
+from dunes.checkpoint.forms.architecture import Architecture
+from dunes.cli.main import main
+from dunes.models import FAMILIES
+from dunes.parts.position import Linear, Llama3, Yarn
+from dunes.text import Tokenizer, templates
+from dunes.text.gguf_vocabulary import vocabulary_fields
+
+TEXT = "def main(x1):\n    return 23 * x1\r\n\n\nclass Ab:\n\tpass  # end"
+SCALINGS = {
+    "llama3": Llama3(8.0, 1.0, 4.0, 32),
+    "yarn": Yarn(4.0, 16, 1.3),
+    "linear": Linear(2.0),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    sources = sorted(Path(form.__file__).parents[2].rglob("*.py"))[:60]
+    return Tokenizer.train("bpe", [path.read_text() for path in sources], 500)
+
+
+def tiny(family, rows, **changes):
+    """A random model whose weights are so large that every part of it matters, and its architecture."""
+    config = replace(FAMILIES[family].Config.from_size(rows, 64, 2, 64), **changes)
+    torch.manual_seed(1)
+    model = FAMILIES[family].build(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.15)
+    return model, Architecture(family, config)
+
+
+def written(tmp_path, family, tokenizer, dtype="float32", **changes):
+    model, architecture = tiny(family, tokenizer.vocab + 3, **changes)
+    path = tmp_path / f"{family}.gguf"
+    form.write(path, architecture, in_memory(model.state_dict()), tokenizer, dtype)
+    return model, path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_package_reads_each_family(family, tmp_path, tokenizer):
+    model, path = written(tmp_path, family, tokenizer)
+    reader = gguf.GGUFReader(path)
+    value = {key: field.contents() for key, field in reader.fields.items() if "tokens" not in key}
+    config, arch = model.blocks[0].attn, form.ARCHITECTURES[family]
+    assert value["general.architecture"] == arch
+    assert value[f"{arch}.block_count"] == 2
+    assert value[f"{arch}.embedding_length"] == 64
+    assert value[f"{arch}.attention.head_count"] * config.head_dim == 64
+    assert value[f"{arch}.vocab_size"] == tokenizer.vocab + 3
+    assert value[f"{arch}.context_length"] == (32 if family == "mistral" else 64)
+    assert value.get(f"{arch}.attention.sliding_window") == (32 if family == "mistral" else None)
+    assert sum(t.n_elements for t in reader.tensors) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_quantized_file_has_the_values_of_the_packages_own_rounding(tmp_path, tokenizer):
+    for dtype, kind in (("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("bfloat16", "BF16"), ("float16", "F16")):
+        model, path = written(tmp_path, "qwen3", tokenizer, dtype)
+        tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+        number, weight = gguf.GGMLQuantizationType[kind], model.blocks[1].mlp.up.weight.detach().numpy()
+        assert tensors["blk.1.ffn_up.weight"].tensor_type == number
+        assert np.array_equal(
+            gguf.dequantize(tensors["blk.1.ffn_up.weight"].data, number),
+            gguf.dequantize(gguf.quantize(weight, number), number),
+        )
+        assert tensors["blk.1.ffn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+        head = "Q8_0" if kind == "Q4_0" else kind
+        assert tensors["token_embd.weight"].tensor_type == gguf.GGMLQuantizationType[head]
+
+
+def test_special_tokens_and_template_are_in_the_file(tmp_path, tokenizer):
+    chat = templates.attach_template(templates.TEMPLATES["chatml"], tokenizer)
+    _, path = written(tmp_path, "llama", chat)
+    fields = gguf.GGUFReader(path).fields
+    value = {key.removeprefix("tokenizer."): fields[key].contents for key in fields}
+    assert value["ggml.eos_token_id"]() == tokenizer.eos
+    assert value["ggml.eot_token_id"]() == tokenizer.token_id("<|im_end|>")
+    assert value["ggml.add_bos_token"]() is False
+    assert value["chat_template"]() == chat.extra_files["chat_template.jinja"].decode()
+    assert value["huggingface.json"]() == tokenizer.json()
+    types = value["ggml.token_type"]()
+    assert types[tokenizer.eos] == gguf.TokenType.CONTROL
+    assert types[-3:] == [gguf.TokenType.UNUSED] * 3
+    assert sum(t == gguf.TokenType.BYTE for t in types) == 128
+
+
+def test_what_llama_cpp_cannot_express_is_refused(tmp_path, tokenizer):
+    cases = {
+        "no biases": ("qwen3", {"attention_bias": True}),
+        "renormalises": ("qwen3_moe", {"renormalise": False}),
+        "beta_fast": ("llama", {"scaling": Yarn(4.0, 16, 1.3, beta_fast=16.0)}),
+    }
+    for reason, (family, changes) in cases.items():
+        with pytest.raises(ValueError, match=reason):
+            written(tmp_path, family, tokenizer, **changes)
+    with pytest.raises(ValueError, match="no tokenizer of type WordLevel"):
+        vocabulary_fields(Tokenizer.train("chars", ["abc"]), 20)
+    model, architecture = tiny("llama", tokenizer.vocab)
+    model.blocks[0].mlp.up.weight.data[0, 0] = 1e6
+    with pytest.raises(ValueError, match="F16 cannot hold"):
+        form.write(tmp_path / "a.gguf", architecture, in_memory(model.state_dict()), tokenizer, "float16")
+
+
+def dunes(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["dunes", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code
+
+
+def test_the_verb_exports_a_folder(tmp_path, tokenizer, capsys, monkeypatch):
+    model, _ = tiny("qwen2", tokenizer.vocab)
+    checkpoint.save(model, tmp_path / "model", tokenizer, 64)
+    out = tmp_path / "deep" / "model.gguf"
+    assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf", "--dtype", "q8_0") == 0
+    assert "15 tensors in Q8_0, 11 tensors in F32" in capsys.readouterr().out
+    assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert dunes(monkeypatch, "export", tmp_path / "model", tmp_path / "x", "--dtype", "q8_0") == 2
+    assert "for --to gguf only" in capsys.readouterr().err
+
+
+# --- llama.cpp
+
+
+@pytest.fixture
+def llama(monkeypatch):
+    """Opens a file with llama.cpp, all in float32.
+
+    Without `use_extra_bufts`, its kernels for AMX, which crash with quantized weights, are left out.
+    """
+    llama_cpp = pytest.importorskip("llama_cpp")
+    defaults = llama_cpp.llama_model_default_params
+
+    def without_amx():
+        parameters = defaults()
+        parameters.use_extra_bufts = False
+        return parameters
+
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", without_amx)
+    options = {"n_ctx": 64, "n_threads": 1, "logits_all": True, "verbose": False, "type_k": 0, "type_v": 0}
+    return lambda path: llama_cpp.Llama(str(path), **options)
+
+
+LLAMA_CPP = [
+    *((family, {}) for family in FAMILIES),
+    *(("llama", {"scaling": scaling}) for scaling in SCALINGS.values()),
+    ("llama", {"tied": False, "heads": 2, "kv_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"tied": False, "kv_heads": 1, "head_dim": 48}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize(("family", "changes"), LLAMA_CPP)
+def test_llama_cpp_gives_the_same_logits_and_greedy_tokens(family, changes, tmp_path, tokenizer, llama):
+    model, path = written(tmp_path, family, tokenizer, **changes)
+    other, ids = llama(path), tokenizer.encode(TEXT)[:24]
+    assert other.tokenize(TEXT.encode(), add_bos=False) == tokenizer.encode(TEXT)
+    assert other.detokenize(tokenizer.encode(TEXT)) == TEXT.encode()
+    with torch.no_grad():
+        for _ in range(8):
+            ours = model(torch.tensor([ids]))[0]
+            ids.append(int(ours[-1].argmax()))
+    other.eval(ids[:-1])
+    theirs = torch.from_numpy(np.array(other.scores[: len(ids) - 1]))
+    # Its GELU is a table of float16 values.
+    assert (theirs - ours).abs().max() < (1e-3 if family == "gpt2" else 5e-6) * ours.abs().max()
+    assert theirs.argmax(-1).tolist() == ours.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 3e-3), ("bfloat16", 3e-2), ("q8_0", 1e-1)])
+def test_llama_cpp_opens_each_type(dtype, limit, tmp_path, tokenizer, llama):
+    model, path = written(tmp_path, "llama", tokenizer, dtype)
+    other, ids = llama(path), tokenizer.encode(TEXT)
+    other.eval(ids)
+    with torch.no_grad():
+        ours = model(torch.tensor([ids]))[0]
+    theirs = torch.from_numpy(np.array(other.scores[: len(ids)]))
+    assert 0 < (theirs - ours).norm() / ours.norm() < limit
