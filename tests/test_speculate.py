@@ -1,6 +1,7 @@
 """Speculation changes how many forwards a text needs, and nothing else."""
 
 import random
+import re
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from dunes import checkpoint
 from dunes.augment import adapter_active, row_adapters
+from dunes.cli import verbs
 from dunes.generate import (
     DraftModel,
     PrefixCache,
@@ -27,6 +30,8 @@ from dunes.generate import (
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import RollingCache
+from dunes.runs.sampling import SamplingOptions
+from dunes.text import Tokenizer
 from own_parts import of_own_parts
 from test_generate import CONTEXT, CROSSING, PROMPTS, VOCAB, made, windowed
 from test_text_generator import TEXT, adapted, evaluated
@@ -316,3 +321,41 @@ def test_look_up_finds_the_last_occurrence_of_the_longest_end():
         assert list(look_up(ids, 6, Sampler(), longest=4, shortest=1).ids) == want[len(ids) :]
     assert list(look_up([1, 2, 3, 1, 2], 2, Sampler()).ids) == [3, 1]
     assert not look_up([1, 2, 3], 5, Sampler()).ids
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two models with one tokenizer and one with another."""
+    characters = [chr(i) for i in range(32, 127)]
+    for name, text, seed in (("big", characters, 0), ("small", characters, 1), ("other", characters[:-1], 0)):
+        tokenizer = Tokenizer.train("chars", text)
+        module = FAMILIES["llama"]
+        model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 16, 1, 64)), seed)
+        checkpoint.save(model, tmp_path / name, tokenizer, 64)
+    return tmp_path
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(folders, capsys, temperature):
+    options = SamplingOptions(tokens=60, temperature=temperature, top_k=3)
+    verbs.generate(str(folders / "big"), options, "ab ab ab")
+    want = capsys.readouterr().out
+    for arguments in ({"lookup": True}, {"draft": str(folders / "small")}, {"lookup": True, "draft": "big"}):
+        arguments |= {"draft": str(folders / arguments["draft"])} if "draft" in arguments else {}
+        verbs.generate(str(folders / "big"), options, "ab ab ab", **arguments)
+        printed = capsys.readouterr()
+        count, forwards, rate = re.fullmatch(
+            r"(?s)(?:.*\n)?(\d+) tokens in (\d+) forwards, (.*) per forward\n", printed.err
+        ).groups()
+        assert float(rate) == pytest.approx(int(count) / int(forwards), abs=0.01)
+        if temperature == 0 or "draft" not in arguments:
+            assert printed.out == want
+            assert int(count) == 60
+
+
+def test_the_verb_refuses_a_draft_with_another_tokenizer_before_it_writes(folders, capsys):
+    with pytest.raises(
+        ValueError, match=r"^the draft's vocabulary is not the model's: only the .* has '.*' as \d+;"
+    ):
+        verbs.generate(str(folders / "big"), SamplingOptions(), "ab", draft=str(folders / "other"))
+    assert not capsys.readouterr().out

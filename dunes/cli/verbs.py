@@ -118,6 +118,8 @@ def generate(
     sampling: SamplingOptions,
     prompt: Annotated[str, tyro.conf.Positional, flag("PROMPT", "none")] = "",
     *,
+    lookup: bool = False,
+    draft: Annotated[str | None, flag("MODEL", "none")] = None,
     any_base: AnyBase = False,
 ) -> None:
     """Generate text, streamed.
@@ -126,6 +128,8 @@ def generate(
 
     Args:
         prompt: The text to continue; without one, a new document is generated.
+        lookup: Propose what followed the same tokens before, for text with repetition; the text is the same.
+        draft: Propose what a smaller model with the same tokenizer writes; the text has the same distribution.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -135,12 +139,18 @@ def generate(
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
     generator = TextGenerator(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
+    small = None
+    if draft is not None:
+        small = checkpoint.load_with_tokenizer(checkpoint.locate_model(draft).folder, measure.device())
+    proposer = generator.proposer(lookup, small)
     print(prompt, end="", flush=True)
     count = 0
-    for piece in generator.stream(prompt, tokens, sample):
+    for piece in generator.stream(prompt, tokens, sample, proposer=proposer):
         count += 1
         print(piece.text, end="", flush=True)
     print()
+    if proposer is not None:
+        print(generator.describe_speculation(count), file=sys.stderr)
     if count < tokens:
         print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
 
