@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
@@ -121,8 +122,10 @@ def generate(
     lookup: bool = False,
     draft: Annotated[str | None, flag("MODEL", "none")] = None,
     any_base: AnyBase = False,
-) -> None:
+) -> int:
     """Generate text, streamed.
+
+    At the end, standard error gets two rates: of reading the prompt, up to the first token, and of generating.
 
     Example: dunes generate runs/project "def main("
 
@@ -134,6 +137,7 @@ def generate(
     with _quick_imports():
         from dunes import checkpoint, measure
         from dunes.runs.text_generator import TextGenerator
+        from dunes.runs.write import describe_rates
         from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
@@ -144,15 +148,23 @@ def generate(
         small = checkpoint.load_with_tokenizer(checkpoint.locate_model(draft).folder, measure.device())
     proposer = generator.proposer(lookup, small)
     print(prompt, end="", flush=True)
-    count = 0
-    for piece in generator.stream(prompt, tokens, sample, proposer=proposer):
-        count += 1
-        print(piece.text, end="", flush=True)
-    print()
-    if proposer is not None:
-        print(generator.describe_speculation(count), file=sys.stderr)
-    if count < tokens:
-        print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
+    ids, times, status = generator.tokenizer.prompt(prompt), [perf_counter()], 0
+    try:
+        for piece in generator.stream(ids, tokens, sample, proposer=proposer):
+            times.append(perf_counter())
+            print(piece.text, end="", flush=True)
+    except KeyboardInterrupt:
+        status = 130
+    if times[1:] or not status:
+        print()
+    if times[1:]:
+        print(describe_rates(min(len(ids), generator.context_length), times), file=sys.stderr)
+    if times[1:] and proposer is not None:
+        print(generator.describe_forwards(len(times) - 1), file=sys.stderr)
+    if len(times) <= tokens and not status:
+        count = f"{len(times) - 1} of {plural(tokens, 'token')}"
+        print(f"the model ended the text after {count}", file=sys.stderr)
+    return status
 
 
 def chat(
@@ -187,7 +199,7 @@ def chat(
     )
     write = partial(print, end="", flush=True)
     if message:
-        answer(talk, message, write)
+        answer(talk, talk.say(message), write)
     elif not sys.stdin.isatty():
         run(talk, sys.stdin, write)
     else:

@@ -110,11 +110,10 @@ class TextGenerator:
             proposers.append(DraftModel(draft.model, draft.context_length))
         return first_proposal(*proposers) if proposers else None
 
-    def describe_speculation(self, tokens: int) -> str:
-        """How many forwards these tokens took since the model was loaded."""
-        forwards = self.cache.forwards if self.cache else 0
-        rate = tokens / max(1, forwards)
-        return f"{plural(tokens, 'token')} in {plural(forwards, 'forward')}, {rate:.2f} per forward"
+    def describe_forwards(self, tokens: int) -> str:
+        """The forwards of the cache, which gave these tokens."""
+        assert self.cache is not None, "tokens come first"
+        return f"{plural(self.cache.forwards, 'forward')}, {tokens / self.cache.forwards:.2f} tokens per forward"
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
         """The prompt's tokens that the model can attend to, after the first one, with their log-probabilities."""
