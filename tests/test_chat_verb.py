@@ -14,6 +14,7 @@ from adapters import trained
 from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.checkpoint import LoadedModel
+from dunes.data.examples import read_records
 from dunes.generate import Token, sampler
 from dunes.runs import text_generator
 from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
@@ -137,7 +138,7 @@ def test_commands(bpe, scripted):  # noqa: F811
     assert "/huh is not a command" in notes[3]
     assert len(script.asked) == 2
     assert chat.talk == []
-    answer(chat, "/quit", lambda piece: None)  # given as an argument it is a message
+    answer(chat, chat.say("/quit"), lambda piece: None)  # given as an argument it is a message
     assert len(script.asked) == 3
 
 
@@ -153,13 +154,99 @@ def test_piped_lines_are_commands_too_and_an_empty_line_separates_answers(bpe, s
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("/adapter other", "no adapter named 'other'"), ("/huh x", "/huh is not a command")]
+    ("line", "message"),
+    [
+        ("/adapter other", "no adapter named 'other'"),
+        ("/huh x", "/huh is not a command"),
+        ("/save /nowhere/a.jsonl", "No such file"),
+    ],
 )
 def test_a_piped_mistake_ends_the_conversation(line, message, bpe, scripted):  # noqa: F811
     chat, script, _ = scripted(bpe, "chatml")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, OSError), match=message):
         run(chat, ["a", line, "b"], lambda piece: None)
     assert len(script.asked) == 1
+
+
+def texts(chat):
+    return [turn.text for turn in chat.talk]
+
+
+def test_another_answer_replaces_the_last_and_a_message_without_one_is_asked_again(bpe, scripted):  # noqa: F811
+    chat, script, notes = scripted(bpe, "chatml", "One", "Two", "Three", "", "Four", "")
+    chat.sample = sampler(1.0)
+    run(chat, ["/retry", "Hi", "Ho", "/retry"], lambda piece: None, interactive=True)
+    assert texts(chat) == ["Hi", "One", "Ho", "Three"]
+    assert script.asked[1] == script.asked[2]
+    run(chat, ["Hm", "/retry"], lambda piece: None, interactive=True)
+    assert texts(chat) == ["Hi", "One", "Ho", "Three", "Hm", "Four"]
+    run(chat, ["/retry"], lambda piece: None, interactive=True)  # gives an empty answer
+    assert texts(chat) == ["Hi", "One", "Ho", "Three", "Hm", "Four"]
+    run(chat, ["/undo", "/undo", "/retry"], lambda piece: None, interactive=True)
+    assert texts(chat) == ["Hi", "b"]
+    run(chat, ["/undo", "/undo"], lambda piece: None, interactive=True)
+    assert chat.talk == []
+    assert notes == ["there is no message yet", *["(the answer is empty)"] * 2, "there is no message yet"]
+    script.answers = ["One", ""]
+    run(chat, ["Hi", "Hm", "/undo", "/retry"], lambda piece: None, interactive=True)
+    assert notes[4:] == ["(the answer is empty)", "there is no message yet"]
+    chat.sample = sampler(0.0)
+    with pytest.raises(ValueError, match="at temperature 0 the answer is always the same"):
+        next(chat.retry())
+
+
+def test_another_answer_is_drawn_with_other_random_numbers(three):
+    chat = Chat(load_chat_engine(str(three / "base")), sampler(3.0, seed=5), 12)
+    first = said(chat, "ab")
+    other = "".join(chat.retry())
+    assert other != first
+    assert texts(chat) == ["ab", other]
+
+
+def test_after_undo_only_ids_that_differ_are_evaluated(three):
+    chat = Chat(load_chat_engine(str(three / "base")), sampler(0.0), 8)
+    said(chat, "ab")
+    said(chat, "ba" * 20)
+    loaded, widths = chat.engine.chat_model().loaded, []
+    encode = lambda *turns: encode_prompt(get_template("chatml"), turns, loaded.tokenizer)
+    before = encode(*chat.talk[:2], Turn("user", "ba" * 20))
+    chat.command("/undo")
+    assert texts(chat)[0] == "ab"
+    assert len(chat.talk) == 2
+    with loaded.model.register_forward_pre_hook(lambda _, arguments: widths.append(arguments[0].shape[1])):
+        answered = said(chat, "c")
+    after = encode(*chat.talk[:2], Turn("user", "c"))
+    assert widths[0] == len(after) - next(i for i, id in enumerate(after) if id != before[i])
+    assert widths[0] < len(after) / 2
+    fresh = load_chat_engine(str(three / "base")).answer((*chat.talk[:2], Turn("user", "c")), sampler(0.0), 8)
+    assert answered == "".join(fresh)
+
+
+def test_a_saved_conversation_is_finetuning_data(bpe, scripted, tmp_path):  # noqa: F811
+    chat, _, notes = scripted(bpe, "chatml", 'Hé "o"\n', system="Be brief.")
+    path = tmp_path / "talk.jsonl"
+    run(chat, [f"/save {path}", "Hi\n", f"/save {path}\n"], lambda piece: None, interactive=True)
+    (record,) = read_records(path).rows
+    talk = [("system", "Be brief."), ("user", "Hi"), ("assistant", 'Hé "o"\n')]
+    assert [(turn.role, turn.text) for turn in record.turns] == talk
+    assert notes == ["there is no message yet", f"saved: {path}"]
+    before = path.read_bytes()
+    refused = {
+        "": "expected a new file name",
+        str(path): "expected a new file name",
+        "~nobody/a.jsonl": "No such file or directory",
+        str(tmp_path): "expected a new file name",
+        str(tmp_path / "a.txt"): "expected a new file name",
+        str(tmp_path / "no" / "a.jsonl"): "No such file or directory",
+        str(path / "a.jsonl"): "Not a directory",
+    }
+    run(chat, [f"/save {name}" for name in refused] + ["Ho"], lambda piece: None, interactive=True)
+    for note, words in zip(notes[2:], refused.values(), strict=True):
+        assert words in note
+        assert "\n" not in note
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["talk.jsonl"]
+    assert len(chat.talk) == 4
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line
 from dunes.text import KINDS, Tokenizer
 from dunes.text.templates import TEMPLATES
+from dunes.units import plural
 
 
 def dunes(*arguments, text=None):
@@ -154,6 +155,9 @@ def test_train_generate_complete_eval(code, tmp_path):
     text = generator.text("def ", 9, sampler(0.8, top_k=50, seed=1))
     generated = dunes("generate", run, "def ", "--tokens", 9, "--seed", 1)
     assert generated.stdout == f"def {text}\n"
+    prompt = plural(len(loaded.tokenizer.prompt("def ")), "token")
+    rates = rf"prompt: {prompt}, [\d.k]+ tokens/s; generated: 9 tokens, [\d.k]+ tokens/s\n"
+    assert re.fullmatch(rates, generated.stderr)
     rest = complete_line(generator, file.read_text()[:4])
     assert dunes("complete", run, text=file.read_text()[:4]).stdout == f"{rest}\n"
     assert "bits/byte" in dunes("eval", run, file).stdout

@@ -21,10 +21,32 @@ from dunes.models.initialise import initialise
 from dunes.runs import text_generator
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
-from dunes.runs.write import complete_line, text_before_cursor
+from dunes.runs.write import complete_line, describe_rates, text_before_cursor
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.special_tokens import SpecialTokens
+
+
+def test_the_rate_of_a_prompt_ends_with_the_first_token():
+    assert describe_rates(1, [3.0, 3.5]) == "prompt: 1 token, 2 tokens/s"
+    rates = "prompt: 10 tokens, 20 tokens/s; generated: 4 tokens, 3 tokens/s"
+    assert describe_rates(10, [0.0, 0.5, 0.75, 1.25, 1.5]) == rates
+
+
+@pytest.mark.parametrize(("pieces", "error"), [(0, ""), (1, "prompt: 3 tokens, "), (2, "generated: 2 tokens, ")])
+def test_an_interrupted_text_has_rates_once_it_has_begun(pieces, error, monkeypatch, tmp_path, capsys):
+    def stream(*arguments):
+        yield from [SimpleNamespace(text="a")] * pieces
+        raise KeyboardInterrupt
+
+    config = llama.Config.from_size(265, 16, 1, 64)
+    checkpoint.save(initialise(llama.build(config)), tmp_path / "model", Tokenizer.train("bytes", ()), 64)
+    monkeypatch.setattr(TextGenerator, "stream", stream)
+    assert verbs.generate(str(tmp_path / "model"), SamplingOptions(), "abc") == 130
+    out, err = capsys.readouterr()
+    assert out == "abc" + "a" * pieces + "\n" * (pieces > 0)
+    assert error in err
+    assert err.count("\n") == (pieces > 0)
 
 
 def test_places_in_files(tmp_path):
@@ -218,4 +240,4 @@ def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch,
     said = capsys.readouterr()
     assert said.out == f"def main({text}\n"
     assert told in said.err
-    assert bool(said.err) == bool(told)
+    assert ("ended the text" in said.err) == bool(told)

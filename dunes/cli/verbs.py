@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
@@ -119,8 +120,10 @@ def generate(
     prompt: Annotated[str, tyro.conf.Positional, flag("PROMPT", "none")] = "",
     *,
     any_base: AnyBase = False,
-) -> None:
+) -> int:
     """Generate text, streamed.
+
+    At the end, standard error gets two rates: of reading the prompt, up to the first token, and of generating.
 
     Example: dunes generate runs/project "def main("
 
@@ -130,19 +133,28 @@ def generate(
     with _quick_imports():
         from dunes import checkpoint, measure
         from dunes.runs.text_generator import TextGenerator
+        from dunes.runs.write import describe_rates
         from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
     generator = TextGenerator(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
     print(prompt, end="", flush=True)
-    count = 0
-    for piece in generator.stream(prompt, tokens, sample):
-        count += 1
-        print(piece.text, end="", flush=True)
-    print()
-    if count < tokens:
-        print(f"the model ended the text after {count} of {plural(tokens, 'token')}", file=sys.stderr)
+    ids, times, status = generator.tokenizer.prompt(prompt), [perf_counter()], 0
+    try:
+        for piece in generator.stream(ids, tokens, sample):
+            times.append(perf_counter())
+            print(piece.text, end="", flush=True)
+    except KeyboardInterrupt:
+        status = 130
+    if times[1:] or not status:
+        print()
+    if times[1:]:
+        print(describe_rates(min(len(ids), generator.context_length), times), file=sys.stderr)
+    if len(times) <= tokens and not status:
+        count = f"{len(times) - 1} of {plural(tokens, 'token')}"
+        print(f"the model ended the text after {count}", file=sys.stderr)
+    return status
 
 
 def chat(
@@ -177,7 +189,7 @@ def chat(
     )
     write = partial(print, end="", flush=True)
     if message:
-        answer(talk, message, write)
+        answer(talk, talk.say(message), write)
     elif not sys.stdin.isatty():
         run(talk, sys.stdin, write)
     else:

@@ -4,6 +4,7 @@
 writes answers, `answer` writes one.
 """
 
+import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -15,10 +16,12 @@ import torch
 
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
+from dunes.checkpoint.files.atomic import write_file
 from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler
+from dunes.generate.sampling import greedy
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
@@ -195,6 +198,9 @@ def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
 COMMANDS = {
     "/adapter NAME": f"switch to that adapter; {NONE} is the base model alone",
     "/new": "start a new conversation",
+    "/retry": "another answer to the last message",
+    "/undo": "drop the last message and its answer",
+    "/save FILE": "write the conversation to FILE.jsonl, which dunes finetune reads",
     "/help": "this list",
     "/quit": "exit (or Ctrl-D); Ctrl-C stops an answer",
 }
@@ -202,7 +208,10 @@ COMMANDS = {
 
 @dataclass
 class Chat:
-    """One conversation. `note` is called with messages that are not from the model."""
+    """One conversation. `note` is called with messages that are not from the model.
+
+    `pending` is the last message while it has no answer.
+    """
 
     engine: ChatEngine
     sample: Sampler
@@ -211,6 +220,7 @@ class Chat:
     note: Callable[[str], None] = print
     name: str | None = None
     talk: list[Turn] = field(default_factory=list)
+    pending: str = ""
     truncated: bool = False
 
     def __post_init__(self) -> None:
@@ -226,7 +236,7 @@ class Chat:
     def say(self, text: str) -> Generator[str, None, None]:
         """Stream the answer; it becomes part of the conversation even if the caller stops early."""
         before = [] if self.engine.chat_model(self.name).single_turn else self.talk
-        system = [Turn("system", self.system)] if self.system else []
+        system, self.pending = self._system(), text
         talk = (*system, *before, Turn("user", text))
         prompt = self.engine.truncate(talk, self.tokens, self.name)
         if len(prompt) < len(talk) and not self.truncated:
@@ -239,7 +249,46 @@ class Chat:
                 yield piece
         finally:
             if pieces:
-                self.talk = [*prompt[len(system) :], Turn("assistant", "".join(pieces))]
+                self.talk, self.pending = [*prompt[len(system) :], Turn("assistant", "".join(pieces))], ""
+
+    def retry(self) -> Generator[str, None, None]:
+        """Stream another answer to the last message; if there is none, the earlier answer stays.
+
+        Raises ValueError if there is no message, or without random numbers.
+        """
+        if self.sample.choose is greedy:
+            raise ValueError(
+                "/retry: at temperature 0 the answer is always the same; start with --temperature 0.7"
+            )
+        before, pending = self.talk, self.pending
+        text = pending or self.undo()
+        shorter = self.talk
+        try:
+            yield from self.say(text)
+        finally:
+            if self.talk is shorter:
+                self.talk, self.pending = before, pending
+
+    def undo(self) -> str:
+        """Drop the last message and its answer; returns the message. Raises ValueError if there is none."""
+        if not self.talk:
+            raise ValueError("there is no message yet")
+        last = max(i for i, turn in enumerate(self.talk) if turn.role == "user")
+        text, self.talk, self.pending = self.talk[last].text, self.talk[:last], ""
+        return text
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as a record of finetuning data. Raises ValueError or OSError without writing."""
+        if path.suffix != ".jsonl" or os.path.lexists(path):
+            raise ValueError(f"/save: expected a new file name that ends in .jsonl, found {str(path)!r}")
+        if not self.talk:
+            raise ValueError("there is no message yet")
+        messages = [{"role": turn.role, "content": turn.text} for turn in (*self._system(), *self.talk)]
+        write_file(path, (json.dumps({"messages": messages}) + "\n").encode())
+        self.note(f"saved: {path}")
+
+    def _system(self) -> list[Turn]:
+        return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
         """Execute a line that begins with /; False ends the chat. Raises ValueError for an invalid command."""
@@ -247,7 +296,11 @@ class Chat:
         if word == "/quit":
             return False
         if word == "/new":
-            self.talk = []
+            self.talk, self.pending = [], ""
+        elif word == "/undo":
+            self.undo()
+        elif word == "/save":
+            self.save(Path(os.path.expanduser(rest.strip())))
         elif word == "/adapter" and rest.strip():
             try:
                 self.switch_to(rest.strip())
@@ -268,30 +321,31 @@ class Chat:
 def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interactive: bool = False) -> None:
     """Answer each line; one that begins with / is a command.
 
-    An empty line separates two answers, and an invalid line raises ValueError. On a terminal (`interactive`) the
-    prompt separates them, and the error is only printed.
+    An empty line separates two answers, and an invalid line raises ValueError or OSError. On a terminal
+    (`interactive`) the prompt separates them, and the error is only printed.
     """
     answers = 0
     for line in lines:
         try:
-            if line.startswith("/"):
+            retry = line.rstrip() == "/retry"
+            if line.startswith("/") and not retry:
                 if not chat.command(line.strip()):
                     return
             elif line.strip():
                 if answers and not interactive:
                     write("\n")
                 answers += 1
-                answer(chat, line.strip(), write)
-        except ValueError as error:
+                answer(chat, chat.retry() if retry else chat.say(line.strip()), write)
+        except (ValueError, OSError) as error:
             if not interactive:
                 raise
             chat.note(str(error))
 
 
-def answer(chat: Chat, text: str, write: Callable[[str], None]) -> None:
+def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], None]) -> None:
     """Write the answer and a newline; Ctrl-C stops it, and the text so far stays in the conversation."""
     length = 0
-    with closing(chat.say(text)) as pieces:
+    with closing(text) as pieces:
         try:
             for piece in pieces:
                 length += len(piece)

@@ -1,6 +1,7 @@
 """Samples, and the rest of a line."""
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate import Sampler, force_prefix, sampler
 from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.text.lines import decode_text, split_lines
-from dunes.units import plural
+from dunes.units import format_count, plural
 
 LINE_ENDS = "\n", "\r"
 
@@ -16,6 +17,16 @@ LINE_ENDS = "\n", "\r"
 def sample_text(loaded: LoadedModel, seed: int = 0, limit: int = 120) -> str:
     """A sample without a prompt."""
     return TextGenerator(loaded).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
+
+
+def describe_rates(prompt: int, times: Sequence[float]) -> str:
+    """Tokens/s of a prompt of this many tokens, and after it; `times` (s) are of the start and of each token."""
+    start, first, last = times[0], times[1], times[-1]
+    text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
+    if len(times) == 2:
+        return text
+    rate = format_count((len(times) - 2) / (last - first))
+    return f"{text}; generated: {plural(len(times) - 1, 'token')}, {rate} tokens/s"
 
 
 def complete_line(generator: TextGenerator, prefix: str, limit: int = 48) -> str:
