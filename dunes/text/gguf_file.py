@@ -181,6 +181,7 @@ def _sentencepiece(fields: Mapping[str, Any], pieces: list[Piece]) -> tokenizers
     bos, prefix = fields.get("tokenizer.ggml.bos_token_id", 1), fields.get("tokenizer.ggml.add_space_prefix", True)
     byte_fallback = any(piece.type == BYTE for piece in pieces)
     model = sentencepiece.Model(tuple(pieces), byte_fallback, pieces[bos].text, bool(prefix), False)
+    sentencepiece.check(model)
     return sentencepiece.build(model)
 
 

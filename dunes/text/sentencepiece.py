@@ -68,8 +68,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
 
 
 def build(model: Model) -> tokenizers.Tokenizer:
-    """The tokenizer of a model. Raises ValueError as `convert` does."""
-    check(model)
+    """The tokenizer of a model that was checked."""
     inner = tokenizers.Tokenizer(_bpe(model))
     inner.normalizer = _normalizer(model)
     inner.pre_tokenizer = _pre_tokenizer(model)
@@ -103,6 +102,7 @@ def read(data: bytes) -> Model:
         bool(normalizer.get(3, 1)),
         bool(normalizer.get(4, 1)),
     )
+    check(model)
     algorithm = trainer.get(3, UNIGRAM)
     unusual = {
         "model_type=unigram": algorithm == UNIGRAM,
