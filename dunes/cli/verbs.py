@@ -120,6 +120,8 @@ def generate(
     sampling: SamplingOptions,
     prompt: Annotated[str, tyro.conf.Positional, flag("PROMPT", "none")] = "",
     *,
+    lookup: bool = False,
+    draft: Annotated[str | None, flag("MODEL", "none")] = None,
     any_base: AnyBase = False,
 ) -> int:
     """Generate text, streamed.
@@ -130,6 +132,8 @@ def generate(
 
     Args:
         prompt: The text to continue; without one, a new document is generated.
+        lookup: Propose what followed the same tokens before, for text with repetition; the text is the same.
+        draft: Propose what a smaller model with the same tokenizer writes; the text has the same distribution.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -141,11 +145,17 @@ def generate(
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    generator = TextGenerator(loaded, step_source(loaded.model))
+    # A step's logits are not exactly those of a longer forward, which checks proposals.
+    step = step_source(loaded.model) if draft is None and not lookup else lambda: None
+    generator = TextGenerator(loaded, step)
+    small = None
+    if draft is not None:
+        small = checkpoint.load_with_tokenizer(checkpoint.locate_model(draft).folder, measure.device())
+    proposer = generator.proposer(lookup, small)
     print(prompt, end="", flush=True)
     ids, times, status = generator.tokenizer.prompt(prompt), [perf_counter()], 0
     try:
-        for piece in generator.stream(ids, tokens, sample):
+        for piece in generator.stream(ids, tokens, sample, proposer=proposer):
             times.append(perf_counter())
             print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
@@ -154,6 +164,8 @@ def generate(
         print()
     if times[1:]:
         print(describe_rates(min(len(ids), generator.context_length), times), file=sys.stderr)
+    if times[1:] and proposer is not None:
+        print(generator.describe_forwards(len(times) - 1), file=sys.stderr)
     if len(times) <= tokens and not status:
         count = f"{len(times) - 1} of {plural(tokens, 'token')}"
         print(f"the model ended the text after {count}", file=sys.stderr)
