@@ -1,5 +1,9 @@
 """GGUF files: what the `gguf` package reads in ours, what we read back, and what llama.cpp computes from them."""
 
+import contextlib
+import random
+import struct
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, templates
+from dunes.text.gguf_file import read_header
 from dunes.text.gguf_vocabulary import vocabulary_fields
 
 TEXT = "def main(x1):\n    return 23 * x1\r\n\n\nclass Ab:\n\tpass  # end"
@@ -131,6 +136,180 @@ def test_the_verb_exports_a_folder(tmp_path, tokenizer, capsys, monkeypatch):
     assert "exists already" in capsys.readouterr().err
     assert dunes(monkeypatch, "export", tmp_path / "model", tmp_path / "x", "--dtype", "q8_0") == 2
     assert "for --to gguf only" in capsys.readouterr().err
+
+
+# --- read back
+
+
+def reference(model, dtype):
+    """The weights after rounding to a type, by the package; vectors, routers and learned positions are exact."""
+
+    def rounded(name, weight):
+        prefix = "token_embd" if name.startswith(("embed.token", "head")) else "blk."
+        kind = form._type(prefix, weight.shape, dtype)
+        if "router" in name or "place" in name or weight.dim() == 1:
+            return weight
+        number = gguf.GGMLQuantizationType[kind]
+        return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), number), number))
+
+    return {name: rounded(name, weight) for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", form.TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_and_type_is_read_back(family, dtype, tmp_path, tokenizer):
+    model, path = written(tmp_path, family, tokenizer, dtype)
+    loaded = checkpoint.load(path)
+    state, expected = loaded.model.state_dict(), reference(model, form.TYPES[dtype])
+    stated = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(dtype, torch.float32)
+    assert state.keys() == expected.keys()
+    assert all(state[k].dtype == stated and torch.equal(state[k], w.to(stated)) for k, w in expected.items())
+    assert loaded.architecture.family == family
+    assert loaded.tokenizer.json() == tokenizer.json()
+    assert (loaded.tokenizer.eos, loaded.tokenizer.bos) == (tokenizer.eos, tokenizer.bos)
+    config = replace(loaded.architecture.config, **({} if family == "gpt2" else {"context_length": 64}))
+    assert config == tiny(family, tokenizer.vocab + 3)[1].config
+
+
+CONFIGS = [
+    *(("llama", {"scaling": scaling}) for scaling in SCALINGS.values()),
+    ("llama", {"tied": False, "heads": 2, "kv_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"tied": False, "kv_heads": 1, "head_dim": 48, "eps": 1e-6, "rope_base": 1e6}),
+    ("gpt2", {"hidden": 96}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), CONFIGS)
+def test_each_part_of_a_config_is_read_back(family, changes, tmp_path, tokenizer):
+    model, path = written(tmp_path, family, tokenizer, **changes)
+    loaded = checkpoint.load(path)
+    assert loaded.architecture.config == tiny(family, tokenizer.vocab + 3, **changes)[1].config
+    assert all(torch.equal(w, model.state_dict()[k]) for k, w in loaded.model.state_dict().items())
+
+
+def test_the_header_is_what_the_package_reads(tmp_path, tokenizer):
+    _, path = written(tmp_path, "llama", tokenizer, "q8_0", scaling=SCALINGS["yarn"])
+    header, theirs = read_header(path), gguf.GGUFReader(path)
+    for key, field in theirs.fields.items():
+        if key.startswith("GGUF."):
+            continue
+        value = header.fields[key]
+        if key == "tokenizer.ggml.tokens":
+            assert value == [field.parts[i].tobytes() for i in field.data]
+        elif isinstance(value, np.ndarray):
+            assert value.tolist() == field.contents()
+        else:
+            assert value == pytest.approx(field.contents())
+    assert [(t.name, t.shape[::-1], t.type, t.offset) for t in header.tensors] == [
+        (t.name, tuple(t.shape.tolist()), t.tensor_type, t.data_offset) for t in theirs.tensors
+    ]
+
+
+def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
+    chat = templates.attach_template(templates.TEMPLATES["chatml"], tokenizer)
+    model, path = written(tmp_path, "qwen2", chat, "bfloat16")
+    assert dunes(monkeypatch, "inspect", path) == 0
+    assert "GGUF format" in capsys.readouterr().out
+    assert dunes(monkeypatch, "generate", path, "def ", "--tokens", "4") == 0
+    assert dunes(monkeypatch, "convert", path, tmp_path / "hf") == 0
+    loaded = checkpoint.load(tmp_path / "hf")
+    assert torch.equal(loaded.model.embed.token.weight, model.embed.token.weight.bfloat16())
+    assert loaded.tokenizer.stops == chat.stops
+    assert templates.find_template(loaded.tokenizer, {}).source == chat.extra_files["chat_template.jinja"].decode()
+    assert dunes(monkeypatch, "export", path, tmp_path / "again.gguf", "--to", "gguf") == 0
+    again, before = (read_header(p).fields for p in (tmp_path / "again.gguf", path))
+    assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
+
+
+# --- hostile files
+
+
+def packed(*values):
+    """Little-endian bytes: an int has 8, a pair of a letter of `struct` and a number has its size."""
+    parts = [struct.pack("<Q", v) if isinstance(v, int) else v for v in values]
+    return b"".join(p if isinstance(p, bytes) else struct.pack(f"<{p[0]}", p[1]) for p in parts)
+
+
+HEAD = b"GGUF" + packed(("I", 3))
+TEXT_KEY = packed(20, b"general.architecture", ("I", 8))
+HOSTILE = {
+    "magic": b"GGML" + bytes(100),
+    "version": b"GGUF" + packed(("I", 1 << 24), 0, 0),
+    "many tensors": HEAD + packed(1 << 60, 0),
+    "many keys": HEAD + packed(0, 1 << 60),
+    "a long key": HEAD + packed(0, 1, 1 << 62, b"x"),
+    "a long string": HEAD + packed(0, 1) + TEXT_KEY + packed(1 << 40, b"llama"),
+    "a long array": HEAD + packed(0, 1, 1, b"a", ("I", 9), ("I", 6), 1 << 61),
+    "a long array of strings": HEAD + packed(0, 1, 1, b"a", ("I", 9), ("I", 8), 1 << 40),
+    "arrays in an array": HEAD + packed(0, 1, 1, b"a", ("I", 9), ("I", 9), 1 << 40),
+    "an unknown type": HEAD + packed(0, 1, 1, b"a", ("I", 77)),
+    "a key that occurs twice": HEAD + packed(0, 2) + 2 * packed(1, b"a", ("I", 7), b"\1"),
+    "many dimensions": HEAD + packed(1, 0, 1, b"w", ("I", 1 << 31)),
+    "text that is none": HEAD + packed(0, 1) + TEXT_KEY + packed(2, b"\xff\xfe"),
+    "alignment 0": HEAD + packed(0, 1, 17, b"general.alignment", ("I", 4), ("I", 0)),
+}
+
+
+def tensor_file(*tensors, architecture=b"llama"):
+    infos = b"".join(
+        packed(len(name), name, ("I", len(dims)), *dims, ("I", kind), offset)
+        for name, dims, kind, offset in tensors
+    )
+    return HEAD + packed(len(tensors), 1) + TEXT_KEY + packed(len(architecture), architecture) + infos + bytes(99)
+
+
+HOSTILE |= {
+    "a tensor past the end": tensor_file((b"token_embd.weight", (64, 1 << 20), 0, 0)),
+    "a tensor far away": tensor_file((b"token_embd.weight", (1, 1), 0, (1 << 64) - 64)),
+    "a huge tensor": tensor_file((b"token_embd.weight", (1 << 63, 1 << 63, 1 << 63, 1 << 63), 0, 0)),
+    "an unknown type of tensor": tensor_file((b"token_embd.weight", (1, 1), 999, 0)),
+    "a type without weights": tensor_file((b"token_embd.weight", (1, 1), 26, 0)),
+    "half a block": tensor_file((b"token_embd.weight", (33, 1), 8, 0)),
+    "no dimensions": tensor_file((b"token_embd.weight", (), 0, 0)),
+    "a name that occurs twice": tensor_file((b"w", (1,), 0, 0), (b"w", (1,), 0, 0)),
+    "a name of a path": tensor_file((b"../w", (1,), 0, 0)),
+    "no embedding": tensor_file((b"w", (1,), 0, 0)),
+    "another architecture": tensor_file((b"token_embd.weight", (1, 1), 0, 0), architecture=b"mamba"),
+    "no settings": tensor_file((b"token_embd.weight", (1, 1), 0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_in_one_line_and_without_memory(name, tmp_path):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(HOSTILE[name])
+    with Path(path).open("r+b") as file:
+        file.truncate(max(len(HOSTILE[name]), 4 << 30) if "long" in name else len(HOSTILE[name]))  # a hole
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"hostile\.gguf") as error:
+        checkpoint.load(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "\n" not in str(error.value)
+    assert peak < 5_000_000
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tokenizer):
+    _, path = written(tmp_path, "gpt2", tokenizer)
+    data = path.read_bytes()
+    ends = [*range(60), *range(60, len(data), len(data) // 40), len(data) - 40]
+    for end in ends:
+        path.write_bytes(data[:end])
+        with pytest.raises(ValueError, match="gguf") as error:
+            checkpoint.load(path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_file_with_changed_bytes_opens_or_is_refused(tmp_path, tokenizer):
+    _, path = written(tmp_path, "llama", tokenizer)
+    data, draw = path.read_bytes(), random.Random(0)
+    for _ in range(150):
+        changed = bytearray(data)
+        for _ in range(draw.choice((1, 4))):
+            changed[draw.choice((draw.randrange(600), draw.randrange(30_000)))] = draw.choice((0, 1, 255, 128))
+        path.write_bytes(changed)
+        with contextlib.suppress(ValueError):
+            checkpoint.load(path)
 
 
 # --- llama.cpp

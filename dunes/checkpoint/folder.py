@@ -266,7 +266,7 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save."""
     stamps = []
     for path in (folder / CARD, folder / READY):
-        with suppress(FileNotFoundError):  # a save may move it at any moment
+        with suppress(FileNotFoundError, NotADirectoryError):  # a save may move it at any moment; a GGUF file
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps

@@ -19,6 +19,7 @@ from hashlib import sha1
 from pathlib import Path
 
 from dunes.checkpoint.files import atomic
+from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
 SECONDS = 10.0
@@ -60,15 +61,18 @@ class ModelLocation:
 def locate_model(model: str | Path, revision: str | None = None, verify: bool = False) -> ModelLocation:
     """The folder of a model: a local one, or a cached copy of `org/name` or `org/name@revision` from the Hub.
 
-    A local folder takes precedence. A revision is a branch, a tag or a commit, by default `main`. Downloaded files
-    are hashed, with `verify` all files of the copy. Raises ValueError in one line if neither folder nor repository
-    exists, access is denied, there are no weights, the Hub cannot be reached and nothing is cached, or a digest is
+    A local folder takes precedence, and a GGUF file counts as one. A revision is a branch, a tag or a commit, by
+    default `main`. Downloaded files are hashed, with `verify` all files of the copy. Raises ValueError in one line
+    if neither folder nor repository exists, access is denied, there are no weights, the Hub cannot be reached and
+    nothing is cached, or a digest is
     wrong; OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir():
         if revision:
             raise ValueError(f"{path}: a folder has no revisions; leave out {revision!r}")
+        return ModelLocation(path, {})
+    if path.exists() and path.suffix == SUFFIX:
         return ModelLocation(path, {})
     if path.exists():
         raise ValueError(f"{path}: a file, not a model folder; name its folder")

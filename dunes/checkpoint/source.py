@@ -13,7 +13,7 @@ from dunes.checkpoint.files import header, pickle_file
 from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
 from dunes.checkpoint.forms import card as cards
-from dunes.checkpoint.forms import native
+from dunes.checkpoint.forms import gguf, native
 from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
@@ -21,6 +21,7 @@ from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import Names, match_indices, substitute, to_theirs
 from dunes.parts import Decoder
 from dunes.text import json_file
+from dunes.text.gguf_file import SUFFIX
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -57,7 +58,8 @@ class Source:
         """What the model is. Raises ValueError for a config that cannot be built."""
         if self.own is not None:
             return self.own
-        with _naming_errors(self.folder / (native.PARAMS if self.format == "native" else CONFIG)):
+        names = {"native": native.PARAMS, "GGUF": ""}
+        with _naming_errors(self.folder / names.get(self.format, CONFIG)):
             family = family_of(dict(self.hf_config))
             return Architecture(family, FAMILIES[family].from_hf(dict(self.hf_config)))
 
@@ -163,6 +165,8 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
     `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's, `build` is the function
     that builds a model of no family.
     """
+    if folder.suffix == SUFFIX and folder.is_file():
+        return _open_gguf(folder)
     if has_own_form(card := cards.read_card(folder)):
         if renames:
             raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
@@ -250,6 +254,15 @@ def _apply_renames(
             raise ValueError(f"{folder}: two tensors are called {name} by the table of names, one of them {key}")
         result[name] = tensor
     return result
+
+
+def _open_gguf(path: Path) -> Source:
+    with _naming_errors(path):
+        files = gguf.tensors(path)
+        hf_config = gguf.hf_config(path, files)
+    unnamed = Source(path, "GGUF", hf_config, files, [], (gguf.FREQUENCIES,))
+    unnamed._check_size(files.values())
+    return replace(unnamed, names=gguf.weight_names(unnamed.architecture))
 
 
 def _open_native(folder: Path) -> Source:

@@ -32,7 +32,7 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
 
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
     """The keys of a config.json, in both dialects."""
-    rope = _scaling_to_hf(scaling)
+    rope = scaling_to_hf(scaling)
     old = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
     return {"rope_theta": base, **old, "rope_parameters": {**rope, "rope_theta": base}}
 
@@ -83,7 +83,8 @@ ROPE_TYPES: dict[str, Callable[[Json, Json], Scaling]] = {
 }
 
 
-def _scaling_to_hf(scaling: Scaling) -> dict[str, Any]:
+def scaling_to_hf(scaling: Scaling) -> dict[str, Any]:
+    """The `rope_scaling` of a config.json."""
     match scaling:
         case Unscaled():
             return {"rope_type": "default"}

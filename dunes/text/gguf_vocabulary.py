@@ -10,23 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dunes.text import chat_template, llama3, tokenizer_limits
+from dunes.text import chat_template, tokenizer_limits
 from dunes.text.byte_decoder import SPACE
+from dunes.text.gguf_file import JSON, PATTERNS, WHOLE_WORDS
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
 from dunes.text.tokenizer import Tokenizer
-
-PATTERNS = {
-    "llama-bpe": llama3.PATTERN,
-    "qwen2": llama3.PATTERN.replace("{1,3}", ""),
-    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "gpt-2": "",  # that of ByteLevel itself
-}
-"""The patterns of byte-level BPE by llama.cpp's names for them."""
-WHOLE_WORDS = ("llama-bpe", "tekken")
-"""Those with which llama.cpp looks up a word as a whole before it merges (`ignore_merges`)."""
-JSON = "huggingface.json"
 
 
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:

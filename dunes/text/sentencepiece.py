@@ -62,9 +62,13 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an unsupported setting.
     """
     try:
-        model = read(data)
+        return build(read(data))
     except (TypeError, AttributeError, UnicodeDecodeError) as error:  # a field of another type
         raise ValueError(f"not a sentencepiece model: {error}") from None
+
+
+def build(model: Model) -> tokenizers.Tokenizer:
+    """The tokenizer of a model that was checked."""
     inner = tokenizers.Tokenizer(_bpe(model))
     inner.normalizer = _normalizer(model)
     inner.pre_tokenizer = _pre_tokenizer(model)
@@ -98,7 +102,7 @@ def read(data: bytes) -> Model:
         bool(normalizer.get(3, 1)),
         bool(normalizer.get(4, 1)),
     )
-    _check(model)
+    check(model)
     algorithm = trainer.get(3, UNIGRAM)
     unusual = {
         "model_type=unigram": algorithm == UNIGRAM,
@@ -155,7 +159,8 @@ def _piece(data: bytes) -> Piece:
     return Piece(raw.decode(), struct.unpack("<f", score)[0], fields.get(3, NORMAL))
 
 
-def _check(model: Model) -> None:
+def check(model: Model) -> None:
+    """Raise ValueError for pieces that do not make a model."""
     texts, types = [p.text for p in model.pieces], {p.type for p in model.pieces}
     problem = ""
     if len(set(texts)) != len(texts):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from dunes.text import json_file, llama3, sentencepiece, tekken, tokenizer_limits
+from dunes.text import gguf_file, json_file, llama3, sentencepiece, tekken, tokenizer_limits
 from dunes.text.byte_decoder import ByteDecoder, byte_decoder
 from dunes.text.byte_pairs import add_special
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
@@ -111,6 +111,8 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = cls.find_file(folder)
+        if path is not None and path.suffix == gguf_file.SUFFIX:
+            return cls._load_gguf(path)
         if path is None:
             raise ValueError(
                 f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; "
@@ -128,6 +130,20 @@ class Tokenizer:
             loaded.extra_files[loaded.config_path.name] = _config_for_json(
                 json_file.read_if_present(loaded.config_path)
             )
+        return loaded
+
+    @classmethod
+    def _load_gguf(cls, path: Path) -> "Tokenizer":
+        fields = gguf_file.read_header(path).fields
+        inner = _reraise(
+            f"{path}: not a tokenizer", lambda: _check_built(gguf_file.build_tokenizer(fields, _parse_json))
+        )
+        loaded = cls(inner, gguf_file.special_tokens(fields))
+        loaded.config_path = path / loaded.config_path.name
+        for stop in loaded._special.stops - {loaded._special.eos}:
+            loaded = loaded.with_stop(stop)
+        if isinstance(template := fields.get("tokenizer.chat_template"), str):
+            loaded.extra_files["chat_template.jinja"] = template.encode()
         return loaded
 
     @classmethod
@@ -155,7 +171,9 @@ class Tokenizer:
 
     @staticmethod
     def find_file(folder: Path) -> Path | None:
-        """The file in the folder that `load` reads; None if there is none."""
+        """The file in the folder that `load` reads, or a GGUF file itself; None if there is none."""
+        if folder.suffix == gguf_file.SUFFIX and folder.is_file():
+            return folder if gguf_file.has_tokenizer(folder) else None
         paths = [folder / "tokenizer.json", *sorted(folder.glob("tokenizer.model*")), folder / "tekken.json"]
         return next((p for p in paths if p.is_file()), None)
 
@@ -326,9 +344,12 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _load_json(path: Path) -> tokenizers.Tokenizer:
     """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
-    data = path.read_bytes()
+    return _parse_json(path.read_bytes())
+
+
+def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     # First, since building a tokenizer normalizes its added tokens.
-    tokenizer_limits.check_expansion(json_file.parse(data, Path(path.name), MAX_ITEMS))
+    tokenizer_limits.check_expansion(json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS))
     inner = tokenizers.Tokenizer.from_buffer(data)
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:

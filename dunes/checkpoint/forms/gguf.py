@@ -5,6 +5,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from math import prod
@@ -15,15 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dunes.checkpoint.files.header import check_name, quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.files.mapped_file import MappedFile, shape_error
 from dunes.checkpoint.forms.architecture import Architecture
 from dunes.checkpoint.forms.native import to_halves
 from dunes.extra import extra
 from dunes.models import FAMILIES
+from dunes.models.config_values import quotient
 from dunes.models.names import Names, identity, name, to_theirs
-from dunes.models.rope import yarn_scale
+from dunes.models.rope import scaling_to_hf, yarn_scale
 from dunes.parts.position import Linear, Llama3, Scaling, Unscaled, Yarn, base_frequencies
 from dunes.text import Tokenizer
+from dunes.text.gguf_file import TensorInfo, read_header
 from dunes.text.gguf_vocabulary import vocabulary_fields
 
 ARCHITECTURES = {
@@ -39,6 +44,7 @@ UNBIASED = ("arcee", "qwen3", "qwen3moe")
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 EXACT = ("ffn_gate_inp", "position_embd")
 """Matrices that llama.cpp wants in float32."""
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32
 """Elements in a block of the quantized types."""
 FREQUENCIES = "rope_freqs.weight"
@@ -58,6 +64,9 @@ KEYS = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""The keys of a config.json, and what follows the architecture's name in a GGUF file."""
+GPT2_KEYS = {
     "n_layer": "block_count",
     "n_embd": "embedding_length",
     "n_inner": "feed_forward_length",
@@ -65,7 +74,6 @@ KEYS = {
     "n_positions": "context_length",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }
-"""The keys of a config.json, and what follows the architecture's name in a GGUF file."""
 
 
 def write(
@@ -160,7 +168,7 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
         raise ValueError(f"llama.cpp's {architecture} has no biases, this model has; export it with --to hf")
     if not hf.get("norm_topk_prob", True):
         raise ValueError(f"llama.cpp's {architecture} renormalises experts' weights, this model does not")
-    fields = {key: hf[ours] for ours, key in KEYS.items() if hf.get(ours) is not None}
+    fields = {key: hf[ours] for ours, key in _keys(architecture).items() if hf.get(ours) is not None}
     if window := hf.get("sliding_window"):  # which llama.cpp ignores; up to there the model is the same
         fields["context_length"] = min(window, fields["context_length"])
     if "head_dim" in hf:
@@ -171,6 +179,10 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     }
     vocabulary = {"ggml.model": "none"} if tokenizer is None else vocabulary_fields(tokenizer, model.config.vocab)
     return fields | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
+
+
+def _keys(architecture: str) -> dict[str, str]:
+    return GPT2_KEYS if architecture == "gpt2" else KEYS
 
 
 def _rope_fields(scaling: Scaling) -> dict[str, Any]:
@@ -200,3 +212,103 @@ def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
     config, cpu = model.config, torch.device("cpu")
     scaled = scaling.inverse_frequencies(config.head_dim, config.rope_base, cpu)
     return in_memory({FREQUENCIES: base_frequencies(config.head_dim, config.rope_base, cpu) / scaled})
+
+
+# --- reading
+
+
+def tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a GGUF file, quantized ones as float32 when they are read.
+
+    Raises ValueError for a name that is unsafe or occurs twice, a type that the package does not know, and a
+    tensor that is not within the file.
+    """
+    mapped, files = MappedFile(path), dict[str, LazyTensor]()
+    for info in read_header(path).tensors:
+        if check_name(info.name) in files:
+            raise ValueError(f"two tensors are called {quote(info.name)}; fetch the file again")
+        files[info.name] = _lazy_tensor(mapped, info)
+    return files
+
+
+def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
+    package, origin = extra("gguf", "gguf"), f"{mapped.path.name}: {info.name}"
+    try:
+        number = package.GGMLQuantizationType(info.type)
+        block, size = package.GGML_QUANT_SIZES[number]
+        package.dequantize(np.zeros((1, size), np.uint8), number)
+    except (ValueError, NotImplementedError):
+        raise ValueError(f"tensor {quote(info.name)} has the type {info.type}, which is not supported") from None
+    rows = info.shape[-1] // block if info.shape and info.shape[-1] % block == 0 else None
+    if reason := "has rows that are not whole blocks" if rows is None else shape_error(info.shape):
+        raise ValueError(f"tensor {quote(info.name)} {reason}; fetch the file again")
+    if info.offset + prod(info.shape) // block * size > mapped.size:
+        raise ValueError(f"tensor {quote(info.name)} exceeds the file's {mapped.size} bytes; fetch the file again")
+    if number.name in DENSE:
+        read = partial(mapped.tensor, info.offset, info.shape, DENSE[number.name])
+        return LazyTensor(info.shape, DENSE[number.name], origin, read, mapped.release)
+
+    def dequantize() -> Tensor:
+        raw = mapped.tensor(info.offset, (*info.shape[:-1], (rows or 0) * size), torch.uint8)
+        return torch.from_numpy(package.dequantize(raw.numpy(), number))
+
+    return LazyTensor(info.shape, torch.float32, origin, dequantize, mapped.release)
+
+
+def hf_config(path: Path, files: Weights) -> dict[str, Any]:
+    """The config.json that is equivalent to a file's metadata and its tensors.
+
+    Raises ValueError for an architecture that no family here has, KeyError for a missing key.
+    """
+    fields = read_header(path).fields
+    architecture = fields["general.architecture"]
+    prefix = f"{architecture}."
+    known = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    if architecture not in ARCHITECTURES.values():
+        raise ValueError(f"architecture {quote(architecture)} is not one of {', '.join(ARCHITECTURES.values())}")
+    hf = {ours: known[key] for ours, key in _keys(architecture).items() if key in known}
+    mostly = {1: "float16", 32: "bfloat16"}.get(fields.get("general.file_type", 0), "float32")
+    hf |= {"model_type": _family(architecture, known)}
+    hf |= {"vocab_size": files["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in files}
+    if architecture == "gpt2":
+        hf |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    else:
+        biases = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+        hf |= {key: bias in files for key, bias in biases.items()} | _rope_scaling(hf, known, files)
+        hf = {"rope_theta": 10_000.0, "norm_topk_prob": True} | hf
+    family = FAMILIES[hf["model_type"]]
+    return {**family.to_hf(family.from_hf(hf)), "dtype": mostly}
+
+
+def _family(architecture: str, known: Mapping[str, Any]) -> str:
+    if architecture == "llama" and known.get("expert_count"):
+        return "mixtral"
+    if architecture == "llama" and known.get("attention.sliding_window"):
+        return "mistral"
+    return next(family for family, name in ARCHITECTURES.items() if name == architecture)
+
+
+def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weights) -> dict[str, Any]:
+    width = hf.get("head_dim") or quotient(hf, "hidden_size", "num_attention_heads")
+    rotated = {"partial_rotary_factor": known.get("rope.dimension_count", width) / width}
+    length = known.get("rope.scaling.original_context_length")
+    if FREQUENCIES in files:
+        return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
+    if (kind := known.get("rope.scaling.type", "none")) == "none":
+        return rotated
+    factor = known["rope.scaling.factor"]
+    rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
+    if kind == "yarn":
+        multiple = known.get("rope.scaling.attn_factor", 1.0)  # in float32
+        rope["attention_factor"] = yarn_scale(factor) if multiple == 1 else round(multiple * yarn_scale(factor), 6)
+    return rotated | {"rope_scaling": rope}
+
+
+def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
+    """LLaMA 3's scaling with its customary bounds, if it gives these divisors; raises ValueError otherwise."""
+    scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
+    cpu = torch.device("cpu")
+    expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)
+    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5):
+        raise ValueError(f"{FREQUENCIES} is not LLaMA 3's scaling of rotary positions, the only one supported")
+    return scaling_to_hf(scaling)

@@ -1,0 +1,195 @@
+"""Read untrusted GGUF files, llama.cpp's format: the header, and the tokenizer in it.
+
+The `gguf` package's reader makes several objects for each element of an array and believes its counts, which
+takes seconds for a vocabulary and all memory for a damaged file. Here, each count is compared with the file's size
+before anything is made of it. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from dunes.text import llama3, sentencepiece
+from dunes.text.byte_pairs import add_special
+from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER, Piece
+from dunes.text.special_tokens import SpecialTokens
+
+SUFFIX = ".gguf"
+MAX_HEADER_BYTES, MAX_STRINGS, MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 27, 2_000_000, 10_000, 100_000, 4
+SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
+"""The letters of `struct` for the types of values; 8 is a string, 9 an array."""
+STRING, ARRAY = 8, 9
+
+PATTERNS = {
+    "llama-bpe": llama3.PATTERN,
+    "qwen2": llama3.PATTERN.replace("{1,3}", ""),
+    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt-2": "",  # that of ByteLevel itself
+}
+"""The patterns of byte-level BPE by llama.cpp's names for them."""
+WHOLE_WORDS = ("llama-bpe", "tekken")
+"""Those with which llama.cpp looks up a word as a whole before it merges (`ignore_merges`)."""
+JSON = "huggingface.json"
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's name, its shape in torch's order, the number of its type, and its offset in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata of a file by key, strings as text (in arrays as bytes), and its tensors."""
+
+    fields: dict[str, Any]
+    tensors: list[TensorInfo]
+
+
+def read_header(path: Path) -> Header:
+    """Raises ValueError in one line for anything but a whole GGUF file of version 2 or 3, little-endian."""
+    try:
+        with path.open("rb") as file:
+            return _Reader(file, path.stat().st_size).header()
+    except ValueError as error:
+        raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None
+
+
+class _Reader:
+    """Reads values from a file of `size` bytes, of which the header may claim no more than there are."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file, self.left, self.strings = file, min(size, MAX_HEADER_BYTES), MAX_STRINGS
+
+    def header(self) -> Header:
+        if (magic := self.take(4)) != b"GGUF":
+            raise ValueError(f"it begins with {magic!r}")
+        if (version := self.scalar("I")) not in (2, 3):
+            raise ValueError(f"version {version}; expected 2 or 3")
+        tensors, keys = self.count("Q", MAX_TENSORS, "tensors"), self.count("Q", MAX_KEYS, "keys")
+        fields: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.text()
+            if key in fields:
+                raise ValueError(f"the key {key[:80]!a} occurs twice")
+            fields[key] = self.value(self.scalar("I"))
+        infos = [self.tensor() for _ in range(tensors)]
+        alignment = fields.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError("general.alignment is no power of two")
+        start = -(-self.file.tell() // alignment) * alignment
+        return Header(fields, [info._replace(offset=start + info.offset) for info in infos])
+
+    def take(self, size: int) -> bytes:
+        if size > self.left:
+            raise ValueError(f"{size} bytes are claimed where {self.left} are left")
+        self.left -= size
+        return self.file.read(size)
+
+    def scalar(self, letter: str) -> Any:
+        (value,) = struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))
+        return float(str(np.float32(value))) if letter == "f" else value  # 1e-05, not 9.99999974e-06
+
+    def count(self, letter: str, most: int, noun: str) -> int:
+        if (value := self.scalar(letter)) > most:
+            raise ValueError(f"{value} {noun}; {most} is the limit")
+        return int(value)
+
+    def string(self) -> bytes:
+        return self.take(self.scalar("Q"))
+
+    def text(self) -> str:
+        return self.string().decode()  # UnicodeDecodeError is a ValueError
+
+    def value(self, kind: int) -> Any:
+        """A value of this type; an array of numbers as numpy's."""
+        if kind == STRING:
+            return self.text()
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
+        if kind != ARRAY:
+            raise ValueError(f"a value of the unknown type {kind}")
+        kind, size = self.scalar("I"), self.scalar("Q")
+        if kind in SCALARS:
+            dtype = np.dtype(f"<{SCALARS[kind]}" if SCALARS[kind] != "?" else "?")
+            return np.frombuffer(self.take(size * dtype.itemsize), dtype)
+        if kind != STRING or size > self.strings:
+            raise ValueError(f"an array of {size} elements of type {kind}; at most {MAX_STRINGS} strings are read")
+        self.strings -= size
+        return [self.string() for _ in range(size)]
+
+    def tensor(self) -> TensorInfo:
+        name, dims = self.text(), self.count("I", MAX_DIMS, "dimensions")
+        shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
+        return TensorInfo(name, shape, self.scalar("I"), self.scalar("Q"))
+
+
+# --- the tokenizer
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a file has one. Raises ValueError as `read_header` does."""
+    return str(read_header(path).fields.get("tokenizer.ggml.model", "none")) != "none"
+
+
+def build_tokenizer(
+    fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
+) -> tokenizers.Tokenizer:
+    """The tokenizer in a header: its tokenizer.json, which `parse` reads, or one that is built from its tokens.
+
+    Raises ValueError, without the file's name, for damaged fields and for kinds that are not supported.
+    """
+    if (text := fields.get(f"tokenizer.{JSON}")) is not None:
+        return parse(str(text).encode())
+    kind, pattern = (fields.get(f"tokenizer.ggml.{key}", "") for key in ("model", "pre"))
+    tokens = [token.decode() for token in fields["tokenizer.ggml.tokens"]]
+    types = [int(t) for t in fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
+    if kind == "llama":
+        scores = fields["tokenizer.ggml.scores"].tolist()
+        return _sentencepiece(fields, list(map(Piece, tokens, scores, types)))
+    if kind != "gpt2" or pattern not in PATTERNS:
+        raise ValueError(
+            f"a tokenizer of kind {kind[:80]!a} with words split as in {pattern[:80]!a} is not supported; "
+            f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
+        )
+    merges = [tuple(merge.decode().rsplit(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pattern in WHOLE_WORDS))
+    words = [pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")] if PATTERNS[pattern] else []
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
+    begin, typed = special_tokens(fields).bos, list(zip(tokens, types, strict=True))
+    inner.add_tokens([AddedToken(text, normalized=False) for text, type in typed if type == USER])
+    add_special(inner, [text for text, type in typed if type == CONTROL], tokens[begin[0]] if begin else None)
+    return inner
+
+
+def _sentencepiece(fields: Mapping[str, Any], pieces: list[Piece]) -> tokenizers.Tokenizer:
+    while pieces and pieces[-1].type == UNUSED:
+        pieces.pop()
+    bos, prefix = fields.get("tokenizer.ggml.bos_token_id", 1), fields.get("tokenizer.ggml.add_space_prefix", True)
+    byte_fallback = any(piece.type == BYTE for piece in pieces)
+    model = sentencepiece.Model(tuple(pieces), byte_fallback, pieces[bos].text, bool(prefix), False)
+    sentencepiece.check(model)
+    return sentencepiece.build(model)
+
+
+def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
+    """The special ids in a header. BOS is put before a text as it says, by default by SentencePiece's kind."""
+    bos, eos, turn = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
+    adds = fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama")
+    if not all(i is None or (type(i) is int and i >= 0) for i in (bos, eos, turn)):
+        raise ValueError("a special token's id is no number")
+    stops = frozenset(i for i in (eos, turn) if i is not None)
+    return SpecialTokens((bos,) if adds and bos is not None else (), eos, stops)
