@@ -35,7 +35,7 @@ def test_the_rate_of_a_prompt_ends_with_the_first_token():
 
 @pytest.mark.parametrize(("pieces", "error"), [(0, ""), (1, "prompt: 3 tokens, "), (2, "generated: 2 tokens, ")])
 def test_an_interrupted_text_has_rates_once_it_has_begun(pieces, error, monkeypatch, tmp_path, capsys):
-    def stream(*arguments):
+    def stream(*arguments, **options):
         yield from [SimpleNamespace(text="a")] * pieces
         raise KeyboardInterrupt
 

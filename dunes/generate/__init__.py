@@ -3,16 +3,22 @@
 from dunes.generate.decode import Request, Token, generate, generate_all, prompt_tokens
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.sampling import Sampler, force_prefix, limit_vocab, sampler
+from dunes.generate.speculate import DraftModel, Proposal, Proposer, first_proposal, look_up
 
 __all__ = [
+    "DraftModel",
     "PrefixCache",
+    "Proposal",
+    "Proposer",
     "Request",
     "Sampler",
     "Token",
+    "first_proposal",
     "force_prefix",
     "generate",
     "generate_all",
     "limit_vocab",
+    "look_up",
     "prompt_tokens",
     "sampler",
 ]

@@ -1,8 +1,8 @@
-"""Autoregressive decoding with any model that is called as `model(ids, positions=..., cache=..., last=1)`."""
+"""Autoregressive decoding with any model that is called as `model(ids, positions=..., cache=..., last=n)`."""
 
 # Shapes: N tokens, V vocabulary.
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.sampling import Sampler
+from dunes.generate.speculate import Proposal, Proposer, choose
 
 GREEDY = Sampler()
 
@@ -31,6 +32,7 @@ class Token:
 class Request:
     """Up to `limit` tokens after the prompt, or until one in `stop`, by an adapter of the model; `ids` grow.
 
+    What the `proposer` proposes is verified by one forward: the tokens are those without it, in fewer forwards.
     Raises ValueError for an empty prompt.
     """
 
@@ -40,11 +42,17 @@ class Request:
     stop: Container[int] = ()
     alternatives: int = 0
     adapter: str | None = None
+    proposer: Proposer | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("a prompt has no tokens; give it at least the end token")
         self.ids, self._start, self.end = list(self.prompt), 0, len(self.prompt) + self.limit
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether another token may follow."""
+        return len(self.ids) < self.end
 
     def window(self, context_length: int) -> list[int]:
         """The ids that the model attends to, which go on from their last half when there are too many."""
@@ -71,13 +79,15 @@ def generate(
     sample: Sampler = GREEDY,
     stop: Container[int] = (),
     cache: PrefixCache | None = None,
+    proposer: Proposer | None = None,
 ) -> Iterator[Token]:
     """Yield up to `limit` tokens after the prompt, or until one in `stop`, which is not yielded.
 
     `context_length` is how many tokens the model can attend to; when a text reaches it, generation continues from
-    its last half. Without a sampler decoding is greedy. Raises ValueError for an empty prompt.
+    its last half. Without a sampler decoding is greedy. With a `proposer` the tokens are the same, in fewer
+    forwards. Raises ValueError for an empty prompt, and for a proposal with ids that the model does not have.
     """
-    request = Request(prompt, limit, sample, stop)
+    request = Request(prompt, limit, sample, stop, proposer=proposer)
     for row in generate_all(model, [request], context_length=context_length, cache=cache):
         assert row[0] is not None, "generation ends with its only row"
         yield row[0]
@@ -90,20 +100,65 @@ def generate_all(
     context_length: int,
     cache: PrefixCache | None = None,
 ) -> Iterator[list[Token | None]]:
-    """The same for several requests at once; None where a row has ended. Each row's text is the same as alone.
+    """The same for several requests at once; None where a row has ended, or waits for what others accept.
 
-    Between two tokens the caller may put another request, or None, into a place of `requests`. A `cache` has as
-    many rows: what it holds of the beginning of a text is not evaluated, and afterwards it holds the new texts.
+    Each row's text is the same as alone. Between two tokens the caller may put another request, or None, into a
+    place of `requests`. A `cache` has as many rows: what it holds of the beginning of a text is not evaluated, and
+    afterwards it holds the new texts.
     """
     cache = cache or PrefixCache(model, len(requests))
-    while active := {i: r for i, r in enumerate(requests) if r is not None and len(r.ids) < r.end}:
+    while active := {i: r for i, r in enumerate(requests) if r is not None and r.unfinished}:
         cache.reserve(min(context_length, max(r.end for r in active.values())))
         for i, request in active.items():
             cache.set_adapter(i, request.adapter)
-        logits = cache.logits({i: r.window(context_length) for i, r in active.items()})
-        tokens = dict(zip(active, _next_tokens(list(active.values()), logits), strict=True))
+        texts = {i: r.window(context_length) for i, r in active.items()}
+        proposals = {i: _propose(r, context_length - len(texts[i]), cache) for i, r in active.items()}
+        last = {i: len(proposal.ids) + 1 for i, proposal in proposals.items()}
+        logits = cache.logits({i: [*ids, *proposals[i].ids] for i, ids in texts.items()}, last)
+        rows = dict(zip(active, torch.split(logits, [*last.values()]), strict=True))
+        yield from _accept(requests, active, proposals, rows)
+
+
+def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
+    """A proposal that fits into the `room` of the context and into the request's limit.
+
+    It is empty for a model that reads whole texts, whose logits may depend on all ids of a forward.
+    """
+    room = min(room, request.end - len(request.ids) - 1)
+    if request.proposer is None or room < 1 or cache.cache is None or cache.vocab is None:
+        return Proposal()
+    proposal = request.proposer(request.ids, room, request.sample)
+    if invalid := [i for i in proposal.ids if not 0 <= i < cache.vocab]:
+        raise ValueError(f"a proposal has id {invalid[0]}; the model has ids 0 to {cache.vocab - 1}")
+    return Proposal(proposal.ids[:room], proposal.probs[:room])
+
+
+def _accept(
+    requests: Sequence[Request | None],
+    active: Mapping[int, Request],
+    proposals: Mapping[int, Proposal],
+    logits: Mapping[int, Tensor],
+) -> Iterator[list[Token | None]]:
+    """Yield the next token of each active row, and further ones of those rows whose proposal holds."""
+    step = 0
+    while active:
+        rows = torch.stack([logits[i][step] for i in active])
+        tokens = dict(zip(active, _next_tokens(active, rows, proposals, step), strict=True))
         if any(tokens.values()):
             yield [tokens.get(i) for i in range(len(requests))]
+        held = [i for i, r in active.items() if r.ids[-1:] == [*proposals[i].ids[step : step + 1]]]
+        active = {i: active[i] for i in held if requests[i] is active[i] and active[i].unfinished}
+        step += 1
+
+
+def _next_tokens(
+    requests: Mapping[int, Request], logits: Tensor, proposals: Mapping[int, Proposal], step: int
+) -> list[Token | None]:
+    """Choose a token for each request by its logits (N, V), and append it."""
+    rows = zip(requests.items(), logits, strict=True)
+    chosen = torch.stack([choose(r.sample, x, r.ids, proposals[i], step) for (i, r), x in rows])
+    tokens = _tokens(logits, chosen, [r.alternatives for r in requests.values()])
+    return [r.append(token) for r, token in zip(requests.values(), tokens, strict=True)]
 
 
 def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
@@ -112,13 +167,6 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
     with torch.no_grad(), tree.mode(model, False):
         logits = model(torch.tensor([ids], device=device))[0, :-1]
     return _tokens(logits, torch.tensor(ids[1:], device=device), [alternatives] * len(logits))
-
-
-def _next_tokens(requests: Sequence[Request], logits: Tensor) -> list[Token | None]:
-    """Choose a token for each request by its logits (N, V), and append it."""
-    chosen = torch.stack([r.sample(x, r.ids) for r, x in zip(requests, logits, strict=True)])
-    tokens = _tokens(logits, chosen, [r.alternatives for r in requests])
-    return [r.append(token) for r, token in zip(requests, tokens, strict=True)]
 
 
 def _tokens(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:

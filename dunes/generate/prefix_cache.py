@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.generate.step import CompiledStep
 from dunes.parts import Cache, cache_for
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
@@ -18,7 +19,7 @@ class PrefixCache:
     """The cache of a model, whose weights must not change meanwhile, and the ids in each of its rows.
 
     `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use
-    what is active in the model.
+    what is active in the model. `step`, if set, computes single tokens of a single row.
     """
 
     def __init__(self, model: nn.Module, rows: int = 1, activate: Activate | None = None) -> None:
@@ -26,6 +27,10 @@ class PrefixCache:
         self.cache: Cache | None = None
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
+        self.step: CompiledStep | None = None
+        self.vocab: int | None = None
+        """The number of logits, known after a forward."""
+        self.forwards = 0
 
     def reserve(self, capacity: int) -> None:
         """Make room for as many ids in each row."""
@@ -40,26 +45,34 @@ class PrefixCache:
         if adapter != self.adapters[row]:
             self.adapters[row], self.ids[row] = adapter, []
 
-    def logits(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Logits (N, V) after the texts, by row; what a row holds of a text's beginning is not evaluated."""
+    def logits(self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int] | None = None) -> Tensor:
+        """Logits (N, V) after the texts, by row; what a row holds of a text's beginning is not evaluated.
+
+        With `last`, those after each of so many last ids of a row, one row after the other.
+        """
+        last = last or dict.fromkeys(texts, 1)
         if self.cache is None:  # the model may mix tokens, so it reads whole texts
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
-                return _forward(self.model, [*texts.values()])
-        # Many tokens in one row would be as many of padding in all others.
-        prefill = [i for i, ids in texts.items() if ids[:-1] != self.ids[i]] if any(self.ids) else []
-        logits = self._evaluate({i: texts[i] for i in prefill}, prefill)
-        rows = list(range(len(self.ids)))
-        logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows)
-        return torch.stack([logits[i] for i in texts])
+                logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
+        else:
+            # Many tokens in one row would be as many of padding in all others.
+            new = {i: len(ids) - _common(self.ids[i], ids, last[i]) for i, ids in texts.items()}
+            prefill = [i for i in texts if new[i] > last[i]] if any(self.ids) else []
+            rows = list(range(len(self.ids)))
+            logits = self._evaluate({i: texts[i] for i in prefill}, prefill, last)
+            logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
+        return torch.cat([logits[i][-last[i] :] for i in texts])
 
-    def _evaluate(self, texts: Mapping[int, Sequence[int]], rows: Sequence[int]) -> dict[int, Tensor]:
-        """Logits (V,) after each text by a forward of these rows, of which those without a text are padding."""
+    def _evaluate(
+        self, texts: Mapping[int, Sequence[int]], rows: Sequence[int], last: Mapping[int, int]
+    ) -> dict[int, Tensor]:
+        """Logits (n, V) after the texts' last ids by a forward of these rows; rows without a text are padding."""
         if not texts:
             return {}
         assert self.cache is not None, "reserve comes first"
         index = torch.tensor(rows, device=self.cache.length.device)
         part = self.cache if len(rows) == len(self.ids) else self.cache.select_rows(index)
-        kept = [_common(self.ids[i], texts[i]) if i in texts else len(self.ids[i]) for i in rows]
+        kept = [_common(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
         held = [len(self.ids[i]) for i in rows]
         if kept != held or not all(held):  # an interrupted forward leaves tokens in a row without ids
             kept = part.truncate(torch.tensor(kept)).tolist()
@@ -67,27 +80,35 @@ class PrefixCache:
             self.ids[i] = []  # an interrupted forward leaves a row undefined
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, kept, strict=True)]
         with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
-            logits = _forward(self.model, pending, part)
+            logits = self._forward(pending, max(last[i] for i in texts), part)
         if part is not self.cache:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
+    def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
+        """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
+        self.forwards += 1
+        if (
+            self.step is not None
+            and [len(row) for row in pending] == [1]
+            and cache is not None
+            and cache.max_length
+        ):
+            return self.step(pending[0][0], cache)[None, None]
+        width, device = max(map(len, pending)), next(self.model.parameters()).device
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
+        real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
+        positions = real.long().cumsum(1) - 1 if cache is None else cache.start(real)  # -1 for padding
+        logits: Tensor = self.model(ids, positions=positions, cache=cache, last=last)
+        self.vocab = logits.shape[-1]
+        return logits
 
-def _common(held: Sequence[int], ids: Sequence[int]) -> int:
-    """How many ids at the beginning are equal, but for the last one, which gives the logits."""
-    most = min(len(held), len(ids) - 1)
+
+def _common(held: Sequence[int], ids: Sequence[int], last: int) -> int:
+    """How many ids at the beginning are equal, but for the last ones, which give the logits."""
+    most = min(len(held), len(ids) - last)
     if held[:most] == ids[:most]:
         return most
     return next(i for i in range(most) if held[i] != ids[i])
-
-
-def _forward(model: nn.Module, pending: Sequence[Sequence[int]], cache: Cache | None = None) -> Tensor:
-    """Logits (N, V) after the pending ids, which are padded on the left."""
-    width, device = max(map(len, pending)), next(model.parameters()).device
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
-    real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
-    positions = real.long().cumsum(1) - 1 if cache is None else cache.start(real)  # -1 for padding
-    logits: Tensor = model(ids, positions=positions, cache=cache, last=1)
-    return logits[:, -1]

@@ -1,13 +1,27 @@
 """Text from a model: a prompt becomes ids, and ids become pieces of text, up to a limit or a stop."""
 
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
-from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens
+from dunes.generate import (
+    DraftModel,
+    PrefixCache,
+    Proposer,
+    Request,
+    Sampler,
+    Token,
+    first_proposal,
+    generate_all,
+    limit_vocab,
+    look_up,
+    prompt_tokens,
+)
+from dunes.generate.step import CompiledStep
 from dunes.text import DecodeStream
+from dunes.units import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +36,15 @@ class TextGenerator:
     """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
     It keeps the cache of the last text: of one that begins alike, as a conversation's next turn or the text after
-    a keystroke, only the rest is evaluated. A prompt is a text or the ids of one.
+    a keystroke, only the rest is evaluated. A prompt is a text or the ids of one. `find_step` is asked for a
+    compiled step before each token of a single request.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, find_step: Callable[[], CompiledStep | None] = lambda: None) -> None:
         self.model, self.context_length = loaded.model, loaded.context_length
         self.tokenizer = loaded.require_tokenizer()
         self.cache: PrefixCache | None = None
+        self._find_step = find_step
 
     def stream(
         self,
@@ -57,12 +73,12 @@ class TextGenerator:
         *,
         stop: Container[int] | None = None,
         alternatives: int = 0,
+        proposer: Proposer | None = None,
     ) -> Request:
         """A request for ids of the tokenizer; by default greedy, and up to the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
-        return Request(
-            self._ids(prompt), limit, sample, self.tokenizer.stops if stop is None else stop, alternatives
-        )
+        stop = self.tokenizer.stops if stop is None else stop
+        return Request(self._ids(prompt), limit, sample, stop, alternatives, proposer=proposer)
 
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = (), skip: int = 0
@@ -73,11 +89,40 @@ class TextGenerator:
         """
         if self.cache is None or len(self.cache.ids) != len(requests):
             self.cache = PrefixCache(self.model, len(requests))
+        self._use_step(self.cache)
         for row in generate_all(self.model, requests, context_length=self.context_length, cache=self.cache):
             for request, token in zip(requests, row, strict=True) if until else ():
                 if request and token and any(stop.encode() in self._bytes(request)[skip:] for stop in until):
                     request.end = len(request.ids)
             yield row
+            self._use_step(self.cache)
+
+    def _use_step(self, cache: PrefixCache) -> None:
+        if cache.step is None and len(cache.ids) == 1:
+            cache.step = self._find_step()
+
+    def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:
+        """A proposer for one text at a time: by look-up, and where that has no proposal, by the draft.
+
+        Raises ValueError for a draft with another vocabulary.
+        """
+        proposers: list[Proposer] = [look_up] if lookup else []
+        if draft is not None:
+            own, its = (t.inner.get_vocab().items() for t in (self.tokenizer, draft.require_tokenizer()))
+            if different := own ^ its:
+                token, id = min(different)
+                place = "the draft's" if (token, id) in its else "the model's"
+                raise ValueError(
+                    f"the draft's vocabulary is not the model's: only {place} has {token[:40]!a} as {id}; "
+                    "use a draft with the same tokenizer"
+                )
+            proposers.append(DraftModel(draft.model, draft.context_length))
+        return first_proposal(*proposers) if proposers else None
+
+    def describe_forwards(self, tokens: int) -> str:
+        """The forwards of the cache, which gave these tokens."""
+        assert self.cache is not None, "tokens come first"
+        return f"{plural(self.cache.forwards, 'forward')}, {tokens / self.cache.forwards:.2f} tokens per forward"
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
         """The prompt's tokens that the model can attend to, after the first one, with their log-probabilities."""

@@ -1,0 +1,108 @@
+"""Speculation: ids that may come next are proposed cheaply and verified together by one forward of the model.
+
+The text has the distribution that it has without: https://arxiv.org/abs/2211.17192, https://arxiv.org/abs/2302.01318.
+"""
+
+# Shapes: V vocabulary.
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.sampling import Sampler, greedy
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Ids that may follow a text; if each was drawn, `probs` are the distributions (V,) that it was drawn from."""
+
+    ids: Sequence[int] = ()
+    probs: Sequence[Tensor] = ()
+
+
+Proposer = Callable[[Sequence[int], int, Sampler], Proposal]
+"""(the ids so far, how many to propose at most, the sampler of the text) -> proposal, which may be empty."""
+
+
+def look_up(
+    ids: Sequence[int], limit: int, sample: Sampler, *, count: int = 8, longest: int = 8, shortest: int = 2
+) -> Proposal:
+    """Propose what followed the last earlier occurrence of the text's end, of as many as possible of its last ids.
+
+    It is repeated if it is shorter than `count`. Known as prompt look-up decoding.
+    """
+    data = array("q", ids)
+    for n in range(min(longest, len(ids) - 1), shortest - 1, -1):
+        if (start := _last_occurrence(data, n)) is not None:
+            continuation = list(ids[start + n :])
+            return Proposal((continuation * count)[: min(count, limit)])
+    return Proposal()
+
+
+def _last_occurrence(ids: "array[int]", n: int) -> int | None:
+    """Where the last `n` ids occur for the last time before."""
+    data, end = ids.tobytes(), ids[-n:].tobytes()
+    start = data.rfind(end, 0, len(data) - 1)
+    while start > 0 and start % ids.itemsize:
+        start = data.rfind(end, 0, start + len(end) - 1)
+    return None if start < 0 else start // ids.itemsize
+
+
+class DraftModel:
+    """Proposes what a smaller model with the same vocabulary writes, by the sampler of the text.
+
+    Each text that is written at the same time needs a draft of its own, which keeps the cache of that text.
+    """
+
+    def __init__(self, model: nn.Module, context_length: int, count: int = 4) -> None:
+        self.context_length, self.count, self.cache = context_length, count, PrefixCache(model)
+
+    def __call__(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
+        half = max(1, self.context_length // 2)
+        count = min(self.count, limit, self.context_length - half)
+        # A window that moved with each id would be evaluated anew each time.
+        start = -(-max(0, len(ids) + count - self.context_length) // half) * half
+        self.cache.reserve(min(self.context_length, 1 << (len(ids) + count).bit_length()))
+        text, probs = list(ids), []
+        for _ in range(count):
+            logits = sample.process(self.cache.logits({0: text[start:]})[0], text)
+            text.append(int(sample.choose(logits)))
+            probs.append(logits.softmax(-1))
+        return Proposal(text[len(ids) :], () if sample.choose is greedy else probs)
+
+
+def first_proposal(*proposers: Proposer) -> Proposer:
+    """A proposer that asks each of these until one proposes something."""
+
+    def propose(ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
+        return next((p for proposer in proposers if (p := proposer(ids, limit, sample)).ids), Proposal())
+
+    return propose
+
+
+def choose(sample: Sampler, logits: Tensor, ids: Sequence[int], proposal: Proposal, step: int) -> Tensor:
+    """The next id () for logits (V,) after `ids`, which end with the first `step` ids of the proposal.
+
+    It is distributed as without the proposal, and as often as possible equal to the one proposed next.
+    """
+    logits = sample.process(logits, ids)
+    if step < len(proposal.probs):
+        logits = _corrected(logits.softmax(-1), proposal.probs[step], proposal.ids[step]).log()
+    return sample.choose(logits)
+
+
+def _corrected(p: Tensor, q: Tensor, proposed: int) -> Tensor:
+    """The distribution to draw from when `proposed` was drawn from q, so that in all the draw is from p.
+
+    With probability min(1, p/q) it is the proposed id, else one by the positive part of p - q.
+    """
+    if len(p) != len(q):
+        raise ValueError(f"a draft has {len(q)} ids, the model {len(p)}; use one with the same vocabulary")
+    accepted = (p[proposed] / q[proposed]).clamp(max=1)
+    rest = (p - q).clamp(min=0)
+    mixed = rest * ((1 - accepted) / rest.sum().clamp(min=1e-30))
+    mixed[proposed] += accepted
+    return mixed

@@ -1,0 +1,360 @@
+"""Speculation changes how many forwards a text needs, and nothing else."""
+
+import random
+import re
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from dunes import checkpoint
+from dunes.augment import adapter_active, row_adapters
+from dunes.cli import verbs
+from dunes.generate import (
+    DraftModel,
+    PrefixCache,
+    Proposal,
+    Request,
+    Sampler,
+    first_proposal,
+    force_prefix,
+    generate,
+    generate_all,
+    limit_vocab,
+    look_up,
+    sampler,
+)
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.parts import RollingCache
+from dunes.runs.sampling import SamplingOptions
+from dunes.text import Tokenizer
+from own_parts import of_own_parts
+from test_generate import CONTEXT, CROSSING, PROMPTS, VOCAB, made, windowed
+from test_text_generator import TEXT, adapted, evaluated
+
+
+def tiny(noise=0.0):
+    """A model whose weights matter; with noise, another one that often agrees with it."""
+    module, draw = FAMILIES["llama"], torch.Generator().manual_seed(0)
+    model = initialise(module.build(module.Config.from_size(VOCAB, 32, 1, CONTEXT)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=draw) * 0.2)
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=draw) * noise)
+    return model.eval()
+
+
+def rounded(model):
+    return model.to(torch.bfloat16).float()
+
+
+LOOK_UP = partial(look_up, shortest=1)
+PROPOSERS = {
+    "the same model, rounded": lambda: DraftModel(rounded(tiny()), CONTEXT),
+    "another model": lambda: DraftModel(tiny(0.05), 20, count=3),
+    "look-up": lambda: LOOK_UP,
+    "look-up, else a draft": lambda: first_proposal(look_up, DraftModel(rounded(tiny()), 20)),
+}
+
+
+def written(model, prompt, **settings):
+    return list(generate(model, prompt, context_length=CONTEXT, **settings))
+
+
+def assert_same(got, want):
+    assert [t.id for t in got] == [t.id for t in want]
+    for a, b in zip(got, want, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=2e-5)
+        assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_greedy_text_is_the_plain_one_after_200_random_prompts(name):
+    model, propose, draw = tiny(), PROPOSERS[name](), random.Random(0)
+    prompts = [draw.choices(range(VOCAB), k=draw.randint(1, 24)) for _ in range(200)]
+    plain = [Request(p, 14, stop={3}) for p in prompts]
+    assert len(list(generate_all(model, plain, context_length=CONTEXT))) == 14
+    cache = PrefixCache(model)
+    for prompt, want in zip(prompts, plain, strict=True):
+        got = written(model, prompt, limit=14, stop={3}, cache=cache, proposer=propose)
+        assert [t.id for t in got] == want.ids[len(prompt) :]
+    tokens = sum(len(r.ids) - len(r.prompt) for r in plain)
+    assert 1.1 < tokens / cache.forwards < 5
+    assert len({len(r.ids) - len(r.prompt) for r in plain}) > 5, "some stop within an accepted run"
+
+
+PIECES = [bytes([65 + i % 26]) * (1 + i // 26) for i in range(VOCAB)]
+PROCESSED = {
+    "penalty": lambda: sampler(0.0, penalty=1.3),
+    "all": lambda: sampler(1.5, top_k=20, top_p=0.95, min_p=0.01, penalty=1.2, seed=5),
+    "forced": lambda: sampler(1.0, seed=2).after(partial(force_prefix, PIECES, b"BBBCCDAAAB", 4)),
+    "limited": lambda: sampler(1.0, seed=3).after(partial(limit_vocab, 40)),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_look_up_writes_what_plain_sampling_does_token_by_token(name):
+    model, cache = tiny(), PrefixCache(tiny())
+    for prompt in ([5, 6, 7, 5], TEXT[:4], [1, 1, 1, 1]):
+        request = lambda **options: Request(prompt, 24, PROCESSED[name](), alternatives=3, **options)  # noqa: B023
+        want = [t for (t,) in generate_all(model, [request()], context_length=CONTEXT)]
+        speculative = request(proposer=oracle([t.id for t in want], 4, wrong_at=3))
+        got = [t for (t,) in generate_all(model, [speculative], context_length=CONTEXT, cache=cache)]
+        assert_same(got, want)
+        speculative = request(proposer=LOOK_UP)
+        assert_same([t for (t,) in generate_all(model, [speculative], context_length=CONTEXT, cache=cache)], want)
+    assert cache.forwards < 120, "of 144 tokens"
+
+
+def oracle(ids, prompt, wrong_at=10**9, count=6):
+    """Proposes what will come, but for each `wrong_at`th id."""
+
+    def propose(text, limit, sample):
+        done = len(text) - prompt
+        right = ids[done : done + min(count, limit)]
+        return Proposal([(i + ((done + n) % wrong_at == wrong_at - 1)) % VOCAB for n, i in enumerate(right)])
+
+    return propose
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_it_crosses_the_context_where_the_plain_text_does(family):
+    model = made(family)
+    for prompt in CROSSING:
+        want, cache = written(model, prompt, limit=60), PrefixCache(model)
+        for wrong_at in (10**9, 5):
+            propose = oracle([t.id for t in want], len(prompt), wrong_at)
+            assert_same(written(model, prompt, limit=60, cache=cache, proposer=propose), want)
+        assert cache.forwards < 80
+
+
+@pytest.mark.parametrize("count", [3, 16, 30])
+@pytest.mark.parametrize("window", [5, 20])
+def test_a_rolling_cache_drops_what_was_not_accepted(window, count):
+    model = windowed(window)
+    cache = PrefixCache(model)
+    for prompt in CROSSING:
+        want = written(model, prompt, limit=36)
+        for wrong_at in (2, 7):
+            propose = oracle([t.id for t in want], len(prompt), wrong_at, count)
+            assert_same(written(model, prompt, limit=36, cache=cache, proposer=propose), want)
+    assert type(cache.cache) is RollingCache
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_the_smallest_contexts_leave_room_for_what_fits(context):
+    model = windowed(5)
+    for propose in (LOOK_UP, DraftModel(model, context), DraftModel(model, 1)):
+        for prompt in PROMPTS:
+            write = partial(generate, model, prompt, limit=9, context_length=context)
+            assert_same(list(write(proposer=propose)), list(write()))
+
+
+def test_a_batch_of_unequal_prompts_with_and_without_proposals_is_each_as_alone():
+    model = adapted()
+    samplers = lambda: [sampler(1.0, seed=1), Sampler(), sampler(0.9, top_k=9, seed=2), Sampler(), Sampler()]
+    prompts, adapters = [TEXT[:9], TEXT[:30], [7], TEXT[3:20], [7]], ["one", None, "two", "one", None]
+    plain = [
+        Request(p, 20 + i, s, adapter=a)
+        for i, (p, s, a) in enumerate(zip(prompts, samplers(), adapters, strict=True))
+    ]
+    for request in plain:
+        with adapter_active(model, request.adapter):
+            list(generate_all(model, [request], context_length=CONTEXT))
+    new = [r.ids[len(r.prompt) :] for r in plain]
+    proposers = [oracle(new[0], 9, 4), None, oracle(new[2], 1, 3), LOOK_UP, oracle(new[4], 1)]
+    drawn = samplers()
+    again = [
+        Request(r.prompt, 20 + i, drawn[i], adapter=r.adapter, proposer=proposers[i]) for i, r in enumerate(plain)
+    ]
+    places, late = list(again[:3]), list(again[3:])
+    cache = PrefixCache(model, 3, partial(row_adapters, model))
+    got = {id(r): [] for r in again}
+    for row in generate_all(model, places, context_length=CONTEXT, cache=cache):
+        for i, token in enumerate(row):
+            if token is not None:
+                got[id(places[i])].append(token.id)
+                assert places[i].ids[-1] == token.id, "ids grow one by one"
+            if not places[i].unfinished and late:
+                places[i] = late.pop(0)
+    assert [got[id(r)] for r in again] == new
+    assert len(new[0]) == 20
+    assert cache.forwards < 75, "of 110 tokens"
+
+
+def test_a_row_that_joins_is_prefilled_without_the_others():
+    model, cache = tiny(), PrefixCache(tiny(), 2)
+    cache = PrefixCache(model, 2)
+    places = [Request(TEXT[:9], 12), Request([7, 8], 6)]
+    with evaluated(model) as counts:
+        for _ in generate_all(model, places, context_length=CONTEXT, cache=cache):
+            if len(places[1].ids) == 8:
+                places[1], start = Request(TEXT[:11], 6), len(counts)
+    assert counts[:2] == [11, 2]
+    assert counts[start : start + 3] == [11, 1, 2], "its prompt, the other's next token, then both together"
+
+
+def test_a_text_ends_or_is_cancelled_within_an_accepted_run_and_the_cache_stays_right():
+    model, prompt = tiny(), TEXT[:6]
+    want = written(model, prompt, limit=20)
+    ids = [t.id for t in want]
+    for n in range(1, 12):
+        cache = PrefixCache(model)
+        settings = {"cache": cache, "proposer": oracle(ids, 6)}
+        stop = {ids[n]}
+        assert_same(written(model, prompt, limit=20, stop=stop, **settings), want[: ids.index(ids[n])])
+        tokens = generate(model, prompt, limit=20, context_length=CONTEXT, **settings)
+        assert_same([next(tokens) for _ in range(n)], want[:n])
+        tokens.close()
+        assert_same(written(model, prompt, limit=n, **settings), want[:n])
+        other = [*prompt, *ids[:n], 1, 2]
+        assert_same(written(model, other, limit=8, cache=cache), written(model, other, limit=8))
+        request = Request(prompt, 20, proposer=oracle(ids, 6))
+        for _ in generate_all(model, [request], context_length=CONTEXT, cache=cache):
+            if len(request.ids) == 6 + n:
+                request.end = 6 + n  # as a stop string sets it
+        assert request.ids[6:] == ids[:n]
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB, 10**6])
+def test_proposals_with_other_ids_are_refused_and_empty_or_long_ones_are_not(bad):
+    model, want = tiny(), written(tiny(), [1, 2], limit=8)
+    refuse = generate(model, [1, 2], limit=8, context_length=CONTEXT, proposer=lambda *_: Proposal([4, bad]))
+    with pytest.raises(ValueError, match=f"^a proposal has id {bad}; the model has ids 0 to {VOCAB - 1}$"):
+        list(refuse)
+    for ids in ([], [want[1].id] * 100):
+        assert_same(written(model, [1, 2], limit=8, proposer=lambda *_: Proposal(ids)), want)  # noqa: B023
+
+
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+def test_a_model_without_a_cache_is_asked_for_one_token_at_a_time():
+    model = of_own_parts("shift").float()
+
+    def propose(*_):
+        raise AssertionError("what follows might change what stands before")
+
+    assert_same(written(model, [1, 2], limit=8, proposer=propose), written(model, [1, 2], limit=8))
+
+
+class Bigram(nn.Module):
+    """Logits that depend on the last id only."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.table = nn.Parameter(logits)
+
+    def forward(self, ids, positions, cache, last):
+        cache.advance((positions >= 0).sum(1))
+        return self.table[ids][:, -last:]
+
+
+def bigram(seed, vocab=4):
+    return Bigram(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_of_tied_logits_greedy_takes_the_same():
+    model = Bigram(torch.randint(0, 2, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(0)).float())
+    for start in range(VOCAB):
+        want = written(model, [start], limit=30)
+        assert_same(written(model, [start], limit=30, proposer=DraftModel(model, CONTEXT)), want)
+        assert_same(written(model, [start], limit=30, proposer=LOOK_UP), want)
+
+
+@pytest.mark.parametrize("name", ["plain", "look-up", "draft", "its own draft"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 3}])
+def test_the_drawn_distribution_is_the_models(name, settings):
+    model, other = bigram(0), bigram(1)
+    propose = {
+        "look-up": partial(look_up, shortest=1, count=3),
+        "draft": DraftModel(other, 50),
+        "its own draft": DraftModel(model, 50),
+    }.get(name)
+    cache = PrefixCache(model)
+    text = generate(
+        model,
+        [0],
+        limit=4000,
+        context_length=50,
+        sample=sampler(**settings, seed=7),
+        cache=cache,
+        proposer=propose,
+    )
+    ids = [0, *(t.id for t in text)]
+    chi_squared, freedom = 0.0, 0
+    counts = Counter(pairwise(ids))
+    for i in range(4):
+        want = sampler(**settings).process(model.table[i].detach(), []).softmax(-1) * ids[:-1].count(i)
+        drawn = torch.tensor([counts[i, j] for j in range(4)])
+        assert drawn[want == 0].sum() == 0
+        chi_squared += float(((drawn - want) ** 2 / want)[want > 0].sum())
+        freedom += int((want > 0).sum()) - 1
+    assert chi_squared < {12: 32.9, 8: 26.1}[freedom], "exceeded by chance once in a thousand seeds"
+    rates = {"plain": 1.0, "look-up": 1.2, "draft": 1.5, "its own draft": 4}
+    assert 4000 / cache.forwards >= rates[name]
+    assert name == "plain" or 4000 / cache.forwards < 5.001
+
+
+def test_a_draft_with_another_vocabulary_is_refused():
+    refuse = generate(
+        bigram(0), [0], limit=9, context_length=9, sample=sampler(), proposer=DraftModel(bigram(1, 6), 9)
+    )
+    with pytest.raises(ValueError, match=r"^a (draft|proposal) has .*; (use|the model)"):
+        list(refuse)
+
+
+def test_look_up_finds_the_last_occurrence_of_the_longest_end():
+    draw = random.Random(0)
+    for _ in range(500):
+        ids = [draw.choice([0, 1, 256, 2**20]) for _ in range(draw.randint(1, 30))]
+        want = []
+        for n in range(1, min(4, len(ids) - 1) + 1):
+            for start in range(len(ids) - n):
+                if ids[start : start + n] == ids[-n:]:
+                    want, lag = list(ids), len(ids) - n - start
+        for _ in range(6 if want else 0):
+            want.append(want[-lag])
+        assert list(look_up(ids, 6, Sampler(), longest=4, shortest=1).ids) == want[len(ids) :]
+    assert list(look_up([1, 2, 3, 1, 2], 2, Sampler()).ids) == [3, 1]
+    assert not look_up([1, 2, 3], 5, Sampler()).ids
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two models with one tokenizer and one with another."""
+    characters = [chr(i) for i in range(32, 127)]
+    for name, text, seed in (("big", characters, 0), ("small", characters, 1), ("other", characters[:-1], 0)):
+        tokenizer = Tokenizer.train("chars", text)
+        module = FAMILIES["llama"]
+        model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 16, 1, 64)), seed)
+        checkpoint.save(model, tmp_path / name, tokenizer, 64)
+    return tmp_path
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(folders, capsys, temperature):
+    options = SamplingOptions(tokens=60, temperature=temperature, top_k=3)
+    verbs.generate(str(folders / "big"), options, "ab ab ab")
+    want = capsys.readouterr().out
+    for arguments in ({"lookup": True}, {"draft": str(folders / "small")}, {"lookup": True, "draft": "big"}):
+        arguments |= {"draft": str(folders / arguments["draft"])} if "draft" in arguments else {}
+        verbs.generate(str(folders / "big"), options, "ab ab ab", **arguments)
+        printed = capsys.readouterr()
+        forwards, rate = re.search(r"(\d+) forwards, (.*) tokens per forward\n", printed.err).groups()
+        count = re.search(r"generated: (\d+) tokens", printed.err).group(1)
+        assert float(rate) == pytest.approx(int(count) / int(forwards), abs=0.01)
+        if temperature == 0 or "draft" not in arguments:
+            assert printed.out == want
+            assert int(count) == 60
+
+
+def test_the_verb_refuses_a_draft_with_another_tokenizer_before_it_writes(folders, capsys):
+    with pytest.raises(
+        ValueError, match=r"^the draft's vocabulary is not the model's: only the .* has '.*' as \d+;"
+    ):
+        verbs.generate(str(folders / "big"), SamplingOptions(), "ab", draft=str(folders / "other"))
+    assert not capsys.readouterr().out
