@@ -18,6 +18,12 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _mine = threading.local()
 
 
+def cache_home() -> Path:
+    """$DUNES_HOME, or a folder in the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dunes"
+    return Path(os.environ.get("DUNES_HOME") or default)
+
+
 @contextmanager
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """Lock a folder or a file; the system releases the lock when the process ends.

@@ -5,13 +5,18 @@ import random
 import struct
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unicodedata import category
 
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from conftest import metaspace_tokenizer
 from dunes import checkpoint
 from dunes.checkpoint.files.lazy_tensor import in_memory
 from dunes.checkpoint.forms import gguf as form
@@ -19,9 +24,11 @@ from dunes.checkpoint.forms.architecture import Architecture
 from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
-from dunes.text import Tokenizer, templates
-from dunes.text.gguf_file import read_header
+from dunes.text import Tokenizer, llama3, sentencepiece, templates
+from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
+from hard_strings import HARD
+from test_tokenizer_conversion import ranked, ranks, trained
 
 TEXT = "def main(x1):\n    return 23 * x1\r\n\n\nclass Ab:\n\tpass  # end"
 SCALINGS = {
@@ -221,6 +228,51 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
 
 
+# --- tokenizers of other models
+
+
+def byte_level(name):
+    """A byte-level tokenizer that splits text by one of llama.cpp's patterns."""
+    inner = tokenizers.Tokenizer(models.BPE(ignore_merges=name in WHOLE_WORDS))
+    words = [pre_tokenizers.Split(tokenizers.Regex(PATTERNS[name]), "isolated")] if PATTERNS[name] else []
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
+    alphabet, options = sorted(level.alphabet()), {"special_tokens": ["<|endoftext|>"], "show_progress": False}
+    inner.train_from_iterator(HARD, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, **options))
+    inner.add_tokens([tokenizers.AddedToken("<tool>", normalized=False)])
+    return Tokenizer(inner)
+
+
+FOREIGN = {
+    **{name: partial(byte_level, name) for name in PATTERNS},
+    "llama 3": lambda: Tokenizer(llama3.convert(ranked(ranks()))),
+    "sentencepiece": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs"))),
+    "no prefix": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs, no prefix"))),
+    "symbols": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs, symbols"))),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_tokenizer_is_built_from_the_tokens_of_a_file(name, tmp_path):
+    before = FOREIGN[name]()
+    _, path = written(tmp_path, "llama", before)
+    fields = read_header(path).fields
+    del fields["tokenizer.huggingface.json"]
+    after = Tokenizer(build_tokenizer(fields, None), special_tokens(fields))
+    assert [after.encode(text) for text in HARD] == [before.encode(text) for text in HARD]
+    assert (after.bos, after.eos, after.stops) == (before.bos, before.eos, before.stops)
+    ids = list(range(before.vocab))
+    assert after.decode(ids) == before.decode(ids)
+
+
+def test_tokenizers_that_llama_cpp_has_no_algorithm_for_are_refused():
+    other = byte_level("gpt-2")
+    other.inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    for tokenizer, reason in ((other, "in another way"), (metaspace_tokenizer(), "no tokens for bytes")):
+        with pytest.raises(ValueError, match=reason):
+            vocabulary_fields(tokenizer, tokenizer.vocab)
+
+
 # --- hostile files
 
 
@@ -359,6 +411,19 @@ def test_llama_cpp_gives_the_same_logits_and_greedy_tokens(family, changes, tmp_
     # Its GELU is a table of float16 values.
     assert (theirs - ours).abs().max() < (1e-3 if family == "gpt2" else 5e-6) * ours.abs().max()
     assert theirs.argmax(-1).tolist() == ours.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("name", sorted(FOREIGN.keys() - {"symbols"}))  # around which it puts other spaces
+def test_llama_cpp_gives_the_same_ids(name, tmp_path, llama):
+    tokenizer = FOREIGN[name]()
+    _, path = written(tmp_path, "llama", tokenizer)
+    other = llama(path)
+    for text in filter(None, HARD):
+        if name == "tekken" and any(category(c)[0] == "M" for c in text):
+            continue  # its pattern has no combining marks
+        assert other.tokenize(text.encode(), add_bos=False) == tokenizer.encode(text), repr(text)
 
 
 @pytest.mark.slow

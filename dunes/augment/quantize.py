@@ -146,6 +146,8 @@ LEVELS = _codebook()
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
     """NF4's levels (16,), a new tensor: one that was cached under a fake tensor mode would hold no data."""
+    if torch.compiler.is_exporting():  # a graph keeps a tensor's values apart, where a compiled step misses them
+        return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
 
 

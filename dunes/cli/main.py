@@ -14,8 +14,10 @@ from dunes import __version__
 
 VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
-    "inspect", "convert", "export", "augment", "bench",
+    "inspect", "convert", "export", "augment", "compile", "bench",
 )  # fmt: skip
+FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
+"""Verbs that are names of Python's own."""
 ABOUT = "Build, train, change and use small transformers on your own machine. --version prints the versions."
 
 
@@ -40,7 +42,7 @@ def _main() -> int:
         from dunes.cli import augment
 
         return run("dunes augment", augment.ABOUT, augment.COMMANDS, sys.argv[2:])
-    commands = {verb: getattr(verbs, verb.replace("eval", "evaluate")) for verb in VERBS}
+    commands = {verb: getattr(verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS}
     return run("dunes", ABOUT, commands, sys.argv[1:])
 
 

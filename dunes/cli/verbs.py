@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -136,13 +137,17 @@ def generate(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
+        from dunes.runs.step_package import step_source
         from dunes.runs.text_generator import TextGenerator
         from dunes.runs.write import describe_rates
         from dunes.units import plural
 
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
-    generator = TextGenerator(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    # A step's logits are not exactly those of a longer forward, which checks proposals.
+    step = step_source(loaded.model) if draft is None and not lookup else lambda: None
+    generator = TextGenerator(loaded, step)
     small = None
     if draft is not None:
         small = checkpoint.load_with_tokenizer(checkpoint.locate_model(draft).folder, measure.device())
@@ -195,7 +200,11 @@ def chat(
     sample = sampling.sampler()
     note = partial(print, file=sys.stderr, flush=True)
     talk = Chat(
-        load_chat_engine(model, adapter, measure.device(), any_base), sample, sampling.tokens, system, note
+        load_chat_engine(model, adapter, measure.device(), any_base, compiles=not message and sys.stdin.isatty()),
+        sample,
+        sampling.tokens,
+        system,
+        note,
     )
     write = partial(print, end="", flush=True)
     if message:
@@ -219,6 +228,24 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             print()
             return
+
+
+def compile_(model: Model, any_base: AnyBase = False) -> None:
+    """Compile the decoding of a model for this machine, so that generate and chat are faster with it.
+
+    The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder.
+    It takes half a minute and a C++ compiler.
+
+    Example: dunes compile ~/models/mistral
+    """
+    from dunes import checkpoint
+    from dunes.runs.step_package import compile_step
+
+    start = time.perf_counter()
+    loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
+    package, dtype = compile_step(loaded.model, loaded.context_length)
+    print(f"compiled: {time.perf_counter() - start:.0f} s, {str(dtype).removeprefix('torch.')} weights, {package}")
+    print(f'next: dunes generate {model} "..."')
 
 
 def complete(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data.document import BLOCK, Document
-from dunes.staging import folder_lock, staging_folder
+from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
 from dunes.units import plural
@@ -91,10 +91,7 @@ class TokenFile:
 
 def default_cache() -> Path:
     """The folder of shards in $DUNES_HOME, or in the user's cache folder."""
-    home = (
-        os.environ.get("DUNES_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dunes"
-    )
-    return Path(home) / "tokens"
+    return cache_home() / "tokens"
 
 
 def token_shard(

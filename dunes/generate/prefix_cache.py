@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.generate.step import CompiledStep
 from dunes.parts import Cache, cache_for
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
@@ -18,7 +19,7 @@ class PrefixCache:
     """The cache of a model, whose weights must not change meanwhile, and the ids in each of its rows.
 
     `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use
-    what is active in the model.
+    what is active in the model. `step`, if set, computes single tokens of a single row.
     """
 
     def __init__(self, model: nn.Module, rows: int = 1, activate: Activate | None = None) -> None:
@@ -26,6 +27,7 @@ class PrefixCache:
         self.cache: Cache | None = None
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
+        self.step: CompiledStep | None = None
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -87,12 +89,20 @@ class PrefixCache:
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
         """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
+        self.forwards += 1
+        if (
+            self.step is not None
+            and [len(row) for row in pending] == [1]
+            and cache is not None
+            and cache.max_length
+        ):
+            return self.step(pending[0][0], cache)[None, None]
         width, device = max(map(len, pending)), next(self.model.parameters()).device
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
         real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
         positions = real.long().cumsum(1) - 1 if cache is None else cache.start(real)  # -1 for padding
         logits: Tensor = self.model(ids, positions=positions, cache=cache, last=last)
-        self.forwards, self.vocab = self.forwards + 1, logits.shape[-1]
+        self.vocab = logits.shape[-1]
         return logits
 
 

@@ -82,6 +82,11 @@ class Cache:
         slots = torch.arange(self.readable_slots, device=last.device)
         return torch.where(slots <= last[:, None], slots, -1)
 
+    def next_slot(self) -> tuple[int, Tensor]:
+        """For one more token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        n = int(self.length)
+        return n, torch.arange(n + 1, device=self.length.device)
+
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B,) tokens longer."""
         self.length += n
@@ -171,6 +176,12 @@ class RollingCache(Cache):
     def _stored_positions(self, last: Tensor) -> Tensor:
         slots = torch.arange(self.readable_slots, device=last.device)
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
+
+    def next_slot(self) -> tuple[int, Tensor]:
+        """For one more token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        n, positions = super().next_slot()
+        slots = positions[: self.capacity]
+        return n % self.capacity, n - (n - slots) % self.capacity
 
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B,) tokens longer."""

@@ -22,6 +22,7 @@ from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler
 from dunes.generate.sampling import greedy
+from dunes.runs.step_package import step_source
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
@@ -44,10 +45,13 @@ class ChatModel:
     place: Path
     adapter: str | None
     loaded: LoadedModel
+    compiles: bool = False
+    """Whether a compiled step for decoding is made in the background, if there is none."""
 
     @cached_property
     def generator(self) -> TextGenerator:
-        return TextGenerator(self.loaded)
+        step = step_source(self.loaded.model, self.place if self.compiles else None)
+        return TextGenerator(self.loaded, step)
 
     @cached_property
     def template(self) -> Template:
@@ -141,12 +145,17 @@ class ChatEngine:
 
 
 def load_chat_engine(
-    model: str, adapters: Sequence[Path] = (), device: torch.device | str = "cpu", any_base: bool = False
+    model: str,
+    adapters: Sequence[Path] = (),
+    device: torch.device | str = "cpu",
+    any_base: bool = False,
+    compiles: bool = False,
 ) -> ChatEngine:
     """Load a model from a folder or the Hub once, with these adapters on it; the first adapter is the default.
 
-    Raises ValueError, before anything is loaded, for a folder that is not an adapter, two adapters of the same
-    name, adapters trained on differently quantized bases, and adapters of another base unless `any_base`.
+    With `compiles`, a step for decoding with the folder's model is compiled in the background. Raises ValueError,
+    before anything is loaded, for a folder that is not an adapter, two adapters of the same name, adapters trained
+    on differently quantized bases, and adapters of another base unless `any_base`.
     """
     folder = checkpoint.locate_model(model).folder
     labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
@@ -159,6 +168,9 @@ def load_chat_engine(
     _check_same_quantization([*adapters, *([folder] if is_adapter(folder) else [])])
     loaded = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
     models = _chat_models(folder, loaded)
+    if compiles and not adapters:
+        first = next(iter(models))
+        models[first] = replace(models[first], compiles=True)
     with_adapters = {}
     for i, path in enumerate(adapters):
         with_adapters[labels[i]] = ChatModel(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))

@@ -1,6 +1,6 @@
 """Text from a model: a prompt becomes ids, and ids become pieces of text, up to a limit or a stop."""
 
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from dunes.generate import (
     look_up,
     prompt_tokens,
 )
+from dunes.generate.step import CompiledStep
 from dunes.text import DecodeStream
 from dunes.units import plural
 
@@ -35,13 +36,15 @@ class TextGenerator:
     """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
     It keeps the cache of the last text: of one that begins alike, as a conversation's next turn or the text after
-    a keystroke, only the rest is evaluated. A prompt is a text or the ids of one.
+    a keystroke, only the rest is evaluated. A prompt is a text or the ids of one. `find_step` is asked for a
+    compiled step before each token of a single request.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, find_step: Callable[[], CompiledStep | None] = lambda: None) -> None:
         self.model, self.context_length = loaded.model, loaded.context_length
         self.tokenizer = loaded.require_tokenizer()
         self.cache: PrefixCache | None = None
+        self._find_step = find_step
 
     def stream(
         self,
@@ -88,11 +91,17 @@ class TextGenerator:
         until = [stop for stop in until if stop]
         if self.cache is None or len(self.cache.ids) != len(requests):
             self.cache = PrefixCache(self.model, len(requests))
+        self._use_step(self.cache)
         for row in generate_all(self.model, requests, context_length=self.context_length, cache=self.cache):
             for request, token in zip(requests, row, strict=True) if until else ():
                 if request and token and any(stop.encode() in self._bytes(request)[skip:] for stop in until):
                     request.end = len(request.ids)
             yield row
+            self._use_step(self.cache)
+
+    def _use_step(self, cache: PrefixCache) -> None:
+        if cache.step is None and len(cache.ids) == 1:
+            cache.step = self._find_step()
 
     def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:
         """A proposer for one text at a time: by look-up, and where that has no proposal, by the draft.

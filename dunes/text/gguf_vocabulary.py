@@ -7,7 +7,8 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dunes.text import chat_template, tokenizer_limits
@@ -22,25 +23,24 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
     Raises ValueError for a tokenizer that llama.cpp has no algorithm for.
     """
-    content = json.loads(tokenizer.json())
-    if content["model"]["type"] != "BPE":
-        raise ValueError(f"llama.cpp has no tokenizer of type {content['model']['type']}; train one with bpe")
-    pattern = None if _merges_by_score(tokenizer) else _pattern_name(tokenizer, content["model"])
-    tokens, types = zip(*(_token(tokenizer, content, i) for i in range(rows)), strict=True)
+    model = json.loads(tokenizer.json())["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"llama.cpp has no tokenizer of type {model['type']}; train one with bpe")
+    by_score = tokenizer.line_separable or tokenizer.byte_decoder.metaspace
+    if by_score and not (tokenizer.line_separable or model["byte_fallback"]):
+        raise ValueError("the tokenizer has no tokens for bytes, without which llama.cpp ends at unknown text")
+    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    tokens, types = zip(*_tokens(tokenizer, by_score, {"".join(m) for m in merges}, rows), strict=True)
     if len(set(tokens)) < rows:
         raise ValueError("two tokens have the same spelling in llama.cpp's vocabulary, which it cannot tell apart")
-    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in content["model"]["merges"]]
     fields: dict[str, Any] = {"ggml.tokens": tokens, "ggml.token_type": types, JSON: tokenizer.json()}
-    if pattern is None:
-        fields |= {"ggml.model": "llama", "ggml.scores": _scores(content["model"]["vocab"], merges, rows)}
+    if by_score:
+        fields |= {"ggml.model": "llama", "ggml.scores": _scores(model["vocab"], merges, rows)}
         fields |= {"ggml.add_space_prefix": tokenizer.encode("a") != tokenizer.encode_continuation("a")}
     else:
-        fields |= {"ggml.model": "gpt2", "ggml.pre": pattern, "ggml.merges": [" ".join(m) for m in merges]}
+        fields |= {"ggml.model": "gpt2", "ggml.merges": [" ".join(m) for m in merges]}
+        fields |= {"ggml.pre": _pattern_name(tokenizer, model)}
     return fields | _special_fields(tokenizer)
-
-
-def _merges_by_score(tokenizer: Tokenizer) -> bool:
-    return tokenizer.line_separable or tokenizer.byte_decoder.metaspace
 
 
 def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
@@ -55,21 +55,30 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
     return name
 
 
-def _token(tokenizer: Tokenizer, content: Mapping[str, Any], i: int) -> tuple[bytes, int]:
-    """The spelling and the type of a token; ids without one are unused."""
-    text = tokenizer.inner.id_to_token(i) if i < tokenizer.vocab else None
-    if text is None:
-        return f"[PAD{i}]".encode(), UNUSED
-    if text == content["model"]["unk_token"]:
-        return text.encode(), UNKNOWN
-    if (added := tokenizer.inner.get_added_tokens_decoder().get(i)) is not None:
-        return text.encode(), CONTROL if added.special else USER
-    if not _merges_by_score(tokenizer):
-        return text.encode(), NORMAL
-    if not tokenizer.line_separable:
-        is_byte = content["model"]["byte_fallback"] and len(tokenizer.token_bytes[i]) == 1 and text[:3] == "<0x"
-        return text.encode(), BYTE if is_byte else NORMAL
-    raw = tokenizer.token_bytes[i]
+def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -> Iterator[tuple[bytes, int]]:
+    """The spelling and the type of each token; ids without one are unused."""
+    added = tokenizer.inner.get_added_tokens_decoder()
+    unknown = getattr(tokenizer.inner.model, "unk_token", None)
+    for i in range(rows):
+        text = tokenizer.inner.id_to_token(i) if i < tokenizer.vocab else None
+        if text is None:
+            yield f"[PAD{i}]".encode(), UNUSED
+        elif text == unknown:
+            yield text.encode(), UNKNOWN
+        elif i in added:
+            yield text.encode(), CONTROL if added[i].special else USER
+        elif not by_score:
+            yield text.encode(), NORMAL
+        elif tokenizer.line_separable:
+            yield _own_token(tokenizer.token_bytes[i])
+        elif re.fullmatch("<0x[0-9A-F]{2}>", text):
+            yield text.encode(), BYTE
+        else:  # a symbol that a user of sentencepiece defined is split off first
+            yield text.encode(), NORMAL if text in merged or len(text) == 1 else USER
+
+
+def _own_token(raw: bytes) -> tuple[bytes, int]:
+    """A token of a tokenizer trained here, spelled as by sentencepiece."""
     if len(raw) == 1 and raw >= b"\x80":
         return f"<0x{raw[0]:02X}>".encode(), BYTE
     return raw.replace(b" ", SPACE.encode()), NORMAL
@@ -88,7 +97,7 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     ids = {key: tokenizer.token_id(text) for key, text in tokenizer.special_tokens_map.items()}
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
     fields: dict[str, Any] = {f"ggml.{names[key]}_token_id": i for key, i in ids.items()}
-    if turns := sorted(tokenizer.stops - {tokenizer.eos}):
+    if "eos_token" in ids and (turns := sorted(tokenizer.stops - {tokenizer.eos})):
         fields["ggml.eot_token_id"] = turns[0]
     template = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
     fields |= {} if template is None else {"chat_template": template}

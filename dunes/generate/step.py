@@ -1,0 +1,165 @@
+"""The forward of one new token in one row as a unit that can be compiled ahead of time.
+
+The model's own parts are traced; only what they call is given another form, in which Inductor fuses the whole step
+into few loops: matrix products as a multiplication and a sum, with weights that may be of another dtype, and
+attention over the readable slots of the cache, whose number is dynamic, without a mask. The cache is changed in
+place.
+"""
+
+# Shapes: K key/value heads, S readable slots, D head dim, V vocabulary.
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dunes.parts import Cache, Decoder
+from dunes.parts.context import ForwardContext
+
+Function = Callable[..., Any]
+
+
+class Step(nn.Module):
+    """Logits (V,) in float32 after one more token, whose keys and values are written into the cache.
+
+    Raises ValueError for a model that is no plain decoder.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if type(model) is not Decoder:
+            raise ValueError(f"a compiled step needs a Decoder, not a {type(model).__name__}")
+        self.model = model
+
+    def forward(
+        self, ids: Tensor, slot: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """Arguments: the new id (1,), the slot (1,) to write, the position in each readable slot (S,), and the
+        layers' keys and values (1, K, slots, D)."""
+        assert isinstance(self.model, Decoder)
+        ctx = _StepContext(keys, values, slot, slot_positions)
+        x = self.model.embed(ids[None], ctx)
+        for layer, block in enumerate(self.model.blocks):
+            x = block(x, ctx, layer)
+        return self.model.logits(self.model.norm(x))[0, 0].float()
+
+
+class _StepContext(ForwardContext):
+    """The context of one token: a layer reads all slots, less those outside of its window."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], slot: Tensor, slot_positions: Tensor) -> None:
+        super().__init__(slot_positions[slot][None])
+        self.keys, self.values, self.slot, self.slot_positions = keys, values, slot, slot_positions
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        readable = self.slot_positions.shape[0]  # `len` would make it a constant
+        for stored, new in ((self.keys[layer], k), (self.values[layer], v)):
+            stored.index_copy_(2, self.slot, new.to(stored.dtype))
+        return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
+
+    def mask(self, window: int | None = None) -> Tensor:
+        key = self.slot_positions[None, None]
+        return key >= 0 if window is None else key > self.positions[:, :, None] - window
+
+
+def export_step(step: Step, cache: Cache) -> torch.export.ExportedProgram:
+    """The step as a graph, for caches of any capacity with the dtypes of this one, which is not empty.
+
+    Raises whatever torch.export raises for parts that it cannot trace.
+    """
+    readable, slots = torch.export.Dim("readable", min=2), torch.export.Dim("slots", min=4)
+    example = torch.tensor([0]), torch.tensor([6]), torch.arange(7), cache.keys, cache.values
+    of_cache = [{2: slots}] * len(cache.keys)
+    shapes = {"ids": None, "slot": None, "slot_positions": {0: readable}, "keys": of_cache, "values": of_cache}
+    with torch.no_grad(), _OneRow():
+        return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
+
+
+class CompiledStep:
+    """A compiled step and the weights it is bound to, by their names in the step; they are not copied.
+
+    Raises ValueError for a package that torch cannot load, or that needs other weights.
+    """
+
+    def __init__(self, package: Path, weights: Mapping[str, Tensor]) -> None:
+        try:
+            # Inductor's own loader imports its compiler first, which takes two seconds.
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
+            self._weights = {name: weights[name].detach() for name in self._loader.get_constant_fqns()}
+            self._loader.load_constants(self._weights, False, False, True)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"{package}: cannot be loaded: {str(error).splitlines()[0]}") from None
+        self._one = torch.ones(1, 1, dtype=torch.bool)
+
+    def __call__(self, token: int, cache: Cache) -> Tensor:
+        """Logits (V,) after one more token of the only row of a cache, which holds tokens already."""
+        cache.start(self._one)
+        slot, slot_positions = cache.next_slot()
+        ids = torch.tensor([token]), torch.tensor([slot])
+        logits: Tensor = self._loader.run([*ids, slot_positions, *cache.keys, *cache.values])[0]
+        cache.advance(torch.ones(1, dtype=torch.long))
+        return logits
+
+
+def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a step, by name: matrices of plain linear layers and embeddings in this dtype."""
+    rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
+    return {name: rounded.get(id(t), t) for name, t in _named_tensors(Step(model)).items()}
+
+
+def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model to export, whose matrices have this dtype and no values."""
+    memo: dict[int, Any] = {id(t): t for t in _named_tensors(model).values()}
+    memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
+    return copy.deepcopy(model, memo)
+
+
+def _matrices(model: nn.Module) -> list[Tensor]:
+    return [m.weight for m in model.modules() if type(m) is nn.Linear or type(m) is nn.Embedding]
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+class _OneRow(TorchFunctionMode):
+    """Gives the operations of a step the form for one row."""
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        form = _FORMS.get(func, func)
+        return form(*args, **(kwargs or {}))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = (weight.float() * x.float().unsqueeze(-2)).sum(-1)
+    return y if bias is None else y + bias.float()
+
+
+def _embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return weight[ids].float()
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    q = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
+    scores = (q.float() * k.unsqueeze(2).float()).sum(-1) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask.reshape(1, 1, 1, -1), -torch.inf)
+    y: Tensor = (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(2).float()).sum(3, keepdim=True)
+    return y.flatten(1, 2)
+
+
+_FORMS: dict[Function, Function] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.scaled_dot_product_attention: _attention,
+}

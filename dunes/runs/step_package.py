@@ -1,0 +1,238 @@
+"""Compiled decode steps, kept in the user's own cache: one for each shape of model, dtype, torch and CPU.
+
+A package is native code, so it is read only from a folder that no other user can write to, and never from a model
+folder. It holds no weights. AOTInductor makes it: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+"""
+
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import dunes
+from dunes import tree
+from dunes.checkpoint.files import atomic
+from dunes.checkpoint.forms.architecture import module_rows
+from dunes.generate import generate
+from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.step import CompiledStep, Step, export_step, outline, step_weights
+from dunes.parts import Cache, cache_for
+from dunes.staging import cache_home, folder_lock, staging_folder
+from dunes.text import json_file
+
+PACKAGE, CARD, FORMAT = "step.pt2", "package.json", 1
+OPTIONS = {"aot_inductor.package_constants_in_so": False, "realize_reads_threshold": 1}
+"""Weights stay outside; a norm is computed once, and not for each row of the product that reads it."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
+"""Of the largest logit: how much a step in this dtype may differ from the model."""
+GREEDY_TOKENS = 64
+T = TypeVar("T")
+SOURCES = "parts", "ops", "generate", "augment"
+
+
+def load_step(model: nn.Module) -> CompiledStep | None:
+    """The step of this model if a package for it is there; of one that cannot be used it warns.
+
+    Weights keep their dtype, but float32 is rounded to float16 where `compile_step` found equal greedy ids.
+    """
+    try:
+        for dtype in _dtypes(model):
+            package = packages_folder() / _key(model, dtype)
+            if _is_complete(package):
+                weights = step_weights(model, dtype)
+                if dtype == _dtype(model) or _record(package, weights).is_file():
+                    return _bind(model, package, weights, dtype)
+    except (ValueError, OSError) as error:
+        warnings.warn(f"{error}; decoding without it", stacklevel=2)
+    return None
+
+
+def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callable[[], CompiledStep | None]:
+    """A function that returns the step of the model, as soon as there is a package for it.
+
+    With a folder, in which the model lies, a missing package is made in the background.
+    """
+    step: CompiledStep | None = None
+    process: subprocess.Popen[bytes] | None = None
+    looked = False
+
+    def find() -> CompiledStep | None:
+        nonlocal step, process, looked
+        if not looked or (process is not None and process.poll() is not None):
+            step, process = load_step(model), None
+            if step is None and compile_folder is not None and not looked and _dtypes(model):
+                process = start_compiling(compile_folder)
+            looked = True
+        return step
+
+    return find
+
+
+def compile_step(model: nn.Module, context_length: int) -> tuple[Path, torch.dtype]:
+    """Make the package that `load_step` will choose unless it is there; its folder and dtype.
+
+    Raises ValueError for a model whose step cannot be exported or compiled, and says why.
+    """
+    if not _dtypes(model):
+        raise ValueError("steps are compiled for the CPU, and this model is on another device")
+    for dtype in _dtypes(model):
+        package = packages_folder() / _key(model, dtype)
+        package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        package.mkdir(exist_ok=True, mode=0o700)
+        with folder_lock(package):  # another process may be making it
+            if not _is_intact(package):
+                _compile(model, dtype, package)
+        weights = step_weights(model, dtype)
+        if dtype == _dtype(model):
+            break
+        step = _bind(model, package, weights, dtype)
+        if _greedy_ids(model, context_length) == _greedy_ids(model, context_length, step):
+            atomic.write_file(_record(package, weights), b"")
+            break
+    return package, dtype
+
+
+def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
+    """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
+    command = [sys.executable, "-m", "dunes", "compile", str(folder)]
+    quiet: Any = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    return process
+
+
+def packages_folder() -> Path:
+    """The folder of packages. Raises ValueError if it is another user's, or others have access to it."""
+    folder = cache_home() / "steps"
+    if folder.exists() and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077):
+        raise ValueError(f"{folder}: contains native code that others can change; remove it, or chmod 700 it")
+    return folder
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The dtypes for a step's matrices, best first; the last one is the model's own. None on a device."""
+    if next(model.parameters()).device.type != "cpu":
+        return []
+    return [torch.float16, torch.float32] if _dtype(model) == torch.float32 else [_dtype(model)]
+
+
+def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
+    """The file whose presence says that these weights give the greedy ids of those they were rounded from."""
+    digest = sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].detach().contiguous().view(torch.uint8).numpy().data)
+    return package / f"greedy-{digest.hexdigest()[:32]}"
+
+
+def _key(model: nn.Module, dtype: torch.dtype) -> str:
+    """A digest of everything that the compiled code depends on."""
+    rows = [repr(tuple(row)) for row in module_rows(model)]
+    dtypes = [str(t.dtype) for t in (*model.parameters(), *model.buffers())]
+    active = [str(getattr(module, "active", None)) for module in model.modules()]
+    files = {inspect.getsourcefile(type(module)) for module in model.modules()}
+    package = Path(dunes.__file__).parent
+    sources = {*map(str, files), *(str(f) for room in SOURCES for f in (package / room).glob("*.py"))}
+    digests = [atomic.digest(Path(path)) for path in sorted(sources)]
+    machine = torch.__version__, sys.platform, platform.machine(), *_processor()
+    everything = FORMAT, dtype, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *active, *digests
+    return sha256(repr(everything).encode()).hexdigest()[:32]
+
+
+def _processor() -> list[str]:
+    """What identifies the instructions of this processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [platform.processor(), torch.backends.cpu.get_cpu_capability()]
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+
+
+def _is_complete(package: Path) -> bool:
+    """Whether the package was written. Raises ValueError if its files are not those that were written."""
+    if not (package / CARD).is_file():
+        return False
+    digest = json_file.read(package / CARD).get(PACKAGE)
+    if not (package / PACKAGE).is_file() or atomic.digest(package / PACKAGE) != digest:
+        raise ValueError(f"{package / PACKAGE}: not the bytes that were written")
+    return True
+
+
+def _is_intact(package: Path) -> bool:
+    try:
+        return _is_complete(package)
+    except ValueError:
+        return False
+
+
+def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
+    """The step with these weights. Raises ValueError if it computes something else than the model."""
+    step = CompiledStep(package / PACKAGE, weights)
+    cache = _short_cache(model)
+    with torch.no_grad(), tree.mode(model, False):
+        expected = model(torch.tensor([[0, 0]]), last=1)[0, 0].float()
+    difference = (step(0, cache) - expected).abs().max() / expected.abs().max()
+    if not difference <= TOLERANCE[dtype]:
+        raise ValueError(f"{package}: its logits differ from the model's by {difference:.1e} of the largest")
+    return step
+
+
+def _short_cache(model: nn.Module) -> Cache:
+    """A cache that holds one token. Raises ValueError for a model without one."""
+    if (cache := cache_for(model, 1, 8)) is None:
+        raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
+    with torch.no_grad(), tree.mode(model, False):
+        model(torch.tensor([[0]]), cache=cache)
+    return cache
+
+
+def _compile(model: nn.Module, dtype: torch.dtype, package: Path) -> None:
+    cache = _short_cache(model)
+    with tree.mode(model, False):
+        step = Step(outline(model, dtype)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        graph = _attempt("exported", lambda: export_step(step, cache))
+        from torch._inductor import aoti_compile_and_package as compile_graph
+
+        if constants := graph.graph_signature.lifted_tensor_constants:
+            raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
+        with staging_folder(package / PACKAGE) as staged:
+            path = str(staged / PACKAGE)
+            _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs={**OPTIONS}))
+            os.replace(path, package / PACKAGE)
+    atomic.write_file(package / CARD, json.dumps({PACKAGE: atomic.digest(package / PACKAGE)}).encode())
+
+
+def _attempt(verb: str, work: Callable[[], T]) -> T:
+    """The result of work by torch's compiler, which raises whatever it meets. Raises ValueError of one line."""
+    try:
+        return work()
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"the decoding of this model cannot be {verb}: {reason}") from None
+
+
+def _greedy_ids(model: nn.Module, context_length: int, step: CompiledStep | None = None) -> list[list[int]]:
+    """What the model writes by itself after each of the first ids."""
+    texts = []
+    for first in (0, 1):
+        cache = PrefixCache(model)
+        cache.step = step
+        limit = min(GREEDY_TOKENS, context_length - 1)
+        tokens = generate(model, [first], limit=limit, context_length=context_length, cache=cache)
+        texts.append([token.id for token in tokens])
+    return texts

@@ -1,0 +1,207 @@
+"""The step of one token: the same logits as the model, exported, compiled, kept, and refused."""
+
+import shutil
+import stat
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from dunes import augment, checkpoint
+from dunes.generate import PrefixCache, generate
+from dunes.generate.step import Step, export_step
+from dunes.models import FAMILIES
+from dunes.parts import cache_for
+from dunes.runs import step_package
+from dunes.runs.step_package import compile_step, load_step, step_source
+from dunes.text import Tokenizer
+
+needs_compiler = pytest.mark.slow
+
+
+def model_of(family="llama", seed=0, **changes):
+    torch.manual_seed(seed)
+    module = FAMILIES[family]
+    config = module.Config.from_size(vocab=300, dim=64, depth=2, context_length=64)
+    model = module.build(type(config)(**{**vars(config), **changes})).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def changed(change, seed=0):
+    model = model_of(seed=seed)
+    if change == "lora":
+        augment.attach(model, rank=2)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".B"):
+                parameter.data.normal_(std=0.2)
+    else:
+        augment.quantize(model, kind=change)
+    return model
+
+
+def ids_of(model, step=None, limit=40, prompt=(5, 6, 7)):
+    cache = PrefixCache(model)
+    cache.step = step
+    return [token.id for token in generate(model, list(prompt), limit=limit, context_length=48, cache=cache)]
+
+
+MODELS = {
+    **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
+    "window": lambda: model_of("mistral", window=8),
+    **{change: lambda change=change: changed(change) for change in ("lora", "int8", "nf4")},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora"])
+@torch.no_grad()
+def test_the_exported_step_gives_the_models_logits(name, capsys):
+    model = MODELS[name]()
+    cache, own = (cache_for(model, 1, 64) for _ in range(2))
+    for filled in (cache, own):
+        model(torch.arange(5)[None], cache=filled)
+    run = export_step(Step(model).eval(), cache).module()
+    largest = 0.0
+    for token in (7, 9, 11, 3) * 10:
+        expected = model(torch.tensor([[token]]), cache=own)[0, 0]
+        cache.start(torch.ones(1, 1, dtype=torch.bool))
+        slot, positions = cache.next_slot()
+        got = run(torch.tensor([token]), torch.tensor([slot]), positions, cache.keys, cache.values)
+        cache.advance(torch.ones(1, dtype=torch.long))
+        largest = max(largest, float((got - expected).abs().max() / expected.abs().max()))
+    with capsys.disabled():
+        print(f"\n  {name}: largest difference {largest:.1e} of the largest logit", end="")
+    assert largest < 5e-6
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MODELS)
+def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model = MODELS[name]()
+    assert load_step(model) is None
+    package, dtype = compile_step(model, 64)
+    step = load_step(model)
+    assert step is not None
+    assert dtype in (torch.float16, torch.float32)
+    assert ids_of(model, step) == ids_of(model)
+    assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
+
+
+@needs_compiler
+def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    tokenizer = Tokenizer.train("bytes", [])
+    for seed in (1, 2):
+        checkpoint.save(model_of(seed=seed), tmp_path / str(seed), tokenizer, 64)
+    without = [said(tmp_path / str(seed)) for seed in (1, 2)]
+    for seed in (1, 2):
+        done = subprocess.run(
+            [sys.executable, "-m", "dunes", "compile", tmp_path / str(seed)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "compiled" in done.stdout
+    assert len(list((tmp_path / "home" / "steps").iterdir())) == 1
+    used = []
+    monkeypatch.setattr(
+        step_package.CompiledStep, "__call__", lambda self, *args: used.append(1) or CALL(self, *args)
+    )
+    for seed in (1, 2):
+        loaded = checkpoint.load(tmp_path / str(seed))
+        assert ids_of(loaded.model, step_source(loaded.model)()) == ids_of(loaded.model)
+    assert used
+    assert [said(tmp_path / str(seed)) for seed in (1, 2)] == without
+    shutil.rmtree(tmp_path / "home")
+
+
+CALL = step_package.CompiledStep.__call__
+
+
+def said(folder):
+    command = [sys.executable, "-m", "dunes", "generate", folder, "some", "--tokens", "30", "--temperature", "0"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@needs_compiler
+def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model = model_of()
+    package, _ = compile_step(model, 64)
+    assert load_step(model) is not None
+    assert load_step(model_of(hidden=96)) is None, "of another shape"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9")
+        assert load_step(model) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(step_package, "_processor", lambda: ["another"])
+        assert load_step(model) is None
+    package.parent.chmod(0o755)
+    with pytest.warns(UserWarning, match="chmod 700"):
+        assert load_step(model) is None
+    package.parent.chmod(0o700)
+    data = (package / "step.pt2").read_bytes()
+    for damaged in (data[: len(data) // 2], data[:5000] + b"\0" + data[5001:], b""):
+        (package / "step.pt2").write_bytes(damaged)
+        with pytest.warns(UserWarning, match="not the bytes that were written"):
+            assert load_step(model) is None
+    compile_step(model, 64)
+    assert load_step(model) is not None
+    monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
+    with pytest.warns(UserWarning, match="differ from the model's"):
+        assert load_step(model) is None
+
+
+def test_without_a_package_nothing_is_made_or_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step_source(model_of())() is None
+    assert not (tmp_path / "home").exists()
+
+
+class Branching(nn.Module):
+    supports_packing = True
+
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return x.cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"), [(Branching(), "cannot be exported"), (Mixing(), "needs its whole text")]
+)
+def test_a_model_that_cannot_be_exported_says_why(part, message, monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model = model_of()
+    model.blocks[0].mlp = part
+    warnings.simplefilter("ignore")
+    with pytest.raises(ValueError, match=message) as raised:
+        compile_step(model, 64)
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.rglob("*.pt2"))
+
+
+def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    import torch._inductor
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", full)
+    model = model_of()
+    with pytest.raises(ValueError, match="No space left"):
+        compile_step(model, 64)
+    assert load_step(model) is None
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
