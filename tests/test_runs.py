@@ -77,7 +77,8 @@ def test_a_hook_on_the_model_sees_every_step_of_training(code, tmp_path):
     assert any(not training for training, _ in outputs), "validation"
 
 
-def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path):
+def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypatch):
+    monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
     show, out = display()
     assert train(toy(code, family="mixtral", steps=3), tmp_path / "run", show) == 0
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
