@@ -655,3 +655,20 @@ def test_the_folder_of_an_adapter_is_loaded_and_saved_with_its_base(name, tmp_pa
     work = benchmarks.BENCHMARKS[name].make(of_folder(tmp_path / "adapter"), Setting(1, 32, "float32", 1))
     work.run(work.setup())
     assert work.amount == sum(t.nbytes for t in model.parameters())
+
+
+def test_an_adapter_is_measured_with_its_context_length_and_the_tokenizer_of_its_base(tmp_path):
+    base = of_shape("llama", 200_000, 32).written
+    model = checkpoint.load(base).model
+    attach(model, where="**.attn.q", rank=2, init="pissa")
+    with torch.no_grad():
+        model.blocks[0].attn.q["default"].B.mul_(2)
+    checkpoint.save_adapter(model, tmp_path / "adapter", "default", base, context_length=64)
+    subject = of_folder(tmp_path / "adapter")
+    loaded = subject.model()
+    assert [(k, p.shape) for k, p in subject.outline().named_parameters()] == [
+        (k, p.shape) for k, p in loaded.named_parameters()
+    ]
+    assert any(".adapters." in k for k, _ in loaded.named_parameters())
+    assert subject.context == 64
+    assert subject.tokenizer.vocab == Tokenizer.load(base).vocab

@@ -192,6 +192,13 @@ def test_the_validation_tokens_of_eval_are_those_of_training(tokenizer, split, c
     assert ids.end == again.end == tokenizer.eos
 
 
+@pytest.mark.parametrize("trained", [5, None, [1], {}, {"split": "files"}, {"split": "files", "sources": [5]}])
+def test_a_card_with_a_damaged_record_of_training_names_no_validation_files(trained):
+    loaded = LoadedModel(None, Tokenizer.train("bytes", []), 1, {"trained": trained})
+    with pytest.raises(ValueError, match="does not record its validation files; pass the sources to score"):
+        evaluation_tokens(loaded)
+
+
 def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
