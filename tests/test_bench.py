@@ -152,7 +152,13 @@ def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
         left_out = 0 if model.head is None else model.embed.token.weight.nbytes
         assert benchmarks.weight_bytes(model) == everything - left_out
     heads = tied.blocks[0].attn.k.out_features
-    assert benchmarks.cache_elements_per_token(tied) == 2 * heads * len(tied.blocks)
+    assert benchmarks.cache_elements(tied, 20) == 20 * 2 * heads * len(tied.blocks)
+    sliding = of_shape("mistral", 200_000, 32).outline()
+    heads = sliding.blocks[0].attn.k.out_features
+    assert benchmarks.cache_elements(sliding, 20) == sliding.blocks[0].attn.window * 2 * heads * len(
+        sliding.blocks
+    )
+    assert sliding.blocks[0].attn.window == 16
 
 
 def test_of_experts_only_those_that_tokens_select_are_read():
