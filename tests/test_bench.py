@@ -152,7 +152,13 @@ def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
         left_out = 0 if model.head is None else model.embed.token.weight.nbytes
         assert benchmarks.weight_bytes(model) == everything - left_out
     heads = tied.blocks[0].attn.k.out_features
-    assert benchmarks.cache_elements_per_token(tied) == 2 * heads * len(tied.blocks)
+    assert benchmarks.cache_elements(tied, 20) == 20 * 2 * heads * len(tied.blocks)
+    sliding = of_shape("mistral", 200_000, 32).outline()
+    heads = sliding.blocks[0].attn.k.out_features
+    assert benchmarks.cache_elements(sliding, 20) == sliding.blocks[0].attn.window * 2 * heads * len(
+        sliding.blocks
+    )
+    assert sliding.blocks[0].attn.window == 16
 
 
 def test_of_experts_only_those_that_tokens_select_are_read():
@@ -649,3 +655,20 @@ def test_the_folder_of_an_adapter_is_loaded_and_saved_with_its_base(name, tmp_pa
     work = benchmarks.BENCHMARKS[name].make(of_folder(tmp_path / "adapter"), Setting(1, 32, "float32", 1))
     work.run(work.setup())
     assert work.amount == sum(t.nbytes for t in model.parameters())
+
+
+def test_an_adapter_is_measured_with_its_context_length_and_the_tokenizer_of_its_base(tmp_path):
+    base = of_shape("llama", 200_000, 32).written
+    model = checkpoint.load(base).model
+    attach(model, where="**.attn.q", rank=2, init="pissa")
+    with torch.no_grad():
+        model.blocks[0].attn.q["default"].B.mul_(2)
+    checkpoint.save_adapter(model, tmp_path / "adapter", "default", base, context_length=64)
+    subject = of_folder(tmp_path / "adapter")
+    loaded = subject.model()
+    assert [(k, p.shape) for k, p in subject.outline().named_parameters()] == [
+        (k, p.shape) for k, p in loaded.named_parameters()
+    ]
+    assert any(".adapters." in k for k, _ in loaded.named_parameters())
+    assert subject.context == 64
+    assert subject.tokenizer.vocab == Tokenizer.load(base).vocab

@@ -121,7 +121,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
 
     steps, middle = count - 1, half + count / 2
     work = setting.batch * steps * flops(model, int(middle)) / 3
-    cached = setting.batch * middle * cache_elements_per_token(model) * _table(model).element_size()
+    cached = setting.batch * cache_elements(model, middle) * _table(model).element_size()
     size = steps * (weight_bytes(model, setting.batch) + cached)
     return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model)
 
@@ -200,9 +200,10 @@ def _table(model: Decoder) -> torch.Tensor:
     return cast(torch.Tensor, tree.innermost(model.embed.token).weight)
 
 
-def cache_elements_per_token(model: Decoder) -> int:
-    """Elements that the key/value cache has for one token."""
-    return sum(m.k.out_features + m.v.out_features for m in model.modules() if isinstance(m, Attention))
+def cache_elements(model: Decoder, tokens: float) -> float:
+    """Elements of the key/value cache that the next token reads after so many, which a window limits."""
+    layers = (m for m in model.modules() if isinstance(m, Attention))
+    return sum((m.k.out_features + m.v.out_features) * min(tokens, m.window or tokens) for m in layers)
 
 
 def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
