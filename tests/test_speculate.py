@@ -56,7 +56,7 @@ def rounded(model):
 LOOK_UP = partial(look_up, shortest=1)
 PROPOSERS = {
     "the same model, rounded": lambda: DraftModel(rounded(tiny()), CONTEXT),
-    "another model": lambda: DraftModel(tiny(0.05), 20, count=3),
+    "another model": lambda: DraftModel(tiny(0.03), CONTEXT, count=2),
     "look-up": lambda: LOOK_UP,
     "look-up, else a draft": lambda: first_proposal(look_up, DraftModel(rounded(tiny()), 20)),
 }
@@ -77,11 +77,11 @@ def assert_same(got, want):
 def test_greedy_text_is_the_plain_one_after_200_random_prompts(name):
     model, propose, draw = tiny(), PROPOSERS[name](), random.Random(0)
     prompts = [draw.choices(range(VOCAB), k=draw.randint(1, 24)) for _ in range(200)]
-    plain = [Request(p, 14, stop={3}) for p in prompts]
-    assert len(list(generate_all(model, plain, context_length=CONTEXT))) == 14
+    plain = [Request(p, 10, stop={3}) for p in prompts]
+    assert len(list(generate_all(model, plain, context_length=CONTEXT))) == 10
     cache = PrefixCache(model)
     for prompt, want in zip(prompts, plain, strict=True):
-        got = written(model, prompt, limit=14, stop={3}, cache=cache, proposer=propose)
+        got = written(model, prompt, limit=10, stop={3}, cache=cache, proposer=propose)
         assert [t.id for t in got] == want.ids[len(prompt) :]
     tokens = sum(len(r.ids) - len(r.prompt) for r in plain)
     assert 1.1 < tokens / cache.forwards < 5
