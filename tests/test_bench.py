@@ -101,6 +101,32 @@ def test_rates_and_shares_are_what_they_are_called(monkeypatch):
     assert (summed["seconds"], summed["rate"], summed["rounds"]) == (2, 300, 3)
     assert (summed["low"], summed["high"]) == (1.5, 3)
     assert summed["flop_share"] == pytest.approx(0.04)
+    assert summed["limit"] == pytest.approx(1200)  # 600 in the 0.5 s that reading takes
+
+
+def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
+    c = run.cases("train", TINY)[0]
+    reads = iter([2e9, 6e9, 3e9])
+    monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: next(reads))
+    monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: {torch.float32: 1e11}.get(dtype, 1e9))
+    half, ceilings = replace(c, setting=replace(c.setting, dtype="float16")), run.Ceilings()
+    work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
+    laps = [run._row("train", half, work, Lap("0", i, 2.0, 1), ceilings) for i in range(3)]
+    assert [lap["byte_share"] for lap in laps] == pytest.approx([0.75, 0.25, 0.25])
+    assert {lap["matmul"] for lap in laps} == {1e11}, "float32's, which computes float16 weights faster here"
+    summed = rows.summarize(laps)
+    assert (summed["byte_share"], summed["limit"]) == pytest.approx((0.25, 1200))
+    slow = rows.summarize([lap | {"flop_share": 0.5} for lap in laps])
+    assert slow["limit"] == pytest.approx(600)
+    assert "limit" not in rows.summarize([lap | {"bytes": 0} for lap in laps])
+
+
+def test_what_follows_a_run_is_timed_from_its_start():
+    clock, seen = Clock(), []
+    work = replace(clock.work(2.0), then=lambda result: (seen.append(result), clock.work(1.0).run(None)))
+    laps = list(race({"a": work, "b": clock.work(2.0)}, 1, clock=clock))
+    assert [(lap.seconds, lap.first_token) for lap in laps] == [(2.0, 3.0), (2.0, None)]
+    assert seen == [None] * 3
 
 
 @pytest.mark.parametrize("name", ["train", "prefill", "decode"])
@@ -126,7 +152,28 @@ def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
         left_out = 0 if model.head is None else model.embed.token.weight.nbytes
         assert benchmarks.weight_bytes(model) == everything - left_out
     heads = tied.blocks[0].attn.k.out_features
-    assert benchmarks.cache_elements_per_token(tied) == 2 * heads * len(tied.blocks)
+    assert benchmarks.cache_elements(tied, 20) == 20 * 2 * heads * len(tied.blocks)
+    sliding = of_shape("mistral", 200_000, 32).outline()
+    heads = sliding.blocks[0].attn.k.out_features
+    assert benchmarks.cache_elements(sliding, 20) == sliding.blocks[0].attn.window * 2 * heads * len(
+        sliding.blocks
+    )
+    assert sliding.blocks[0].attn.window == 16
+
+
+def test_of_experts_only_those_that_tokens_select_are_read():
+    model = of_shape("mixtral", 300_000, 32).outline()
+    mixtures = [block.mlp for block in model.blocks]
+    experts, top_k = len(mixtures[0].experts), mixtures[0].top_k
+    assert 1 < top_k < experts
+    everything = sum(p.nbytes for p in model.parameters())  # the embedding is the head, too
+    assert model.head is None
+    each = sum(p.nbytes for p in mixtures[0].experts[0].parameters())
+    idle = len(mixtures) * (experts - top_k) * each
+    assert benchmarks.weight_bytes(model) == pytest.approx(everything - idle, rel=1e-12)
+    share = (experts - top_k) / experts
+    assert benchmarks.weight_bytes(model, 3) == pytest.approx(everything - idle * share**2, rel=1e-12)
+    assert benchmarks.weight_bytes(model, 10_000) == pytest.approx(everything, rel=1e-12)
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -184,6 +231,7 @@ def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model
     for row in kept:
         assert row["seconds"] > 0
         assert row["amount"] > 0
+        assert (row["first_token"] or 0) > row["seconds"] or name != "load"
         assert row["machine"] == measure.fingerprint()["machine"]
 
 
@@ -470,6 +518,7 @@ def test_pictures_of_all_that_varies(tmp_path):
         "prefill-time-over-batch.svg",
         "prefill-tensors-over-batch.svg",
         "prefill-rates.svg",
+        "prefill-limits.svg",
     ]
     assert all(b"<svg" in p.read_bytes() for p in drawn)
     with pytest.raises(ValueError, match=r"ends in \.svg or \.png"):
@@ -538,6 +587,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     shape = ("--size", "300k", "600k", "--context-length", 32, "--batch", 2, "--dtype", "float32", "--threads", 1)
     printed = command("prefill", *shape, "--rounds", 2, "--out", tmp_path / "a.jsonl")
     assert "p25 to p75" in printed.splitlines()[1]
+    assert len(re.findall(r"tokens/s \(\d+% reached\)", printed)) == 2
     assert "{" not in printed
     printed = command("prefill", *shape, "--rounds", 2, "--out", tmp_path / "b.jsonl", "--json")
     assert [r["rounds"] for r in json.loads(printed)["results"]] == [2, 2]
@@ -549,7 +599,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     with pytest.raises(ValueError, match="omit --rounds"):
         command("train", *shape, "--by-module", "--rounds", 3)
     pictures = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures").splitlines()
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     assert all(Path(picture).is_file() for picture in pictures)
 
 
@@ -605,3 +655,20 @@ def test_the_folder_of_an_adapter_is_loaded_and_saved_with_its_base(name, tmp_pa
     work = benchmarks.BENCHMARKS[name].make(of_folder(tmp_path / "adapter"), Setting(1, 32, "float32", 1))
     work.run(work.setup())
     assert work.amount == sum(t.nbytes for t in model.parameters())
+
+
+def test_an_adapter_is_measured_with_its_context_length_and_the_tokenizer_of_its_base(tmp_path):
+    base = of_shape("llama", 200_000, 32).written
+    model = checkpoint.load(base).model
+    attach(model, where="**.attn.q", rank=2, init="pissa")
+    with torch.no_grad():
+        model.blocks[0].attn.q["default"].B.mul_(2)
+    checkpoint.save_adapter(model, tmp_path / "adapter", "default", base, context_length=64)
+    subject = of_folder(tmp_path / "adapter")
+    loaded = subject.model()
+    assert [(k, p.shape) for k, p in subject.outline().named_parameters()] == [
+        (k, p.shape) for k, p in loaded.named_parameters()
+    ]
+    assert any(".adapters." in k for k, _ in loaded.named_parameters())
+    assert subject.context == 64
+    assert subject.tokenizer.vocab == Tokenizer.load(base).vocab

@@ -86,6 +86,13 @@ def test_experts_are_measured_in_both_forms_and_beside_a_dense_mlp():
 
 
 @pytest.mark.slow
+def test_look_up_writes_code_again_in_fewer_forwards():
+    row = last_line("look_up.py", "--tokens", 40, "--rounds", 1)["code with two names changed"]
+    assert row["tokens per forward"]["plain"] == 1
+    assert row["tokens per forward"]["look-up 8"] > 3
+
+
+@pytest.mark.slow
 def test_what_a_save_costs_is_said():
     assert last_line("save.py", "--size", "300k", "--rounds", 1, "--steps", 2)["blocked_seconds"] > 0
 

@@ -147,9 +147,10 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
         (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="load"), "dtype is 'load'; expected"),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
-        (lambda c: c.update(adapter=["a"]), "adapter is a list; expected a name or null"),
-        (lambda c: c.update(adapter="a"), "this model has no adapter 'a'"),
+        (lambda c: c.update(adapter=["a"]), "adapter is a list; expected one of its adapters, or null"),
+        (lambda c: c.update(adapter="a"), r"dunes\.json: adapter is 'a'; expected one of its adapters, or null"),
         (lambda c: c.update(format=99), "of format 99, this version reads 3; update dunes"),
+        (lambda c: c.update(format=3.5), r"of format 3\.5, this version reads 3; update dunes"),
     ],
 )
 def test_an_edited_card_is_refused_before_a_weight_is_read(edit, words, tmp_path):

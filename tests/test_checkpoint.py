@@ -1,6 +1,7 @@
 """Folders on disk: whole or refused, and what a state gives back."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -246,9 +247,9 @@ def test_a_card_names_nothing_but_files_of_its_folder(folder, case, monkeypatch)
 
 def test_a_card_whose_changes_are_no_list_is_refused(folder):
     card = json.loads((folder / "dunes.json").read_text())
-    for changes in (3, {"name": "lora"}, None):
-        (folder / "dunes.json").write_text(json.dumps(card | {"changes": changes}))
-        with pytest.raises(ValueError, match=r"dunes\.json: 'changes' must be a list, not"):
+    for key, changes in itertools.product(("changes", "history"), (3, {"name": "lora"}, None, [1])):
+        (folder / "dunes.json").write_text(json.dumps(card | {key: changes}))
+        with pytest.raises(ValueError, match=rf"dunes\.json: '{key}' must be a list of objects; download"):
             checkpoint.load(folder)
 
 

@@ -21,6 +21,7 @@ from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
 from dunes.runs import loop as loop_module
 from dunes.runs import timings as timings_module
+from dunes.runs.augment import history
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
@@ -749,3 +750,12 @@ def test_answers_that_do_not_fit_on_the_disk_do_not_cost_the_adapter(base, examp
     assert "warning: writing samples.md failed: [Errno 28]" in said
     assert "done after 2 steps" in said
     checkpoint.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_was_done_to_the_base_before_stays_in_the_card(method, base, examples, tmp_path):
+    loaded = checkpoint.load(base)
+    earlier = [{"name": "first"}]
+    checkpoint.save(loaded.model, tmp_path / "base", loaded.tokenizer, 128, {"changes": earlier})
+    finetuned(asked(tmp_path / "base", examples, method=method, steps=2), tmp_path / "run")
+    assert history(checkpoint.load(tmp_path / "run")) == earlier

@@ -77,7 +77,8 @@ def test_a_hook_on_the_model_sees_every_step_of_training(code, tmp_path):
     assert any(not training for training, _ in outputs), "validation"
 
 
-def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path):
+def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypatch):
+    monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
     show, out = display()
     assert train(toy(code, family="mixtral", steps=3), tmp_path / "run", show) == 0
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
@@ -190,6 +191,13 @@ def test_the_validation_tokens_of_eval_are_those_of_training(tokenizer, split, c
     assert np.array_equal(ids[every], again[every[0]][None])
     assert ids.starts.tolist() == again.starts.tolist()
     assert ids.end == again.end == tokenizer.eos
+
+
+@pytest.mark.parametrize("trained", [5, None, [1], {}, {"split": "files"}, {"split": "files", "sources": [5]}])
+def test_a_card_with_a_damaged_record_of_training_names_no_validation_files(trained):
+    loaded = LoadedModel(None, Tokenizer.train("bytes", []), 1, {"trained": trained})
+    with pytest.raises(ValueError, match="does not record its validation files; pass the sources to score"):
+        evaluation_tokens(loaded)
 
 
 def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):

@@ -296,3 +296,4 @@ def test_a_text_ends_with_the_token_that_completes_a_stop_string(monkeypatch):
     assert cut_at_stop(got[1], [stop]) == cut_at_stop(whole[1], [stop])
     late = "".join(p.text for p in generator.stream(prompts[0], 12, until=[stop], skip=len(whole[0].encode())))
     assert late == whole[0]
+    assert "".join(p.text for p in generator.stream(prompts[0], 12, until=[""])) == whole[0]

@@ -202,8 +202,9 @@ def test_a_base_that_changed_is_not_gone_on_with(names, converted, code, tmp_pat
         name = next(n for n in loaded.model.state_dict() if n.endswith(".B" if names else "norm.weight"))
         loaded.model.state_dict()[name].add_(0.5)
     checkpoint.save(loaded.model, base, loaded.tokenizer, 64, architecture=loaded.architecture)
-    with pytest.raises(ValueError, match="the model changed"):
-        train(TrainConfig(), tmp_path / "run", display()[0], resume=True)
+    for override in ((), ("corpus", "base")):
+        with pytest.raises(ValueError, match=r"the model changed; choose another --out$"):
+            train(TrainConfig(), tmp_path / "run", display()[0], resume=True, override=override)
 
 
 def test_what_is_trained_stays_when_a_run_is_resumed(converted, code, tmp_path):

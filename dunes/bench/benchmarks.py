@@ -8,7 +8,7 @@
         ...
 
 `Work.bytes` counts each weight once per batch, and the keys and values of earlier tokens, as in the inference
-benchmarks of gpt-fast and nanochat.
+benchmarks of gpt-fast and nanochat; of experts those that tokens select if all are equally probable.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
 from dunes.checkpoint import LoadedModel
 from dunes.data import collect_corpus
-from dunes.generate import Request, generate_all
+from dunes.generate import Request, generate, generate_all
 from dunes.measure import Allocations
-from dunes.parts import Attention, Cache, Decoder
+from dunes.parts import Attention, Cache, Decoder, MoE
 from dunes.runs.autosize import flops
 from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
@@ -97,7 +97,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
     head = 2.0 * _table(model).numel()
     work = tokens * flops(model, setting.context) / 3 - (tokens - setting.batch) * head
-    return Work(run, tokens, setup=setup, flops=work, bytes=weight_bytes(model), model=model)
+    return Work(run, tokens, setup=setup, flops=work, bytes=weight_bytes(model, tokens), model=model)
 
 
 @benchmark(memory=inference_allocations)
@@ -121,8 +121,8 @@ def decode(subject: Subject, setting: Setting) -> Work:
 
     steps, middle = count - 1, half + count / 2
     work = setting.batch * steps * flops(model, int(middle)) / 3
-    cached = setting.batch * middle * cache_elements_per_token(model) * _table(model).element_size()
-    size = steps * (weight_bytes(model) + cached)
+    cached = setting.batch * cache_elements(model, middle) * _table(model).element_size()
+    size = steps * (weight_bytes(model, setting.batch) + cached)
     return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model)
 
 
@@ -154,10 +154,11 @@ def tokenize(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(reads=())
 def load(subject: Subject, setting: Setting) -> Work:
-    """Loading a model folder that is in the page cache."""
+    """Loading a model folder that is in the page cache, and from there to the first token."""
     folder = subject.written
     run = lambda _: checkpoint.load(folder, measure.device())
-    return Work(run, _stored_bytes(checkpoint.load(folder).model), "bytes")
+    then = lambda loaded: next(generate(loaded.model, [0], limit=1, context_length=loaded.context_length))
+    return Work(run, _stored_bytes(checkpoint.load(folder).model), "bytes", then=then)
 
 
 @benchmark(reads=())
@@ -173,12 +174,21 @@ def _stored_bytes(module: nn.Module) -> int:
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
-def weight_bytes(model: Decoder) -> int:
-    """Bytes that each forward pass reads of weights, codes and scales: of embeddings only a few rows, of adapters
-    the active ones."""
+def weight_bytes(model: Decoder, tokens: int = 1) -> float:
+    """Bytes that a forward pass of `tokens` tokens reads of weights, codes and scales.
+
+    Of embeddings these are only a few rows, of adapters the active ones, of experts those that are expected to be
+    selected if all are equally probable.
+    """
     tied = _table(model).nbytes if model.head is None else 0
-    whole, embeddings = (_stored_bytes(m) - _idle_adapter_bytes(m) for m in (model, model.embed))
-    return whole - embeddings + tied
+    whole, embeddings = _active_bytes(model), _active_bytes(model.embed)
+    mixtures = (m for m in model.modules() if isinstance(m, MoE))
+    idle = sum(_active_bytes(m.experts) * (1 - m.top_k / len(m.experts)) ** tokens for m in mixtures)
+    return whole - embeddings + tied - idle
+
+
+def _active_bytes(module: nn.Module) -> int:
+    return _stored_bytes(module) - _idle_adapter_bytes(module)
 
 
 def _idle_adapter_bytes(module: nn.Module) -> int:
@@ -190,9 +200,10 @@ def _table(model: Decoder) -> torch.Tensor:
     return cast(torch.Tensor, tree.innermost(model.embed.token).weight)
 
 
-def cache_elements_per_token(model: Decoder) -> int:
-    """Elements that the key/value cache has for one token."""
-    return sum(m.k.out_features + m.v.out_features for m in model.modules() if isinstance(m, Attention))
+def cache_elements(model: Decoder, tokens: float) -> float:
+    """Elements of the key/value cache that the next token reads after so many, which a window limits."""
+    layers = (m for m in model.modules() if isinstance(m, Attention))
+    return sum((m.k.out_features + m.v.out_features) * min(tokens, m.window or tokens) for m in layers)
 
 
 def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:

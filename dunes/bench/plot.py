@@ -131,6 +131,28 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
     )
 
 
+def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Rates over their limits, both logarithmic; on the dashed line they are equal.
+
+    Takes records with `name`, `rate`, `limit` and `unit`.
+    """
+    p = _plotnine()
+    labels = [f"{f['name']}: {f['rate'] / f['limit']:.0%}" for f in results]
+    frame = _frame([dict(f) | {"line": label} for f, label in zip(results, labels, strict=True)])
+    ends = [min(float(f["rate"]) for f in results), max(float(f["limit"]) for f in results)]
+    equal = _frame([{"x": end, "y": end} for end in ends])
+    return (
+        _base(frame, high=3.6 + 0.25 * len(results), x="limit", y="rate", color="line")
+        + p.geom_line(p.aes("x", "y"), equal, color="#222222", linetype="dashed", inherit_aes=False)
+        + p.geom_point(size=3)
+        + p.scale_x_log10(labels=_round)
+        + p.scale_y_log10(labels=_round)
+        + p.scale_color_manual(COLOURS * (1 + len(results) // len(COLOURS)))
+        + p.guides(color=p.guide_legend(ncol=1))
+        + p.labs(title=title, x=f"limit, {results[0]['unit']}/s", y=f"{results[0]['unit']}/s")
+    )
+
+
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
     """Validation bits/byte of several runs, over `minutes`, `tokens` or `steps`.
 
@@ -256,10 +278,12 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
             for of in ("seconds", "peak_bytes") if results[0].get("peak_bytes") else ("seconds",):
                 paths.append(folder / f"{results[0]['benchmark']}-{NAMES[of].split()[0]}-over-{axis}.svg")
                 save_plot(scaling(results, axis, of), paths[-1])
-    paths.append(folder / f"{results[0]['benchmark']}-rates.svg")
-    save_plot(
-        bars([_bar(f, results) for f in results], f"{results[0]['benchmark']}: {results[0]['unit']}/s"), paths[-1]
-    )
+    name, entries = results[0]["benchmark"], [_bar(f, results) for f in results]
+    paths.append(folder / f"{name}-rates.svg")
+    save_plot(bars(entries, f"{name}: {results[0]['unit']}/s"), paths[-1])
+    if all("limit" in f for f in results):
+        paths.append(folder / f"{name}-limits.svg")
+        save_plot(limits(entries, f"{name}: rates and limits"), paths[-1])
     return paths
 
 
@@ -275,4 +299,5 @@ def _bar(f: Row, among: Sequence[Row]) -> Row:
         "low": amount / f["high"],
         "high": amount / f["low"],
         "unit": f["unit"],
+        "limit": f.get("limit"),
     }

@@ -17,6 +17,8 @@ LEAST = 0.2
 class Work:
     """A workload to time: `run(setup())`, of which only `run` is timed.
 
+    `then` is called with its result and gives a second time, from the start of the run to the first token.
+
     One run processes `amount` of `unit` (tokens, bytes, ...) with `flops` floating-point operations and at least
     `bytes` bytes read, 0 if unknown; `model` is the model that runs, if any.
     """
@@ -28,16 +30,18 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0
     model: nn.Module | None = None
+    then: Callable[[Any], object] | None = None
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One timing: seconds of one run, the mean of `runs`."""
+    """One timing: seconds of one run, the mean of `runs`, and until the end of what follows it."""
 
     name: str
     round: int
     seconds: float
     runs: int
+    first_token: float | None = None
 
 
 def race(
@@ -57,21 +61,26 @@ def race(
     runs = {}
     for name, work in works.items():
         before(name)
-        first = [_timed(work, 1, clock) for _ in range(2)][1]
+        first, _ = [_timed(work, 1, clock) for _ in range(2)][1]
         runs[name] = max(1, round(least / max(first, 1e-9)))
     for number in range(rounds):
         for name in works if number % 2 == 0 else reversed(list(works)):
             before(name)
-            yield Lap(name, number, _timed(works[name], runs[name], clock), runs[name])
+            seconds, first_token = _timed(works[name], runs[name], clock)
+            yield Lap(name, number, seconds, runs[name], first_token)
 
 
-def _timed(work: Work, runs: int, clock: Callable[[], float]) -> float:
-    """Seconds of one run without its setup."""
-    total = 0.0
+def _timed(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
+    """Seconds of one run without its setup, and with what follows it, if anything does."""
+    total = extended = 0.0
     for _ in range(runs):
         state = work.setup()
         start = clock()
-        work.run(state)
+        result = work.run(state)
         measure.synchronize(measure.device())
         total += clock() - start
-    return total / runs
+        if work.then is not None:
+            work.then(result)
+            measure.synchronize(measure.device())
+            extended += clock() - start
+    return total / runs, None if work.then is None else extended / runs

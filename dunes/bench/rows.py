@@ -59,7 +59,11 @@ def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tu
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """The rounds of one case as one record: medians, and the quartiles of the seconds."""
+    """The rounds of one case as one record: medians, and the quartiles of the seconds.
+
+    `limit` is the rate at which all bytes would be read at the highest read rate of all rounds, or all operations
+    done at the rate of matrix products, whichever is lower.
+    """
     first = rows[0]
     seconds = [float(row["seconds"]) for row in rows]
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
@@ -67,9 +71,13 @@ def summarize(rows: Sequence[Row]) -> Row:
     results: Row = {name: first.get(name) for name in SETTING}
     results |= {"rounds": len(rows), "seconds": middle, "low": low, "high": high, "unit": first["unit"]}
     results["rate"] = first["amount"] / middle
-    for share in ("flop_share", "byte_share"):
-        if known := [float(row[share]) for row in rows if row.get(share) is not None]:
-            results[share] = median(known)
+    for name in ("flop_share", "first_token"):
+        if known := [float(row[name]) for row in rows if row.get(name) is not None]:
+            results[name] = median(known)
+    if first.get("bytes") and (reads := [float(row["read"]) for row in rows if row.get("read")]):
+        results["byte_share"] = first["bytes"] / middle / max(reads)
+    if "byte_share" in results:
+        results["limit"] = results["rate"] / max(results["byte_share"], results.get("flop_share", 0.0))
     return results | {name: first[name] for name in ("peak_bytes", "machine") if first.get(name) is not None}
 
 

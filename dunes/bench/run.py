@@ -185,10 +185,11 @@ class Ceilings:
         self._read: dict[tuple[int, int], dict[int, float]] = {}
 
     def matmul(self, dtype: str, threads: int, round: int) -> float:
-        """FLOP/s, measured once per round."""
+        """FLOP/s in this dtype, or in float32 where that is faster, measured once per round."""
         key = (dtype, threads, round)
         if key not in self._matmul:
-            self._matmul[key] = measure.matmul_rate(getattr(torch, dtype), measure.device())
+            dtypes = (getattr(torch, name) for name in {dtype, "float32"})
+            self._matmul[key] = max(measure.matmul_rate(d, measure.device()) for d in dtypes)
         return self._matmul[key]
 
     def read(self, size: int, threads: int, round: int) -> float:
@@ -212,6 +213,7 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
         "round": lap.round,
         "seconds": lap.seconds,
         "runs": lap.runs,
+        "first_token": lap.first_token,
         "amount": work.amount,
         "unit": work.unit,
         "flops": work.flops,

@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 import torch
 
 from dunes import checkpoint, measure
+from dunes.checkpoint.loading import is_adapter, tokenizer_folder
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
@@ -52,7 +53,7 @@ class Subject:
         """Raises ValueError for a shape, which has none."""
         if self.folder is None:
             raise ValueError(f"{self.name}: a shape has no tokenizer; name a model folder")
-        return Tokenizer.load(self.folder)
+        return Tokenizer.load(tokenizer_folder(self.folder))
 
     def model(self, dtype: str = "float32") -> Decoder:
         """A new copy, on this machine's device."""
@@ -81,8 +82,9 @@ def scratch() -> Path:
 
 def of_folder(folder: Path) -> Subject:
     """The model in a folder. Raises ValueError if it is not a model folder."""
-    source = checkpoint.describe(folder)
-    return Subject(str(folder), source.family, source.context_length, source.architecture.build, folder)
+    # Loading an adapter gives the changes that it makes to its base.
+    model = checkpoint.load(folder) if is_adapter(folder) else checkpoint.describe(folder)
+    return Subject(str(folder), model.architecture.family, model.context_length, model.architecture.build, folder)
 
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:

@@ -41,6 +41,8 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
         "rate": lambda f: f"{format_count(f['rate'])} {f['unit']}/s",
         "MFU": lambda f: f"{f['flop_share']:.0%}" if "flop_share" in f else "",
         "bandwidth": lambda f: f"{f['byte_share']:.0%}" if "byte_share" in f else "",
+        "limit": lambda f: _limit(f) if "limit" in f else "",
+        "to the first token": lambda f: _first_token(f) if "first_token" in f else "",
         "tensors": lambda f: format_bytes(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
     used = {name: text for name, text in shown.items() if any(text(f) for f in results)}
@@ -50,6 +52,15 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}", [*columns, *used], lines
     )
+
+
+def _limit(f: Mapping[str, Any]) -> str:
+    return f"{format_count(f['limit'])} {f['unit']}/s ({f['rate'] / f['limit']:.0%} reached)"
+
+
+def _first_token(f: Mapping[str, Any]) -> str:
+    rate = f["rate"] * f["seconds"] / f["first_token"]
+    return f"{format_seconds(f['first_token'])}, {format_count(rate)} {f['unit']}/s"
 
 
 def print_comparison(results: Comparison, confidence: float) -> None:

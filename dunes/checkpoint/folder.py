@@ -17,7 +17,6 @@ from torch import nn
 from dunes import __version__
 from dunes.augment import lora
 from dunes.checkpoint.files import atomic
-from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.checkpoint.forms import architecture as architectures
@@ -302,9 +301,7 @@ def load_decoder(source: Source) -> Decoder:
         model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
     else:
         architectures.fill(model, weights, source.card)
-        if not isinstance(name := source.card.get("adapter"), str | None):
-            raise ValueError(f"{source.folder / CARD}: adapter is {quote(name)}; expected a name or null")
-        lora.set_adapter(model, name)
+        lora.set_adapter(model, source.card.get("adapter"))
     return model
 
 

@@ -71,12 +71,12 @@ def load_with_tokenizer(
     adapters: Sequence[Path] = (),
 ) -> LoadedModel:
     """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
-    if Tokenizer.find_file(tokenizer_folder := _tokenizer_folder(Path(folder))) is None:
-        Tokenizer.load(tokenizer_folder)  # raises before anything is read
+    if Tokenizer.find_file(place := tokenizer_folder(Path(folder))) is None:
+        Tokenizer.load(place)  # raises before anything is read
     return load(folder, device, any_base, adapters=adapters)
 
 
-def _tokenizer_folder(folder: Path) -> Path:
+def tokenizer_folder(folder: Path) -> Path:
     """The folder of the tokenizer: for an adapter without one, that of its base."""
     folder = readable_folder(folder)
     return base_folder(folder) if is_adapter(folder) and Tokenizer.find_file(folder) is None else folder
@@ -123,7 +123,7 @@ def base_folder(folder: Path) -> Path:
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
     card = verified_card(folder)
     source = open_verified_source(base_folder(folder))
-    tokenizer = load_tokenizer(_tokenizer_folder(folder))
+    tokenizer = load_tokenizer(tokenizer_folder(folder))
     check_vocabulary(source, tokenizer)
     context_length = context_length_of(card, folder, source.expected, source.context_length)
     model = load_decoder(source)
@@ -206,7 +206,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     lines = list(_adapter_lines(folder))
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
-        check_vocabulary(source, load_tokenizer(_tokenizer_folder(folder)))
+        check_vocabulary(source, load_tokenizer(tokenizer_folder(folder)))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         lines.append(f"base check  {_comparison(folder, values)}")
         reason = None

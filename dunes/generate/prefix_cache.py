@@ -108,7 +108,11 @@ class PrefixCache:
 
 def _common(held: Sequence[int], ids: Sequence[int], last: int) -> int:
     """How many ids at the beginning are equal, but for the last ones, which give the logits."""
-    most = min(len(held), len(ids) - last)
-    if held[:most] == ids[:most]:
-        return most
-    return next(i for i in range(most) if held[i] != ids[i])
+    equal, most = 0, min(len(held), len(ids) - last)
+    while equal < most:  # by halves, since comparing slices is much faster than comparing ids
+        middle = (equal + most + 1) // 2
+        if held[equal:middle] == ids[equal:middle]:
+            equal = middle
+        else:
+            most = middle - 1
+    return equal

@@ -50,13 +50,18 @@ def augment_folder(folder: Path, out: Path, name: str, **request: Any) -> list[s
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
     """Save a loaded model that was changed since; the card inherits what the change does not concern."""
     facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
-    # The changes in the card of a plain model are what was done to it before; all others are made again.
-    history = loaded.card.get("history" if "adapter" in loaded.card else "changes", [])
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
-        loaded.model, out, loaded.tokenizer, loaded.context_length, facts | {"changes": history}, check,
+        loaded.model, out, loaded.tokenizer, loaded.context_length, facts | {"changes": history(loaded)}, check,
         architecture=architecture,
     )  # fmt: skip
+
+
+def history(loaded: LoadedModel) -> list[Any]:
+    """The records of the changes before those of the architecture; in a plain model's card, these are all."""
+    plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
+    earlier: list[Any] = loaded.card.get("history", plain)
+    return earlier
 
 
 def _size(loaded: LoadedModel) -> int:

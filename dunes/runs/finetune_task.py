@@ -19,6 +19,7 @@ from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example
 from dunes.data.packing import Batch, Batches
+from dunes.runs.augment import history
 from dunes.runs.evaluate import Score, evaluate, score_batches
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
@@ -232,7 +233,7 @@ class FinetuneTask:
             }
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
-        return about | {"changes": [change.record() for change in self.changes]}
+        return about | {"changes": [change.record() for change in self.changes] or history(self.data.base)}
 
     def _lines(self, after: Baseline) -> list[str]:
         """The final report: validation loss, forgetting, and answers before and after."""

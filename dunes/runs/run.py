@@ -328,7 +328,7 @@ def restore_run(
     differences = run.config.differences(state["config"])
     stored = state["fingerprints"]
     if changed := [name for name, value in run.task.fingerprints.items() if stored.get(name, value) != value]:
-        differences["corpus"] = f"{' and '.join(changed)} changed"
+        differences["model" if "the model" in changed else "corpus"] = f"{' and '.join(changed)} changed"
     if "model" in state and (words := first_difference(state["model"], run.task.loaded.architecture.record())):
         differences["model"] = f"the model's {words}"
     if refused := [words for name, words in differences.items() if name not in override]:

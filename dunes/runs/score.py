@@ -1,6 +1,6 @@
 """Scoring a model folder on text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def score_folder(
 def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
     """The token ids of all text in the sources, and the number of files; without sources, of the validation split
     recorded in the card. Raises ValueError if the card does not record one."""
-    tokenizer, trained = loaded.require_tokenizer(), loaded.card.get("trained", {})
+    tokenizer, trained = loaded.require_tokenizer(), _trained(loaded.card)
     separate = bool(trained.get("separate_documents"))
     if sources:
         corpus = collect_corpus(sources, **options)
@@ -46,6 +46,14 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     full = trained["split"] == "files"
     documents = corpus.valid if full else corpus.train + corpus.valid
     return _ids(tokenizer, documents, full, separate), len(documents)
+
+
+def _trained(card: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The card's record of training on text; empty if there is none, or a damaged one."""
+    if not isinstance(trained := card.get("trained"), dict):
+        return {}
+    sources = trained.get("sources")
+    return trained if isinstance(sources, list | tuple) and all(isinstance(s, str) for s in sources) else {}
 
 
 def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool, separate: bool) -> TokenIds:

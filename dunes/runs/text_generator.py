@@ -85,8 +85,10 @@ class TextGenerator:
     ) -> Iterator[list[Token | None]]:
         """`generate_all` of these requests, from the cache of the last call if that had as many rows.
 
-        Each also ends with the token that completes one of the strings `until`, after `skip` bytes of its text.
+        Each also ends with the token that completes one of the strings `until`, after `skip` bytes of its text;
+        empty ones are ignored.
         """
+        until = [stop for stop in until if stop]
         if self.cache is None or len(self.cache.ids) != len(requests):
             self.cache = PrefixCache(self.model, len(requests))
         self._use_step(self.cache)

@@ -6,6 +6,7 @@ from typing import Any
 
 from dunes.checkpoint.files import atomic
 from dunes.checkpoint.files.file_in_folder import file_in_folder
+from dunes.checkpoint.files.header import quote
 from dunes.text import json_file
 from dunes.units import plural
 
@@ -21,14 +22,13 @@ def read_card(folder: Path) -> dict[str, Any]:
     if not (folder / CARD).is_file():
         return {}
     card = json_file.read(folder / CARD)
-    if not isinstance(changes := card.get("changes", []), list):
-        raise ValueError(
-            f"{folder / CARD}: 'changes' must be a list, not {type(changes).__name__}; download the file again"
-        )
-    if len(changes) > MAX_CHANGES:
-        raise ValueError(f"{folder / CARD}: lists {len(changes):,} changes; the limit is {MAX_CHANGES:,}")
-    if isinstance(number := card.get("format", FORMAT), int) and number > FORMAT:
-        raise ValueError(f"{folder / CARD}: of format {number}, this version reads {FORMAT}; update dunes")
+    for key in ("changes", "history"):
+        if not isinstance(changes := card.get(key, []), list) or not all(isinstance(c, dict) for c in changes):
+            raise ValueError(f"{folder / CARD}: {key!r} must be a list of objects; download the file again")
+        if len(changes) > MAX_CHANGES:
+            raise ValueError(f"{folder / CARD}: lists {len(changes):,} changes; the limit is {MAX_CHANGES:,}")
+    if type(number := card.get("format", FORMAT)) is not int or number > FORMAT:
+        raise ValueError(f"{folder / CARD}: of format {quote(number)}, this version reads {FORMAT}; update dunes")
     if card.get("format") == 1 and "context" in card:  # its name in format 1
         card["context_length"] = card.pop("context")
     return card
