@@ -194,6 +194,12 @@ def test_each_part_of_a_config_is_read_back(family, changes, tmp_path, tokenizer
     assert all(torch.equal(w, model.state_dict()[k]) for k, w in loaded.model.state_dict().items())
 
 
+def test_divisors_of_another_scaling_are_refused(tmp_path, tokenizer):
+    _, path = written(tmp_path, "llama", tokenizer, scaling=Llama3(8.0, 2.0, 4.0, 32))
+    with pytest.raises(ValueError, match=r"llama\.gguf: rope_freqs\.weight is not LLaMA 3's scaling"):
+        checkpoint.load(path)
+
+
 def test_the_header_is_what_the_package_reads(tmp_path, tokenizer):
     _, path = written(tmp_path, "llama", tokenizer, "q8_0", scaling=SCALINGS["yarn"])
     header, theirs = read_header(path), gguf.GGUFReader(path)
@@ -326,6 +332,18 @@ HOSTILE |= {
 }
 
 
+REASONS = {
+    "a key that occurs twice": "'a' occurs twice",
+    "a tensor past the end": "exceeds the file's",
+    "a tensor far away": "exceeds the file's",
+    "a huge tensor": "more elements than can be addressed",
+    "a name that occurs twice": "two tensors are called",
+    "half a block": "not whole blocks",
+    "alignment 0": "power of two",
+    "another architecture": "'mamba' is not one of",
+}
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_refused_in_one_line_and_without_memory(name, tmp_path):
     path = tmp_path / "hostile.gguf"
@@ -333,7 +351,7 @@ def test_a_hostile_file_is_refused_in_one_line_and_without_memory(name, tmp_path
     with Path(path).open("r+b") as file:
         file.truncate(max(len(HOSTILE[name]), 4 << 30) if "long" in name else len(HOSTILE[name]))  # a hole
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"hostile\.gguf") as error:
+    with pytest.raises(ValueError, match=rf"hostile\.gguf: .*{REASONS.get(name, '')}") as error:
         checkpoint.load(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
