@@ -332,7 +332,9 @@ def test_the_card_records_the_source(tmp_path):
     theirs("llama", tmp_path / "hf")
     convert(open_source(tmp_path / "hf"), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
     first = folder.open_verified_source(tmp_path / "a")
-    convert(replace(first, card=first.card | {"trained": {"steps": 3}, "changes": [{"name": "x"}]}), tmp_path / "b")
+    convert(
+        replace(first, card=first.card | {"trained": {"steps": 3}, "changes": [{"name": "x"}]}), tmp_path / "b"
+    )
     card = json.loads((tmp_path / "b" / "dunes.json").read_text())
     assert card["converted"]["before"]["repository"] == "org/name"
     assert (card["trained"], card["changes"]) == ({"steps": 3}, [{"name": "x"}])
