@@ -31,8 +31,13 @@ from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
 
 PACKAGE, CARD, FORMAT = "step.pt2", "package.json", 1
-OPTIONS = {"aot_inductor.package_constants_in_so": False, "realize_reads_threshold": 1}
-"""Weights stay outside; a norm is computed once, and not for each row of the product that reads it."""
+OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    "cpp.dynamic_threads": True,
+    "realize_reads_threshold": 1,
+}
+"""Weights stay outside; one package serves any number of threads; a norm is computed once, and not for each row of the
+product that reads it."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 """Of the largest logit: how much a step in this dtype may differ from the model."""
 GREEDY_TOKENS = 64
