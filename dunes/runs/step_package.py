@@ -36,7 +36,7 @@ OPTIONS = {
     "cpp.dynamic_threads": True,
     "realize_reads_threshold": 1,
 }
-"""Weights stay outside; any number of threads; a norm is computed once, not for each row of the product after it."""
+"""Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 """Of the largest logit: how much a step in this dtype may differ from the model."""
 GREEDY_TOKENS = 64
