@@ -4,6 +4,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -17,6 +18,7 @@ from dunes.models import FAMILIES
 from dunes.parts import cache_for
 from dunes.runs import step_package
 from dunes.runs.step_package import compile_step, load_step, step_source
+from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 
 needs_compiler = pytest.mark.slow
@@ -118,6 +120,24 @@ def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch
     assert used
     assert [said(tmp_path / str(seed)) for seed in (1, 2)] == without
     shutil.rmtree(tmp_path / "home")
+
+
+@needs_compiler
+def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    checkpoint.save(model_of(), folder, Tokenizer.train("bytes", []), 64)
+    loaded = checkpoint.load(folder)
+    find = step_source(loaded.model, folder)
+    generator = TextGenerator(loaded, find)
+    before = generator.text("some", 30)
+    assert generator.cache.step is None
+    deadline = time.monotonic() + 120
+    while find() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert generator.text("some", 30) == before
+    assert generator.cache.step is find()
 
 
 CALL = step_package.CompiledStep.__call__
