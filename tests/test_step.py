@@ -70,8 +70,7 @@ def test_the_exported_step_gives_the_models_logits(name, capsys):
     largest = 0.0
     for token in (7, 9, 11, 3) * 10:
         expected = model(torch.tensor([[token]]), cache=own)[0, 0]
-        cache.start(torch.ones(1, 1, dtype=torch.bool))
-        slot, positions = cache.next_slot()
+        slot, positions = cache.start_one()
         got = run(torch.tensor([token]), torch.tensor([slot]), positions, cache.keys, cache.values)
         cache.advance(torch.ones(1, dtype=torch.long))
         largest = max(largest, float((got - expected).abs().max() / expected.abs().max()))

@@ -115,8 +115,7 @@ def generate_all(
         proposals = {i: _propose(r, context_length - len(texts[i]), cache) for i, r in active.items()}
         last = {i: len(proposal.ids) + 1 for i, proposal in proposals.items()}
         logits = cache.logits({i: [*ids, *proposals[i].ids] for i, ids in texts.items()}, last)
-        rows = dict(zip(active, torch.split(logits, [*last.values()]), strict=True))
-        yield from _accept(requests, active, proposals, rows)
+        yield from _accept(requests, active, proposals, logits)
 
 
 def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
@@ -142,7 +141,7 @@ def _accept(
     """Yield the next token of each active row, and further ones of those rows whose proposal holds."""
     step = 0
     while active:
-        rows = torch.stack([logits[i][step] for i in active])
+        rows = [logits[i][step] for i in active]
         tokens = dict(zip(active, _next_tokens(active, rows, proposals, step), strict=True))
         if any(tokens.values()):
             yield [tokens.get(i) for i in range(len(requests))]
@@ -152,13 +151,17 @@ def _accept(
 
 
 def _next_tokens(
-    requests: Mapping[int, Request], logits: Tensor, proposals: Mapping[int, Proposal], step: int
+    requests: Mapping[int, Request], logits: Sequence[Tensor], proposals: Mapping[int, Proposal], step: int
 ) -> list[Token | None]:
-    """Choose a token for each request by its logits (N, V), and append it."""
+    """Choose a token for each request by its logits (V,), and append it."""
     rows = zip(requests.items(), logits, strict=True)
-    chosen = torch.stack([choose(r.sample, x, r.ids, proposals[i], step) for (i, r), x in rows])
-    tokens = _tokens(logits, chosen, [r.alternatives for r in requests.values()])
+    chosen = _stack([choose(r.sample, x, r.ids, proposals[i], step) for (i, r), x in rows])
+    tokens = _tokens(_stack(logits), chosen, [r.alternatives for r in requests.values()])
     return [r.append(token) for r, token in zip(requests.values(), tokens, strict=True)]
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*tensors]) if len(tensors) > 1 else tensors[0][None]  # a view, of the usual single row
 
 
 def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
@@ -173,6 +176,8 @@ def _tokens(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[To
     """The ids (N,) chosen from logits (N, V), each with as many alternatives."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
-    best = logprobs.topk(min(max(alternatives, default=0), logits.shape[-1]))
+    if not any(alternatives):
+        return [Token(i, logprob) for i, logprob in zip(ids.tolist(), own, strict=True)]
+    best = logprobs.topk(min(max(alternatives), logits.shape[-1]))
     rows = zip(ids.tolist(), own, best.indices.tolist(), best.values.tolist(), alternatives, strict=True)
     return [Token(i, logprob, tuple(zip(top, values, strict=True))[:n]) for i, logprob, top, values, n in rows]

@@ -45,12 +45,16 @@ class PrefixCache:
         if adapter != self.adapters[row]:
             self.adapters[row], self.ids[row] = adapter, []
 
-    def logits(self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int] | None = None) -> Tensor:
-        """Logits (N, V) after the texts, by row; what a row holds of a text's beginning is not evaluated.
+    def logits(
+        self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int] | None = None
+    ) -> dict[int, Tensor]:
+        """Logits (n, V) after the n `last` ids of each text (by default one), by row.
 
-        With `last`, those after each of so many last ids of a row, one row after the other.
+        What a row holds of a text's beginning is not evaluated.
         """
         last = last or dict.fromkeys(texts, 1)
+        if self.step is not None and self._continues(texts, last):
+            return {0: self._step_forward(texts[0], self.step)}
         if self.cache is None:  # the model may mix tokens, so it reads whole texts
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
@@ -61,7 +65,18 @@ class PrefixCache:
             rows = list(range(len(self.ids)))
             logits = self._evaluate({i: texts[i] for i in prefill}, prefill, last)
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
-        return torch.cat([logits[i][-last[i] :] for i in texts])
+        return {i: logits[i][-last[i] :] for i in texts}
+
+    def _continues(self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int]) -> bool:
+        """Whether the only row holds all ids of its text but one."""
+        return len(self.ids) == 1 and last[0] == 1 and self.ids[0] != [] and self.ids[0] == texts[0][:-1]
+
+    def _step_forward(self, ids: Sequence[int], step: CompiledStep) -> Tensor:
+        assert self.cache is not None, "the row holds ids"
+        self.ids[0] = []  # an interrupted step leaves the row undefined
+        logits = step(ids[-1], self.cache)[None]
+        self.ids[0], self.forwards = list(ids), self.forwards + 1
+        return logits
 
     def _evaluate(
         self, texts: Mapping[int, Sequence[int]], rows: Sequence[int], last: Mapping[int, int]
@@ -70,8 +85,9 @@ class PrefixCache:
         if not texts:
             return {}
         assert self.cache is not None, "reserve comes first"
-        index = torch.tensor(rows, device=self.cache.length.device)
-        part = self.cache if len(rows) == len(self.ids) else self.cache.select_rows(index)
+        whole = len(rows) == len(self.ids)
+        index = torch.tensor(() if whole else rows, dtype=torch.long, device=self.cache.length.device)
+        part = self.cache if whole else self.cache.select_rows(index)
         kept = [_common(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
         held = [len(self.ids[i]) for i in rows]
         if kept != held or not all(held):  # an interrupted forward leaves tokens in a row without ids
@@ -81,7 +97,7 @@ class PrefixCache:
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, kept, strict=True)]
         with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
             logits = self._forward(pending, max(last[i] for i in texts), part)
-        if part is not self.cache:
+        if not whole:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
@@ -90,13 +106,6 @@ class PrefixCache:
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
         """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
         self.forwards += 1
-        if (
-            self.step is not None
-            and [len(row) for row in pending] == [1]
-            and cache is not None
-            and cache.max_length
-        ):
-            return self.step(pending[0][0], cache)[None, None]
         width, device = max(map(len, pending)), next(self.model.parameters()).device
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
         real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)

@@ -68,7 +68,7 @@ class DraftModel:
         self.cache.reserve(min(self.context_length, 1 << (len(ids) + count).bit_length()))
         text, probs = list(ids), []
         for _ in range(count):
-            logits = sample.process(self.cache.logits({0: text[start:]})[0], text)
+            logits = sample.process(self.cache.logits({0: text[start:]})[0][0], text)
             text.append(int(sample.choose(logits)))
             probs.append(logits.softmax(-1))
         return Proposal(text[len(ids) :], () if sample.choose is greedy else probs)

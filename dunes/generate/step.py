@@ -22,6 +22,7 @@ from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
+ROWS = 2
 
 
 class Step(nn.Module):
@@ -94,15 +95,14 @@ class CompiledStep:
             self._loader.load_constants(self._weights, False, False, True)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{package}: cannot be loaded: {str(error).splitlines()[0]}") from None
-        self._one = torch.ones(1, 1, dtype=torch.bool)
+        self._one = torch.ones(1, dtype=torch.long)
 
     def __call__(self, token: int, cache: Cache) -> Tensor:
         """Logits (V,) after one more token of the only row of a cache, which holds tokens already."""
-        cache.start(self._one)
-        slot, slot_positions = cache.next_slot()
+        slot, slot_positions = cache.start_one()
         ids = torch.tensor([token]), torch.tensor([slot])
         logits: Tensor = self._loader.run([*ids, slot_positions, *cache.keys, *cache.values])[0]
-        cache.advance(torch.ones(1, dtype=torch.long))
+        cache.advance(self._one)
         return logits
 
 
@@ -141,8 +141,18 @@ class _OneRow(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = (weight.float() * x.float().unsqueeze(-2)).sum(-1)
+    # Sums of several rows at once keep more reads in flight than one after the other.
+    parts = weight.unflatten(0, (ROWS, -1)) if len(weight) % ROWS == 0 else weight[None]
+    y = torch.cat([(part.float() * x.float().unsqueeze(-2)).sum(-1) for part in parts], -1)
     return y if bias is None else y + bias.float()
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    if dim != -1 or x.shape[-1] % 4:
+        return torch.mean(x, dim, keepdim, **kwargs)
+    # A single sum would be a parallel region of its own.
+    y = sum(x.unflatten(-1, (4, -1)).sum(-1).split(1, -1), torch.zeros(())) / x.shape[-1]
+    return y if keepdim else y.squeeze(-1)
 
 
 def _embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -154,12 +164,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *arg
     scores = (q.float() * k.unsqueeze(2).float()).sum(-1) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask.reshape(1, 1, 1, -1), -torch.inf)
-    y: Tensor = (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(2).float()).sum(3, keepdim=True)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp().unsqueeze(-1)
+    y: Tensor = (weights * v.unsqueeze(2).float()).sum(3, keepdim=True) / weights.sum(3, keepdim=True)
     return y.flatten(1, 2)
 
 
 _FORMS: dict[Function, Function] = {
     F.linear: _linear,
     F.embedding: _embedding,
+    Tensor.mean: _mean,
     F.scaled_dot_product_attention: _attention,
 }

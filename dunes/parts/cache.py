@@ -50,12 +50,22 @@ class Cache:
         self.max_length += real.shape[1]
         if self.max_length > self.capacity:
             self.max_length = int((self.length + real.sum(1)).max())  # the bound may be too high
+        self._require_room()
+        return self._positions(real)
+
+    def start_one(self) -> tuple[int, Tensor]:
+        """The same for one token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        n = int(self.length)
+        self.max_length = n + 1
+        self._require_room()
+        return n, torch.arange(n + 1, device=self.length.device)
+
+    def _require_room(self) -> None:
         if self.max_length > self.capacity:
             raise ValueError(
                 f"{plural(self.max_length, 'token does', 'tokens do')} not fit into a cache of "
                 f"{self.capacity}; make it larger"
             )
-        return self._positions(real)
 
     def _positions(self, real: Tensor) -> Tensor:
         positions = self.length[:, None] + real.long().cumsum(1) - 1
@@ -81,11 +91,6 @@ class Cache:
         """The position (B, S) in each readable slot when each row's newest one is `last` (B,); -1 if empty."""
         slots = torch.arange(self.readable_slots, device=last.device)
         return torch.where(slots <= last[:, None], slots, -1)
-
-    def next_slot(self) -> tuple[int, Tensor]:
-        """For one more token of a single row: the slot to write, and the position (S,) in each slot to read."""
-        n = int(self.length)
-        return n, torch.arange(n + 1, device=self.length.device)
 
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B,) tokens longer."""
@@ -177,11 +182,15 @@ class RollingCache(Cache):
         slots = torch.arange(self.readable_slots, device=last.device)
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
-    def next_slot(self) -> tuple[int, Tensor]:
-        """For one more token of a single row: the slot to write, and the position (S,) in each slot to read."""
-        n, positions = super().next_slot()
+    def start_one(self) -> tuple[int, Tensor]:
+        """The same for one token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        n, positions = super().start_one()
+        self._new_positions = None
         slots = positions[: self.capacity]
         return n % self.capacity, n - (n - slots) % self.capacity
+
+    def _require_room(self) -> None:
+        pass
 
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B,) tokens longer."""

@@ -34,14 +34,16 @@ PACKAGE, CARD, FORMAT = "step.pt2", "package.json", 1
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "cpp.dynamic_threads": True,
+    "cpp.enable_floating_point_contract_flag": "fast",
     "realize_reads_threshold": 1,
+    "score_fusion_memory_threshold": 1,
 }
 """Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 """Of the largest logit: how much a step in this dtype may differ from the model."""
 GREEDY_TOKENS = 64
 T = TypeVar("T")
-SOURCES = "parts", "ops", "generate", "augment"
+SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step.py"
 
 
 def load_step(model: nn.Module) -> CompiledStep | None:
@@ -149,7 +151,7 @@ def _key(model: nn.Module, dtype: torch.dtype) -> str:
     active = [str(getattr(module, "active", None)) for module in model.modules()]
     files = {inspect.getsourcefile(type(module)) for module in model.modules()}
     package = Path(dunes.__file__).parent
-    sources = {*map(str, files), *(str(f) for room in SOURCES for f in (package / room).glob("*.py"))}
+    sources = {*map(str, files), *(str(f) for pattern in SOURCES for f in package.glob(pattern))}
     digests = [atomic.digest(Path(path)) for path in sorted(sources)]
     machine = torch.__version__, sys.platform, platform.machine(), *_processor()
     everything = FORMAT, dtype, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *active, *digests
