@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: its functions, on a GGUF file made here from the folder.
+"""llama.cpp through llama-cpp-python: its generate, on a GGUF file made here from the folder.
 
 Why these settings: built from source for this very processor, which is its default
 (https://github.com/abetlen/llama-cpp-python#installation); n_threads and n_threads_batch are what all
@@ -11,12 +11,15 @@ llama_batch with an id of its sequence for each token, and a cache for each sequ
 header advises where they share no beginning. Weights in 8 or 4 bits, by which llama.cpp is mostly used, are
 another model and no part of this race.
 
-The next id is numpy's argmax of the logits: `Llama.generate` takes longer.
+It answers a prompt from what it still has of the last one unless it is reset, so it is. Several texts at once are
+not in its generate, so there llama_decode is called as llama.cpp's own batched-bench does
+(https://github.com/ggml-org/llama.cpp/tree/master/tools/batched-bench). One text is as fast either way.
 """
 
 import json
 import os
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import llama_cpp as llama
@@ -75,6 +78,28 @@ def turned(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(weight.shape)
 
 
+def answers(work: Work, setting: str) -> Answer:
+    precision, *flash = setting.split()
+    longest = max(len(work.prompt) + work.new, len(work.prompts[0]) + 1)
+    model = llama.Llama(
+        str(written(Path(work.folder), precision)),
+        n_ctx=longest,
+        n_batch=longest,
+        n_ubatch=longest,
+        n_threads=work.threads,
+        n_threads_batch=work.threads,
+        flash_attn=bool(flash),
+        verbose=False,
+        **({"type_k": llama.GGML_TYPE_F32, "type_v": llama.GGML_TYPE_F32} if precision == "float32" else {}),
+    )
+
+    def answer(ids, new):
+        model.reset()
+        return list(islice(model.generate(ids, temp=0.0, repeat_penalty=1.0), new))
+
+    return answer
+
+
 class Context:
     """A context of so many sequences of up to `longest` tokens."""
 
@@ -119,12 +144,6 @@ class Context:
         return np.stack(steps, 1).tolist()
 
 
-def answers(work: Work, setting: str) -> Answer:
-    longest = max(len(work.prompt) + work.new, len(work.prompts[0]) + 1)
-    context = Context(work, setting, 1, longest)
-    return lambda ids, new: context.generate([ids], new)[0]
-
-
 def batch_answers(work: Work, setting: str) -> BatchAnswer:
     context = None
 
@@ -137,8 +156,6 @@ def batch_answers(work: Work, setting: str) -> BatchAnswer:
 
 
 if __name__ == "__main__":
-    quiet = llama.llama_log_callback(lambda level, text, data: None)
-    llama.llama_log_set(quiet, None)
     settings = ("float32", "bfloat16", "bfloat16 flash", "float16", "float16 flash")
     asked.main(
         {
