@@ -79,16 +79,27 @@ class Shape:
     prompts: int = 8
     rounds: int = 3
     seconds: float = 2.0
+    patience: float = 120.0
 
 
 SHAPES = {
-    "toy": Shape(64, 2, 64, kv_groups=2, new=32, row_new=4, rounds=1, seconds=0.1),
+    "toy": Shape(64, 2, 64, kv_groups=2, new=32, row_new=4, rounds=1, seconds=0.1, patience=0.0),
     "1.7m": Shape(128, 3),
     "10m": Shape(384, 6, kv_groups=3),
     "40m": Shape(768, 5, kv_groups=3),
     "124m": Shape(768, 12, vocab=32_000, tied=True, new=64, prompts=4),
     "1.1b": Shape(
-        2048, 22, vocab=32_000, kv_groups=8, hidden=5632, new=32, row_new=8, prompts=2, rounds=2, seconds=1.0
+        2048,
+        22,
+        vocab=32_000,
+        kv_groups=8,
+        hidden=5632,
+        new=32,
+        row_new=8,
+        prompts=2,
+        rounds=2,
+        seconds=1.0,
+        patience=300.0,
     ),
 }
 
@@ -127,7 +138,7 @@ def main(
     size: Literal["1.7m", "10m", "40m", "124m", "1.1b"] = "10m",
     tasks: tuple[Literal[ALL_TASKS], ...] = TASKS,
     threads: int | None = None,
-    patience: float = 120.0,
+    patience: float | None = None,
     toy: bool = False,
     here: bool = False,
 ) -> None:
@@ -140,13 +151,13 @@ def main(
         tasks: decode (one text), decode16 and decode64 (so many texts at once), prefill, first (seconds from the
             start of a process to the first token), train.
         threads: Threads of each side; by default as many as are fastest.
-        patience: Maximum seconds until the first result of a compiled setting; 0 skips these.
-        toy: A tiny model and little work, nothing compiled.
+        patience: Maximum seconds until the first result of a compiled setting; 0 skips these. By default 120,
+            and at 1.1b 300.
+        toy: A tiny model and little work, and nothing compiled without --patience.
         here: Use the peers of this Python instead of installing them.
     """
-    if toy:
-        patience = 0.0
     shape = SHAPES["toy" if toy else size]
+    patience = shape.patience if patience is None else patience
     sides, left_out = [Side("ours", (sys.executable, str(SIDES / "our_side.py")))], {}
     for peer in peers:
         try:
