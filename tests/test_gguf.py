@@ -24,7 +24,7 @@ from dunes.checkpoint.forms.architecture import Architecture
 from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
-from dunes.text import Tokenizer, llama3, sentencepiece, templates
+from dunes.text import Tokenizer, gguf_file, llama3, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from hard_strings import HARD
@@ -218,6 +218,20 @@ def test_the_header_is_what_the_package_reads(tmp_path, tokenizer):
     ]
 
 
+def test_a_header_is_read_once_for_a_load_and_again_after_a_change(tmp_path, tokenizer, monkeypatch):
+    _, path = written(tmp_path, "llama", tokenizer)
+    _, other = written(tmp_path, "qwen2", tokenizer)
+    opened, header = [], gguf_file._Reader.header
+    monkeypatch.setattr(
+        gguf_file._Reader, "header", lambda reader: opened.append(reader.file.name) or header(reader)
+    )
+    checkpoint.load_with_tokenizer(path)
+    assert opened == [str(path)]
+    path.write_bytes(other.read_bytes())
+    assert checkpoint.load(path).architecture.family == "qwen2"
+    assert opened == [str(path)] * 2
+
+
 def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     chat = templates.attach_template(templates.TEMPLATES["chatml"], tokenizer)
     model, path = written(tmp_path, "qwen2", chat, "bfloat16")
@@ -262,8 +276,7 @@ FOREIGN = {
 def test_a_tokenizer_is_built_from_the_tokens_of_a_file(name, tmp_path):
     before = FOREIGN[name]()
     _, path = written(tmp_path, "llama", before)
-    fields = read_header(path).fields
-    del fields["tokenizer.huggingface.json"]
+    fields = {k: v for k, v in read_header(path).fields.items() if k != "tokenizer.huggingface.json"}
     after = Tokenizer(build_tokenizer(fields, None), special_tokens(fields))
     assert [after.encode(text) for text in HARD] == [before.encode(text) for text in HARD]
     assert (after.bos, after.eos, after.stops) == (before.bos, before.eos, before.stops)
