@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import re
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -24,6 +25,7 @@ from dunes.checkpoint.forms.architecture import Architecture
 from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
+from dunes.runs.export import export_gguf
 from dunes.text import Tokenizer, gguf_file, llama3, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
@@ -138,11 +140,41 @@ def test_the_verb_exports_a_folder(tmp_path, tokenizer, capsys, monkeypatch):
     checkpoint.save(model, tmp_path / "model", tokenizer, 64)
     out = tmp_path / "deep" / "model.gguf"
     assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf", "--dtype", "q8_0") == 0
-    assert "15 tensors in Q8_0, 11 tensors in F32" in capsys.readouterr().out
+    assert re.search("15 tensors in Q8_0, 11 tensors in F32; .* read back: equal", capsys.readouterr().out)
     assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf") == 2
     assert "exists already" in capsys.readouterr().err
     assert dunes(monkeypatch, "export", tmp_path / "model", tmp_path / "x", "--dtype", "q8_0") == 2
     assert "for --to gguf only" in capsys.readouterr().err
+
+
+def damage_values(monkeypatch, name):
+    """The lowest bits of that tensor's first and last byte are written wrong."""
+    encode = form._encode
+
+    def write_damaged(tensor, number):
+        data = encode(tensor, number).copy()
+        if name in tensor.origin:
+            data.view(np.uint8).reshape(-1)[[0, -1]] ^= 1
+        return data
+
+    monkeypatch.setattr(form, "_encode", write_damaged)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.mlp.down_proj", "model.norm"])
+@pytest.mark.parametrize("dtype", form.TYPES)
+def test_a_file_with_other_values_is_not_kept(dtype, name, tmp_path, tokenizer, monkeypatch):
+    checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
+    damage_values(monkeypatch, name)
+    out = tmp_path / "made" / "model.gguf"
+    with pytest.raises(ValueError, match="the written file has other values"):
+        export_gguf(tmp_path / "model", out, dtype)
+    assert not list(out.parent.iterdir())
+
+
+def test_a_layout_that_is_not_read_back_is_an_error(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(form, "to_pairs", lambda weight, heads: weight)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q\.weight: the written file has other values"):
+        written(tmp_path, "llama", tokenizer)
 
 
 # --- read back
