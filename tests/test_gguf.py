@@ -280,6 +280,30 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, monkeypatch, capsys):
+    (home := tmp_path / "home").mkdir()
+    _, path = written(home, "llama", tokenizer, "q8_0")
+    (data := tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"instruction": "Say {i}", "output": "b"}}\n' for i in range(40))
+    )
+    options = ("--data", data, "--method", method, "--steps", 2, "--lr", 0.1)
+    assert dunes(monkeypatch, "finetune", path, *options, "--out", home / "run") == 0
+    assert dunes(monkeypatch, "augment", "merge", home / "run", tmp_path / "merged") == 0
+    home.rename(moved := tmp_path / "moved")
+    adapted, merged, base = (
+        checkpoint.load(place).model(torch.tensor([[1, 2, 3]]))
+        for place in (moved / "run", tmp_path / "merged", moved / path.name)
+    )
+    assert (adapted - merged).abs().max() < 1e-5 * merged.abs().max() < (adapted - base).abs().max()
+    written(moved, "llama", tokenizer, "q4_0")
+    with pytest.raises(ValueError, match="made for a different base"):
+        checkpoint.load(moved / "run")
+    (moved / path.name).unlink()
+    assert dunes(monkeypatch, "chat", moved / "run") == 2
+    assert "its base" in capsys.readouterr().err
+
+
 # --- tokenizers of other models
 
 

@@ -141,8 +141,8 @@ def is_plain(folder: Path) -> bool:
 def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
     """Write the model in `folder` as one GGUF file, with its active adapter merged; returns what was written.
 
-    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, for what llama.cpp
-    cannot express, and, with nothing written, if the file read back has other weights.
+    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, for what
+    llama.cpp cannot express, and, with nothing written, if the file read back has other weights.
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
