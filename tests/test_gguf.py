@@ -289,8 +289,10 @@ def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, m
     )
     options = ("--data", data, "--method", method, "--steps", 2, "--lr", 0.1)
     assert dunes(monkeypatch, "finetune", path, *options, "--out", home / "run") == 0
-    assert dunes(monkeypatch, "augment", "merge", home / "run", tmp_path / "merged") == 0
-    home.rename(moved := tmp_path / "moved")
+    alone = (home / "run").rename(tmp_path / "alone")  # the base has its absolute path
+    assert dunes(monkeypatch, "augment", "merge", alone, tmp_path / "merged") == 0
+    alone.rename(home / "run")
+    moved = home.rename(tmp_path / "moved")  # the base has its path from the adapter
     adapted, merged, base = (
         checkpoint.load(place).model(torch.tensor([[1, 2, 3]]))
         for place in (moved / "run", tmp_path / "merged", moved / path.name)
