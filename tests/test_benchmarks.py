@@ -179,17 +179,6 @@ def test_finetuning_learns_as_peft_does_and_is_raced():
     assert row["ratios"]["ours packed over theirs packed"].keys() == {"rate", "grown", "peak"}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(700)
-def test_our_compiled_steps_are_raced_and_those_in_float32_are_compared():
-    row = last_line(*TOY, "--tasks", "decode", "first", "--patience", 300)
-    decode, first = (row[task]["ours"]["tried"] for task in ("decode", "first"))
-    assert row["decode"]["ours"]["said"] == []
-    assert decode.keys() >= {"float32 compiled", "float16 compiled", "bfloat16 compiled"}
-    assert decode["float32 compiled"]["agreement"] == "32 of 32 ids equal"
-    assert first.keys() == {"float32", "float32 compiled"}
-
-
 def test_ratios_are_those_of_the_best_settings_and_of_the_best_with_equal_bits(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     import peers
