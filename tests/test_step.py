@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 from dunes import augment, checkpoint
+from dunes.bench import BENCHMARKS
+from dunes.bench.profile_modules import profile_work
+from dunes.bench.subject import Setting, of_shape
 from dunes.generate import PrefixCache, generate
 from dunes.generate.step import Step, export_step
 from dunes.models import FAMILIES
 from dunes.parts import cache_for
 from dunes.runs import step_package
-from dunes.runs.step_package import compile_step, load_step, step_source
+from dunes.runs.step_package import compile_step, load_step, make_step, step_source
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 
@@ -174,6 +177,51 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
     with pytest.warns(UserWarning, match="differ from the model's"):
         assert load_step(model) is None
+
+
+@needs_compiler
+def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model, other = model_of(), model_of(seed=1)
+    assert compile_step(model, 64)[1] == torch.float16
+    assert load_step(model).dtype == torch.float16
+    assert load_step(other) is None, "its greedy ids were not compared"
+    for chosen in (torch.bfloat16, torch.float32, torch.float16):
+        assert compile_step(model, 64, chosen)[1] == chosen
+        assert load_step(model).dtype == chosen
+    assert load_step(other).dtype == torch.float32, "needs no comparison"
+    assert load_step(other, torch.bfloat16).dtype == torch.bfloat16
+    monkeypatch.setattr(step_package, "_same_greedy_ids", lambda *arguments: False)
+    assert compile_step(other, 64)[1] == torch.float32
+    model.blocks[0].mlp.down.weight.data[0, 0] += 0.5
+    assert load_step(model).dtype == torch.float32, "changed since"
+    with pytest.raises(ValueError, match="float64: a step of this model can have bfloat16, float16, float32"):
+        make_step(model, torch.float64)
+
+
+@needs_compiler
+def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(
+        step_package.CompiledStep, "__call__", lambda self, *args: calls.append(1) or CALL(self, *args)
+    )
+    work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1))
+    calls.clear()
+    work.run(work.setup())
+    assert len(calls) == 15
+    calls.clear()
+    report, _ = profile_work(work)
+    assert not calls
+    assert report
+
+
+def test_hooks_are_called_instead_of_a_step(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model = model_of()
+    model.blocks[0].register_forward_hook(lambda *arguments: None)
+    with pytest.raises(ValueError, match="would not call the hooks"):
+        make_step(model, torch.float32)
 
 
 def test_without_a_package_nothing_is_made_or_said(monkeypatch, tmp_path):

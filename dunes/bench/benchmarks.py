@@ -11,6 +11,7 @@
 benchmarks of gpt-fast and nanochat; of experts those that tokens select if all are equally probable.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
@@ -25,12 +26,13 @@ from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
 from dunes.checkpoint import LoadedModel
 from dunes.data import collect_corpus
-from dunes.generate import Request, generate, generate_all
+from dunes.generate import CompiledStep, PrefixCache, Request, generate, generate_all
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder, MoE
 from dunes.runs.autosize import flops
 from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
+from dunes.runs.step_package import make_step
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line
 from dunes.text import Tokenizer
@@ -102,16 +104,21 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(memory=inference_allocations)
 def decode(subject: Subject, setting: Setting) -> Work:
-    """Decoding token by token: the second half of a context whose first half is the prompt."""
+    """Decoding token by token: the second half of a context whose first half is the prompt.
+
+    A single row on a CPU is decoded by a compiled step, which is made first unless it is there.
+    """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
         raise ValueError(f"a context of {setting.context} leaves nothing to decode; at least 4 tokens are needed")
     count = setting.context - half
     prompts = _random_ids(model, setting.batch, half).tolist()
+    step = _compiled_step(model) if setting.batch == 1 else None
 
     def prefilled() -> Any:
         requests = [Request(ids, count) for ids in prompts]
-        tokens = generate_all(model, requests, context_length=setting.context)
+        cache = PrefixCache(model, setting.batch, step=step)
+        tokens = generate_all(model, requests, context_length=setting.context, cache=cache)
         next(tokens)  # reads the prompt
         return tokens
 
@@ -124,6 +131,16 @@ def decode(subject: Subject, setting: Setting) -> Work:
     cached = setting.batch * cache_elements(model, middle) * _table(model).element_size()
     size = steps * (weight_bytes(model, setting.batch) + cached)
     return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model)
+
+
+def _compiled_step(model: Decoder) -> CompiledStep | None:
+    if measure.device().type != "cpu":
+        return None
+    try:
+        return make_step(model, next(model.parameters()).dtype)
+    except (ValueError, OSError) as error:
+        warnings.warn(f"{error}; decoding without a compiled step", stacklevel=2)
+        return None
 
 
 @benchmark(batch=16)

@@ -139,8 +139,7 @@ def generate(
         from dunes import checkpoint, measure
         from dunes.runs.step_package import step_source
         from dunes.runs.text_generator import TextGenerator
-        from dunes.runs.write import describe_rates
-        from dunes.units import plural
+        from dunes.runs.write import describe_generation
 
     sample, tokens = sampling.sampler(), sampling.tokens
     folder = checkpoint.locate_model(model).folder
@@ -162,13 +161,10 @@ def generate(
         status = 130
     if times[1:] or not status:
         print()
-    if times[1:]:
-        print(describe_rates(min(len(ids), generator.context_length), times), file=sys.stderr)
+    for line in describe_generation(generator, len(ids), times, None if status else tokens):
+        print(line, file=sys.stderr)
     if times[1:] and proposer is not None:
         print(generator.describe_forwards(len(times) - 1), file=sys.stderr)
-    if len(times) <= tokens and not status:
-        count = f"{len(times) - 1} of {plural(tokens, 'token')}"
-        print(f"the model ended the text after {count}", file=sys.stderr)
     return status
 
 
@@ -230,21 +226,35 @@ def _typed_lines() -> Iterator[str]:
             return
 
 
-def compile_(model: Model, any_base: AnyBase = False) -> None:
+def compile_(
+    model: Model,
+    *,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None, flag("DTYPE", "as exact as float32")
+    ] = None,
+    any_base: AnyBase = False,
+) -> None:
     """Compile the decoding of a model for this machine, so that generate and chat are faster with it.
 
     The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder.
     It takes half a minute and a C++ compiler.
 
     Example: dunes compile ~/models/mistral
+
+    Args:
+        dtype: Dtype of the weights, computed in float32. By default float16 if that generates the same as float32.
     """
+    import torch
+
     from dunes import checkpoint
     from dunes.runs.step_package import compile_step
 
     start = time.perf_counter()
     loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
-    package, dtype = compile_step(loaded.model, loaded.context_length)
-    print(f"compiled: {time.perf_counter() - start:.0f} s, {str(dtype).removeprefix('torch.')} weights, {package}")
+    package, choice = compile_step(loaded.model, loaded.context_length, getattr(torch, dtype) if dtype else None)
+    print(
+        f"compiled: {time.perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}"
+    )
     print(f'next: dunes generate {model} "..."')
 
 
@@ -264,14 +274,15 @@ def complete(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
+        from dunes.runs.step_package import step_source
         from dunes.runs.text_generator import TextGenerator
         from dunes.runs.write import complete_line, text_before_cursor
         from dunes.text.lines import decode_text
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     folder = checkpoint.locate_model(model).folder
-    generator = TextGenerator(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
-    print(complete_line(generator, prefix))
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    print(complete_line(TextGenerator(loaded, step_source(loaded.model)), prefix))
 
 
 def evaluate(

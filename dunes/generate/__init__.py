@@ -4,8 +4,10 @@ from dunes.generate.decode import Request, Token, generate, generate_all, prompt
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.sampling import Sampler, force_prefix, limit_vocab, sampler
 from dunes.generate.speculate import DraftModel, Proposal, Proposer, first_proposal, look_up
+from dunes.generate.step import CompiledStep
 
 __all__ = [
+    "CompiledStep",
     "DraftModel",
     "PrefixCache",
     "Proposal",

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from dunes import tree
 from dunes.generate.step import CompiledStep
@@ -22,12 +23,18 @@ class PrefixCache:
     what is active in the model. `step`, if set, computes single tokens of a single row.
     """
 
-    def __init__(self, model: nn.Module, rows: int = 1, activate: Activate | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int = 1,
+        activate: Activate | None = None,
+        step: CompiledStep | None = None,
+    ) -> None:
         self.model, self.activate = model, activate or (lambda names: nullcontext())
         self.cache: Cache | None = None
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
-        self.step: CompiledStep | None = None
+        self.step = step
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -68,8 +75,9 @@ class PrefixCache:
         return {i: logits[i][-last[i] :] for i in texts}
 
     def _continues(self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int]) -> bool:
-        """Whether the only row holds all ids of its text but one."""
-        return len(self.ids) == 1 and last[0] == 1 and self.ids[0] != [] and self.ids[0] == texts[0][:-1]
+        """Whether the only row holds all ids of its text but one, and nobody watches the modules."""
+        grows = len(self.ids) == 1 and last[0] == 1 and self.ids[0] != [] and self.ids[0] == texts[0][:-1]
+        return grows and not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
     def _step_forward(self, ids: Sequence[int], step: CompiledStep) -> Tensor:
         assert self.cache is not None, "the row holds ids"

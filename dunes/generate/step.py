@@ -84,10 +84,12 @@ def export_step(step: Step, cache: Cache) -> torch.export.ExportedProgram:
 class CompiledStep:
     """A compiled step and the weights it is bound to, by their names in the step; they are not copied.
 
+    `dtype` is that of its matrices.
     Raises ValueError for a package that torch cannot load, or that needs other weights.
     """
 
-    def __init__(self, package: Path, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.dtype = dtype
         try:
             # Inductor's own loader imports its compiler first, which takes two seconds.
             self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
@@ -142,7 +144,7 @@ class _OneRow(TorchFunctionMode):
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Sums of several rows at once keep more reads in flight than one after the other.
-    parts = weight.unflatten(0, (ROWS, -1)) if len(weight) % ROWS == 0 else weight[None]
+    parts = torch.unflatten(weight, 0, (ROWS, -1)) if len(weight) % ROWS == 0 else weight[None]
     y = torch.cat([(part.float() * x.float().unsqueeze(-2)).sum(-1) for part in parts], -1)
     return y if bias is None else y + bias.float()
 
@@ -151,7 +153,8 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> T
     if dim != -1 or x.shape[-1] % 4:
         return torch.mean(x, dim, keepdim, **kwargs)
     # A single sum would be a parallel region of its own.
-    y = sum(x.unflatten(-1, (4, -1)).sum(-1).split(1, -1), torch.zeros(())) / x.shape[-1]
+    parts = torch.split(torch.unflatten(x, -1, (4, -1)).sum(-1), 1, -1)
+    y: Tensor = sum(parts, torch.zeros(())) / x.shape[-1]
     return y if keepdim else y.squeeze(-1)
 
 

@@ -54,7 +54,7 @@ class Cache:
         return self._positions(real)
 
     def start_one(self) -> tuple[int, Tensor]:
-        """The same for one token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        """The same for one token of a single row: the slot to write, the position (S,) in each slot to read."""
         n = int(self.length)
         self.max_length = n + 1
         self._require_room()
@@ -183,7 +183,7 @@ class RollingCache(Cache):
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
     def start_one(self) -> tuple[int, Tensor]:
-        """The same for one token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        """The same for one token of a single row: the slot to write, the position (S,) in each slot to read."""
         n, positions = super().start_one()
         self._new_positions = None
         slots = positions[: self.capacity]

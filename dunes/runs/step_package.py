@@ -39,25 +39,27 @@ OPTIONS = {
     "score_fusion_memory_threshold": 1,
 }
 """Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows."""
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}
-"""Of the largest logit: how much a step in this dtype may differ from the model."""
+TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
+"""Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS = 64
 T = TypeVar("T")
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step.py"
 
 
-def load_step(model: nn.Module) -> CompiledStep | None:
+def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
     """The step of this model if a package for it is there; of one that cannot be used it warns.
 
-    Weights keep their dtype, but float32 is rounded to float16 where `compile_step` found equal greedy ids.
+    Its matrices have this dtype; without one, that which `compile_step` chose for these weights, or their own.
     """
     try:
-        for dtype in _dtypes(model):
-            package = packages_folder() / _key(model, dtype)
+        if not packages_folder().is_dir():
+            return None
+        for choice in _dtypes(model) if dtype is None else [dtype]:
+            package = packages_folder() / _key(model, choice)
             if _is_complete(package):
-                weights = step_weights(model, dtype)
-                if dtype == _dtype(model) or _record(package, weights).is_file():
-                    return _bind(model, package, weights, dtype)
+                weights = step_weights(model, choice)
+                if choice in (dtype, _dtype(model)) or _record(package, weights).is_file():
+                    return _bind(model, package, weights, choice)
     except (ValueError, OSError) as error:
         warnings.warn(f"{error}; decoding without it", stacklevel=2)
     return None
@@ -84,28 +86,50 @@ def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callabl
     return find
 
 
-def compile_step(model: nn.Module, context_length: int) -> tuple[Path, torch.dtype]:
+def compile_step(
+    model: nn.Module, context_length: int, dtype: torch.dtype | None = None
+) -> tuple[Path, torch.dtype]:
     """Make the package that `load_step` will choose unless it is there; its folder and dtype.
 
-    Raises ValueError for a model whose step cannot be exported or compiled, and says why.
+    Without a dtype, float32 matrices are rounded to float16 if that gives equal greedy ids. Raises ValueError for
+    a model whose step cannot be exported or compiled, or has no such dtype, and says why.
     """
-    if not _dtypes(model):
+    own = _dtype(model)
+    for choice in [dtype] if dtype else [torch.float16, own] if own == torch.float32 else [own]:
+        step = make_step(model, choice)
+        if choice in (dtype, own) or _same_greedy_ids(model, context_length, step):
+            break
+    _choose(model, choice)
+    return packages_folder() / _key(model, choice), choice
+
+
+def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
+    """The step with matrices of this dtype, whose package is made unless it is there. Raises as above."""
+    if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
-    for dtype in _dtypes(model):
-        package = packages_folder() / _key(model, dtype)
-        package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        package.mkdir(exist_ok=True, mode=0o700)
-        with folder_lock(package):  # another process may be making it
-            if not _is_intact(package):
-                _compile(model, dtype, package)
-        weights = step_weights(model, dtype)
-        if dtype == _dtype(model):
-            break
-        step = _bind(model, package, weights, dtype)
-        if _greedy_ids(model, context_length) == _greedy_ids(model, context_length, step):
-            atomic.write_file(_record(package, weights), b"")
-            break
-    return package, dtype
+    if not (choices := _dtypes(model)):
+        raise ValueError("a compiled step would not call the hooks of this model's modules; remove them")
+    if dtype not in choices:
+        names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
+        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
+    package = packages_folder() / _key(model, dtype)
+    package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    package.mkdir(exist_ok=True, mode=0o700)
+    with folder_lock(package):  # another process may be making it
+        if not _is_intact(package):
+            _compile(model, dtype, package)
+    return _bind(model, package, step_weights(model, dtype), dtype)
+
+
+def _choose(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let `load_step` use the package of this dtype for these weights."""
+    for choice in _dtypes(model):
+        if (package := packages_folder() / _key(model, choice)).is_dir():
+            record = _record(package, step_weights(model, choice))
+            if choice == dtype:
+                atomic.write_file(record, b"")
+            else:
+                record.unlink(missing_ok=True)
 
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
@@ -130,18 +154,27 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The dtypes for a step's matrices, best first; the last one is the model's own. None on a device."""
+    """The dtypes that a step's matrices can have, the model's own last; none on a device, or with hooks."""
     if next(model.parameters()).device.type != "cpu":
         return []
-    return [torch.float16, torch.float32] if _dtype(model) == torch.float32 else [_dtype(model)]
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return []  # a step would not call them
+    return [*TOLERANCE] if _dtype(model) == torch.float32 else [_dtype(model)]
 
 
 def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
-    """The file whose presence says that these weights give the greedy ids of those they were rounded from."""
+    """The file whose presence says that the package was chosen for these weights.
+
+    Its name has the sum of all words of each tensor, which takes as long as reading them, and some of the words.
+    """
     digest = sha256()
     for name in sorted(weights):
-        digest.update(weights[name].detach().contiguous().view(torch.uint8).numpy().data)
-    return package / f"greedy-{digest.hexdigest()[:32]}"
+        data = weights[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        words = data[: len(data) // 8 * 8].view("int64")
+        digest.update(
+            repr((name, int(words.sum()))).encode() + words[::997].tobytes() + data[words.nbytes :].tobytes()
+        )
+    return package / f"chosen-{digest.hexdigest()[:32]}"
 
 
 def _key(model: nn.Module, dtype: torch.dtype) -> str:
@@ -186,7 +219,7 @@ def _is_intact(package: Path) -> bool:
 
 def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
-    step = CompiledStep(package / PACKAGE, weights)
+    step = CompiledStep(package / PACKAGE, weights, dtype)
     cache = _short_cache(model)
     with torch.no_grad(), tree.mode(model, False):
         expected = model(torch.tensor([[0, 0]]), last=1)[0, 0].float()
@@ -232,12 +265,15 @@ def _attempt(verb: str, work: Callable[[], T]) -> T:
         raise ValueError(f"the decoding of this model cannot be {verb}: {reason}") from None
 
 
+def _same_greedy_ids(model: nn.Module, context_length: int, step: CompiledStep) -> bool:
+    return _greedy_ids(model, context_length) == _greedy_ids(model, context_length, step)
+
+
 def _greedy_ids(model: nn.Module, context_length: int, step: CompiledStep | None = None) -> list[list[int]]:
     """What the model writes by itself after each of the first ids."""
     texts = []
     for first in (0, 1):
-        cache = PrefixCache(model)
-        cache.step = step
+        cache = PrefixCache(model, step=step)
         limit = min(GREEDY_TOKENS, context_length - 1)
         tokens = generate(model, [first], limit=limit, context_length=context_length, cache=cache)
         texts.append([token.id for token in tokens])

@@ -1,7 +1,7 @@
 """Samples, and the rest of a line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,22 @@ LINE_ENDS = "\n", "\r"
 def sample_text(loaded: LoadedModel, seed: int = 0, limit: int = 120) -> str:
     """A sample without a prompt."""
     return TextGenerator(loaded).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
+
+
+def describe_generation(
+    generator: TextGenerator, prompt: int, times: Sequence[float], limit: int | None
+) -> Iterator[str]:
+    """Lines about a text after a prompt of so many tokens; `times` (s) are of the start and of each token.
+
+    `limit` is how many tokens could come, None if the text was interrupted.
+    """
+    count = len(times) - 1
+    if count:
+        step = generator.cache and generator.cache.step
+        compiled = f", compiled with {str(step.dtype).removeprefix('torch.')} weights" if step else ""
+        yield describe_rates(min(prompt, generator.context_length), times) + compiled
+    if limit is not None and count < limit:
+        yield f"the model ended the text after {count} of {plural(limit, 'token')}"
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
