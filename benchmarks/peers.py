@@ -379,6 +379,8 @@ def report_results(sides: list[Side], rows: dict[tuple[str, str], list[Row]]) ->
             entry |= {k: median(r[k] for r in rows[side.name, setting]) for k in MORE if k in side.rows[setting]}
             kept = ("rate", "warmup", "agreement", *MORE)
             entry["tried"] = {name: {k: row[k] for k in kept if k in row} for name, row in side.rows.items()}
+            for name in near_best(side):
+                entry["tried"][name]["rates"] = [r["rate"] for r in rows[side.name, name]]
             if side is not ours and ours.rows:
                 ratio = compare_rates(ours, side, rows)
                 entry |= {"ours_over_it": ratio["ratio"], "ours_over_it_from_to": ratio["from_to"]}
