@@ -6,10 +6,11 @@ as the answer, and torch.compile with --compile
 and always compiles, AdamW fused on GPUs only, its cross entropy in chunks of 128, clipping by Fabric
 (https://github.com/Lightning-AI/litgpt/blob/main/litgpt/pretrain.py). That is repeated here with what is
 fixed for all sides (learning rate, decay of matrices only) and with eager forms beside, which compile
-nothing. The weights come through its own converter's table for LLaMA. Several prompts of one length are its
-`batched_generate_fn`, which nothing of it compiles (compiled as for one prompt, 64 texts at 10M took a minute more
-before the first result, for 3 % more tokens/s). For
-`first` its converter's file, lit_model.pth, is read instead of the folder, as `litgpt generate` does.
+nothing; of these, decoding one text has float32 alone, since bfloat16 was half as fast as compiled. float16 is
+no default of it, but the fastest of 16 bits at 10M. The weights come through its own converter's table for LLaMA.
+Several prompts of one length are its `batched_generate_fn`, which nothing of it compiles: compiled as for one
+prompt, 64 texts at 10M took a minute more before the first result, for 3 % more tokens/s. For `first` its converter's
+file, lit_model.pth, is read instead of the folder, as `litgpt generate` does.
 """
 
 import json
@@ -156,7 +157,7 @@ if __name__ == "__main__":
     eager, compiled = ("float32", "bfloat16"), ("float32 compiled", "bfloat16 compiled")
     asked.main(
         {
-            "decode": ((*eager, *compiled), answers),
+            "decode": (("float32", *compiled, "float16 compiled"), answers),
             "prefill": ((*eager, *compiled), answers),
             **dict.fromkeys(asked.BATCHES, (eager, batch_answers)),
             "first": (eager, first_answers),
