@@ -9,8 +9,8 @@ fixed for all sides (learning rate, decay of matrices only) and with eager forms
 nothing; of these, decoding one text has float32 alone, since bfloat16 was half as fast as compiled. float16 is
 no default of it, but the fastest of 16 bits at 10M. The weights come through its own converter's table for LLaMA.
 Several prompts of one length are its `batched_generate_fn`, which nothing of it compiles: compiled as for one
-prompt, 64 texts at 10M took a minute more before the first result, for 3 % more tokens/s. For `first` its converter's
-file, lit_model.pth, is read instead of the folder, as `litgpt generate` does.
+prompt, 64 texts at 10M took a minute more before the first result, for 3 % more tokens/s. For `first` the file of
+its converter, lit_model.pth, is read instead of the folder, as `litgpt generate` does.
 """
 
 import json
