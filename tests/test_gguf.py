@@ -280,6 +280,37 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
 
 
+def write_parts(tmp_path, tokenizer, monkeypatch):
+    """A model in three files, the path of the first."""
+    monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=10))
+    monkeypatch.setattr(form, "_verify", lambda *file: None)
+    model, path = written(tmp_path, "qwen2", tokenizer, "q8_0")
+    return model, path.with_name("qwen2-00001-of-00003.gguf")
+
+
+def test_a_model_in_several_parts_is_read_by_its_first(tmp_path, tokenizer, monkeypatch):
+    (whole := tmp_path / "whole").mkdir()
+    _, path = written(whole, "qwen2", tokenizer, "q8_0")
+    _, first = write_parts(tmp_path, tokenizer, monkeypatch)
+    state, expected = (checkpoint.load_with_tokenizer(p).model.state_dict() for p in (first, path))
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(w, expected[name]) for name, w in state.items())
+    second, third = (first.with_name(f"qwen2-0000{i}-of-00003.gguf") for i in (2, 3))
+    renamed = first.with_name("renamed.gguf")
+    renamed.write_bytes(first.read_bytes())
+    for other in (second, renamed):
+        with pytest.raises(
+            ValueError, match=rf"{other.name}: one of 3 parts; name the first.*-00001-of-00003\.gguf"
+        ):
+            checkpoint.load_with_tokenizer(other)
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match="two tensors are called"):
+        checkpoint.load(first)
+    third.unlink()
+    with pytest.raises(ValueError, match=r"qwen2-00003-of-00003\.gguf is missing"):
+        checkpoint.load_with_tokenizer(first)
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, monkeypatch, capsys):
     (home := tmp_path / "home").mkdir()

@@ -243,16 +243,17 @@ def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a GGUF file, quantized ones as float32 when they are read.
+    """The tensors of a GGUF file and of its other parts, quantized ones as float32 when they are read.
 
     Raises ValueError for a name that is unsafe or occurs twice, a type that the package does not know, and a
     tensor that is not within the file.
     """
-    mapped, files = MappedFile(path), dict[str, LazyTensor]()
-    for info in read_header(path).tensors:
+    files, infos = dict[str, LazyTensor](), read_header(path).tensors
+    mapped = {part: MappedFile(part) for part in {info.path for info in infos}}
+    for info in infos:
         if check_name(info.name) in files:
             raise ValueError(f"two tensors are called {quote(info.name)}; fetch the file again")
-        files[info.name] = _lazy_tensor(mapped, info)
+        files[info.name] = _lazy_tensor(mapped[info.path], info)
     return files
 
 
