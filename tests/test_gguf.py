@@ -280,6 +280,63 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
 
 
+def split_k(kind, raw):
+    """The scales, offsets and numbers (blocks, 256) of blocks of Q4_K, Q5_K or Q6_K, as ggml-common.h has them."""
+
+    def half(start):
+        return raw[:, start : start + 2].copy().view(np.float16).astype(np.float64)
+
+    if kind == "Q6_K":
+        low, high = raw[:, :128].reshape(-1, 2, 2, 32), raw[:, 128:192].reshape(-1, 2, 1, 32)
+        low = np.concatenate([low & 15, low >> 4], 2)
+        number = low | (high >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1) & 3) << 4
+        scale = half(208) * raw[:, 192:208].view(np.int8)
+        return scale.repeat(16, 1), 0.0, number.reshape(-1, 256).astype(int) - 32
+    packed, begin = raw[:, 4:16], 16 if kind == "Q4_K" else 48
+    low = raw[:, begin : begin + 128].reshape(-1, 4, 1, 32)
+    number = np.concatenate([low & 15, low >> 4], 2).reshape(-1, 8, 32)
+    if kind == "Q5_K":
+        number |= (raw[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1) & 1) << 4
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scale = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1)
+    offset = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], 1)
+    return (half(0) * scale).repeat(32, 1), (half(2) * offset).repeat(32, 1), number.reshape(-1, 256)
+
+
+def k_type(key, shape, kind):
+    """The types of a file of Q4_K_M, about."""
+    if len(shape) == 1:
+        return "F32"
+    return "Q6_K" if "ffn_down" in key or "embd" in key else "Q5_K" if "attn" in key else "Q4_K"
+
+
+def test_blocks_of_256_are_read(tmp_path, tokenizer, monkeypatch):
+    draw, raw = np.random.default_rng(0), {}
+
+    def random_blocks(tensor, number):
+        block, size = gguf.GGML_QUANT_SIZES[number]
+        if block == 1:
+            return tensor.read().numpy()
+        data = draw.integers(0, 256, (np.prod(tensor.shape) // block, size), np.uint8)
+        scales = slice(208, 210) if number.name == "Q6_K" else slice(0, 4)
+        data[:, scales] = (
+            draw.normal(0, 1e-3, (len(data), data[:, scales].shape[1] // 2)).astype(np.float16).view(np.uint8)
+        )
+        raw[tensor.origin.removeprefix("memory: ")] = number.name, data
+        return data
+
+    monkeypatch.setattr(form, "_type", k_type)
+    monkeypatch.setattr(form, "_encode", random_blocks)
+    monkeypatch.setattr(form, "_verify", lambda *file: None)
+    _, path = written(tmp_path, "qwen2", tokenizer, "q8_0", dim=256, hidden=512, head_dim=256)
+    state = checkpoint.load(path).model.state_dict()
+    assert {kind for kind, _ in raw.values()} == {"Q4_K", "Q5_K", "Q6_K"}
+    for name, (kind, data) in raw.items():
+        scale, offset, number = split_k(kind, data)
+        expected = torch.from_numpy(scale * number - offset).view(state[name].shape)
+        assert (state[name] - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
 def write_parts(tmp_path, tokenizer, monkeypatch):
     """A model in three files, the path of the first."""
     monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=10))
@@ -425,6 +482,7 @@ HOSTILE |= {
     "an unknown type of tensor": tensor_file((b"token_embd.weight", (1, 1), 999, 0)),
     "a type without weights": tensor_file((b"token_embd.weight", (1, 1), 26, 0)),
     "half a block": tensor_file((b"token_embd.weight", (33, 1), 8, 0)),
+    "a type without a formula": tensor_file((b"token_embd.weight", (256, 1), 15, 0)),
     "no dimensions": tensor_file((b"token_embd.weight", (), 0, 0)),
     "a name that occurs twice": tensor_file((b"w", (1,), 0, 0), (b"w", (1,), 0, 0)),
     "a name of a path": tensor_file((b"../w", (1,), 0, 0)),
@@ -441,6 +499,8 @@ REASONS = {
     "a huge tensor": "more elements than can be addressed",
     "a name that occurs twice": "two tensors are called",
     "half a block": "not whole blocks",
+    "a type without a formula": "the type Q8_K, which is not supported; .* llama-quantize",
+    "an unknown type of tensor": "the type 999",
     "alignment 0": "power of two",
     "another architecture": "'mamba' is not one of",
 }
@@ -557,3 +617,33 @@ def test_llama_cpp_opens_each_type(dtype, limit, tmp_path, tokenizer, llama):
         ours = model(torch.tensor([ids]))[0]
     theirs = torch.from_numpy(np.array(other.scores[: len(ids)]))
     assert 0 < (theirs - ours).norm() / ours.norm() < limit
+
+
+def quantize_with_llama_cpp(source, out, ftype):
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.allow_requantize, parameters.nthread = ftype, True, 1
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), parameters) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS"])
+def test_files_that_llama_cpp_quantized_have_its_values(kind, tmp_path, tokenizer, llama):
+    _, path = written(tmp_path, "llama", tokenizer, dim=256, hidden=512, heads=4, kv_heads=4)
+    small, dense = tmp_path / "small.gguf", tmp_path / "dense.gguf"
+    quantize_with_llama_cpp(path, small, gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    quantize_with_llama_cpp(small, dense, gguf.LlamaFileType.ALL_F32)
+    ours, theirs = form.tensors(small), form.tensors(dense)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert (tensor.read() - theirs[name].read()).abs().max() <= 1e-6 * theirs[name].read().abs().max()
+    ids = tokenizer.encode(TEXT)
+    with torch.no_grad():
+        logits = checkpoint.load(small).model(torch.tensor([ids]))[0]
+    for file, limit in ((dense, 5e-6), (small, 1e-1)):  # the latter rounds what it multiplies, too
+        other = llama(file)
+        other.eval(ids)
+        scores = torch.from_numpy(np.array(other.scores[: len(ids)]))
+        assert (scores - logits).norm() < limit * logits.norm()

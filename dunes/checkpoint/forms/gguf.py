@@ -264,7 +264,11 @@ def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
         block, size = package.GGML_QUANT_SIZES[number]
         package.dequantize(np.zeros((1, size), np.uint8), number)
     except (ValueError, NotImplementedError):
-        raise ValueError(f"tensor {quote(info.name)} has the type {info.type}, which is not supported") from None
+        known = {number.value: number.name for number in package.GGMLQuantizationType}
+        raise ValueError(
+            f"tensor {quote(info.name)} has the type {known.get(info.type, info.type)}, which is not supported; "
+            "write it in another: llama-quantize --allow-requantize FILE OUT F16"
+        ) from None
     rows = info.shape[-1] // block if info.shape and info.shape[-1] % block == 0 else None
     if reason := "has rows that are not whole blocks" if rows is None else shape_error(info.shape):
         raise ValueError(f"tensor {quote(info.name)} {reason}; fetch the file again")
