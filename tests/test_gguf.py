@@ -4,6 +4,8 @@ import contextlib
 import random
 import re
 import struct
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from functools import partial
@@ -147,15 +149,60 @@ def test_the_verb_exports_a_folder(tmp_path, tokenizer, capsys, monkeypatch):
     assert "for --to gguf only" in capsys.readouterr().err
 
 
+def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, monkeypatch):
+    model, _ = tiny("llama", tokenizer.vocab - 1)
+    checkpoint.save(model, tmp_path / "small", None, 64)
+    tokenizer.save(tmp_path / "small")
+    broken, _ = tiny("llama", tokenizer.vocab)
+    broken.norm.weight.data[0] = float("nan")
+    checkpoint.save(broken, tmp_path / "broken", tokenizer, 64)
+    cases = (
+        ("small", "x.gguf", "each id needs a row"),
+        ("broken", "x.gguf", "inspect --values"),
+        ("small", "x", "x.gguf"),
+    )
+    for source, out, reason in cases:
+        with pytest.raises(ValueError, match=reason) as error:
+            export_gguf(tmp_path / source, tmp_path / out)
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_a_full_disk_leaves_no_file_and_one_line(tmp_path, tokenizer):
+    checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
+    (folder := tmp_path / "out").mkdir()
+    script = """
+import resource, sys, pathlib, dunes.runs.export
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+dunes.runs.export.export_gguf(*map(pathlib.Path, sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "model"), str(folder / "x.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert re.search(r"is the disk full\?: .*x\.gguf", done.stderr.splitlines()[-1])
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("tokens", ["bos", "eos", "eot"])
+def test_a_special_id_that_is_none_names_the_file(tokens, tmp_path, tokenizer, monkeypatch):
+    fields = form._fields
+    monkeypatch.setattr(
+        form, "_fields", lambda *model: fields(*model) | {f"tokenizer.ggml.{tokens}_token_id": "a"}
+    )
+    _, path = written(tmp_path, "llama", tokenizer)
+    with pytest.raises(ValueError, match=r"llama\.gguf: not a tokenizer: a special token's id is no number"):
+        checkpoint.load(path)
+
+
 def damage_values(monkeypatch, name):
     """The lowest bits of that tensor's first and last byte are written wrong."""
     encode = form._encode
 
     def write_damaged(tensor, number):
-        data = encode(tensor, number).copy()
+        data, values = encode(tensor, number)
         if name in tensor.origin:
+            data = data.copy()
             data.view(np.uint8).reshape(-1)[[0, -1]] ^= 1
-        return data
+        return data, values
 
     monkeypatch.setattr(form, "_encode", write_damaged)
 
@@ -316,14 +363,14 @@ def test_blocks_of_256_are_read(tmp_path, tokenizer, monkeypatch):
     def random_blocks(tensor, number):
         block, size = gguf.GGML_QUANT_SIZES[number]
         if block == 1:
-            return tensor.read().numpy()
+            return tensor.read().numpy(), None
         data = draw.integers(0, 256, (np.prod(tensor.shape) // block, size), np.uint8)
         scales = slice(208, 210) if number.name == "Q6_K" else slice(0, 4)
         data[:, scales] = (
             draw.normal(0, 1e-3, (len(data), data[:, scales].shape[1] // 2)).astype(np.float16).view(np.uint8)
         )
         raw[tensor.origin.removeprefix("memory: ")] = number.name, data
-        return data
+        return data, None
 
     monkeypatch.setattr(form, "_type", k_type)
     monkeypatch.setattr(form, "_encode", random_blocks)
@@ -499,8 +546,8 @@ REASONS = {
     "a huge tensor": "more elements than can be addressed",
     "a name that occurs twice": "two tensors are called",
     "half a block": "not whole blocks",
-    "a type without a formula": "the type Q8_K, which is not supported; .* llama-quantize",
-    "an unknown type of tensor": "the type 999",
+    "a type without a formula": "the unsupported type 15; .* llama-quantize",
+    "an unknown type of tensor": "the unsupported type 999",
     "alignment 0": "power of two",
     "another architecture": "'mamba' is not one of",
 }

@@ -7,7 +7,6 @@ before anything is made of it. https://github.com/ggml-org/ggml/blob/master/docs
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -51,8 +50,7 @@ class TensorInfo(NamedTuple):
     path: Path
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The metadata of a file by key, strings as text (in arrays as bytes), and its tensors."""
 
     fields: Mapping[str, Any]
@@ -84,7 +82,7 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
     ending = f"-00001-of-{count:05}{SUFFIX}"
     if not path.name.endswith(ending) or fields.get("split.no") != 0:
         raise ValueError(
-            f"{path}: one of {count} parts; name the first, whose name ends in {ending}, or join them first: "
+            f"{path}: one of {count} parts; name the first, whose name ends in {ending}; to join them: "
             "llama-gguf-split --merge FIRST OUT"
         )
     for i in range(2, count + 1):
@@ -95,10 +93,9 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _read_part(path: Path) -> Header:
-    size = path.stat().st_size
     try:
         with path.open("rb") as file:
-            return _Reader(file, size).header()
+            return _Reader(file, path.stat().st_size).header()
     except ValueError as error:
         raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None
 
