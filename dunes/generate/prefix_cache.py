@@ -100,7 +100,8 @@ class PrefixCache:
         width, device = max(map(len, pending)), next(self.model.parameters()).device
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
         real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
-        positions = real.long().cumsum(1) - 1 if cache is None else cache.start(real)  # -1 for padding
+        padded = any(len(row) < width for row in pending)
+        positions = real.long().cumsum(1) - 1 if cache is None else cache.start(real if padded else width)
         logits: Tensor = self.model(ids, positions=positions, cache=cache, last=last)
         self.vocab = logits.shape[-1]
         return logits
