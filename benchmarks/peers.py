@@ -1,6 +1,7 @@
-"""Our library against others: decoding, prefill and training, from the same model folder.
+"""Our library against others: decoding, prefill, start and training, from the same model folder.
 
-    python benchmarks/peers.py --size 10m --rounds 5
+    python benchmarks/peers.py --size 10m
+    python benchmarks/peers.py --size 124m --threads 2 --tasks decode prefill decode16 decode64 first
     python benchmarks/peers.py --peers transformers litgpt==0.5.12 ~/mine_side.py --tasks decode
     python benchmarks/peers.py --toy --here --peers transformers     # a minute, nothing installed
 
@@ -11,9 +12,15 @@ task:
 1. Each setting of each side runs once. In float32 it must reproduce our output: the same ids, or losses that
    differ by at most TOLERANCE over six steps. Other settings are excluded, with a line about the difference, and
    a peer without a matching float32 setting gets no ratio. Other precisions are compared and reported only.
-2. Each side's fastest setting, and those near it, run again, each time in a new process, in alternation with the
-   other sides; the highest median counts. A compiled setting counts if its first result comes within --patience
-   seconds; this time is reported, and is not part of the rate.
+2. Each side's fastest setting in float32 and in 16 bits, and those near it, run again, each time in a new process,
+   in alternation with the other sides; the highest median counts. A compiled setting counts if its first result
+   comes within --patience seconds; this time is reported, and is not part of the rate. Beside the ratio of the
+   fastest settings are those at equal bits: float32 against float32, and 16 bits against 16 bits.
+
+The shapes are true ones, the weights random: 1.7m, 10m and 40m with a vocabulary of 4,096; 124m has GPT-2's width
+and depth, tied, and 1.1b is TinyLlama's, both with a vocabulary of 32,000. `first` is the time from the start of a
+process to the first token that it prints, ours by `dunes generate` with and without a package that `dunes compile`
+made; it reads a tokenizer, which the other sides are spared.
 
 All sides use the same torch, threads and malloc settings (those of our library: freed memory is kept), so that
 ratios compare the code.
@@ -28,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import environments
 import tyro
@@ -38,25 +45,63 @@ from sides import Row, in_turn, run
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from tuning import Tuning
-from work import COMPARED, Work
+from work import BATCHES, COMPARED, Work
 
+from dunes import measure
 from dunes.units import plural
 
 SIDES = Path(__file__).parent / "peers"
 
+TEXT = "def main(arguments):\n    for path in"
+
 # In nats. Another order of sums gives 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4.
 TOLERANCE = {"train": 1e-4}
 STRICT = 1e-5
-MEMORY = ("peak", "grown")  # bytes, if a side reports them
-NEAR = 0.8  # of the rate of a side's fastest setting: these run again, too
+MORE = ("peak", "grown", "seconds")  # bytes, and the time of a whole process, if a side reports them
+NEAR = 0.9  # of the rate of a side's fastest setting: these run again, too
 TASKS = ("decode", "prefill", "train")
+ALL_TASKS = (*TASKS, *BATCHES, "first")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A LLaMA, and how much work with it is enough."""
+
+    dim: int
+    depth: int
+    context: int = 512
+    vocab: int = 4096
+    tied: bool = False
+    kv_groups: int = 1  # heads that share keys and values
+    hidden: int | None = None
+    new: int = 128
+    row_new: int = 32
+    prompts: int = 8
+    rounds: int = 3
+    seconds: float = 2.0
+    patience: float = 120.0
+
+
 SHAPES = {
-    "toy": (64, 2, 64),
-    "1m": (128, 2, 512),
-    "10m": (384, 6, 512),
-    "40m": (768, 5, 512),
-}  # width, layers, context
-VOCAB = 4096
+    "toy": Shape(64, 2, 64, kv_groups=2, new=32, row_new=4, rounds=1, seconds=0.1, patience=0.0),
+    "1.7m": Shape(128, 3),
+    "10m": Shape(384, 6, kv_groups=3),
+    "40m": Shape(768, 5, kv_groups=3),
+    "124m": Shape(768, 12, vocab=32_000, tied=True, new=64, prompts=4),
+    "1.1b": Shape(
+        2048,
+        22,
+        vocab=32_000,
+        kv_groups=8,
+        hidden=5632,
+        new=32,
+        row_new=8,
+        prompts=2,
+        rounds=2,
+        seconds=1.0,
+        patience=300.0,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -89,10 +134,11 @@ class Side:
 
 def main(
     peers: tuple[str, ...] = tuple(PEERS),
-    rounds: int = 5,
-    size: str = "10m",
-    tasks: tuple[str, ...] = TASKS,
-    patience: float = 120.0,
+    rounds: int | None = None,
+    size: Literal["1.7m", "10m", "40m", "124m", "1.1b"] = "10m",
+    tasks: tuple[Literal[ALL_TASKS], ...] = TASKS,
+    threads: int | None = None,
+    patience: float | None = None,
     toy: bool = False,
     here: bool = False,
 ) -> None:
@@ -100,15 +146,18 @@ def main(
 
     Args:
         peers: Names, NAME==RELEASE, or files of your own sides, which run in this Python.
-        rounds: Rounds of each side at its best setting.
-        size: 1m, 10m or 40m.
-        tasks: decode, prefill and train, or some of them.
-        patience: Maximum seconds until the first result of a compiled setting; 0 skips these.
-        toy: A tiny model and little work, nothing compiled.
+        rounds: Rounds of each side at its best settings; by default 3, at 1.1b 2.
+        size: The shape, whose weights are random.
+        tasks: decode (one text), decode16 and decode64 (so many texts at once), prefill, first (seconds from the
+            start of a process to the first token), train.
+        threads: Threads of each side; by default as many as are fastest.
+        patience: Maximum seconds until the first result of a compiled setting; 0 skips these. By default 120,
+            and at 1.1b 300.
+        toy: A tiny model and little work, and nothing compiled without --patience.
         here: Use the peers of this Python instead of installing them.
     """
-    if toy:
-        size, patience, rounds = "toy", 0.0, min(rounds, 1)
+    shape = SHAPES["toy" if toy else size]
+    patience = shape.patience if patience is None else patience
     sides, left_out = [Side("ours", (sys.executable, str(SIDES / "our_side.py")))], {}
     for peer in peers:
         try:
@@ -117,9 +166,11 @@ def main(
             left_out[peer] = str(why)
             print(f"{peer}: skipped: {why}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        work = write_work(Path(folder), size)
-        results = {task: race(task, sides, Path(folder), work, rounds, patience) for task in tasks}
-    print(json.dumps({"benchmark": f"peers at {size}", "threads": work.threads, "left_out": left_out, **results}))
+        work = write_work(Path(folder), shape, threads or (1 if toy else measure.choose_threads()))
+        laps = rounds or shape.rounds
+        results = {task: race(task, sides, Path(folder), work, laps, patience) for task in tasks}
+    figures = {"benchmark": f"peers at {'toy' if toy else size}", "threads": work.threads, "left_out": left_out}
+    print(json.dumps({**figures, **measure.fingerprint(), **results}))
 
 
 def side_of(peer: str, here: bool) -> Side:
@@ -140,35 +191,40 @@ def side_of(peer: str, here: bool) -> Side:
     return Side(name, (str(python), str(script)), release)
 
 
-def write_work(folder: Path, size: str) -> Work:
+def write_work(folder: Path, shape: Shape, threads: int) -> Work:
     """Write the model folder and the work into `folder`."""
     import torch
 
-    from dunes import checkpoint, measure
+    from dunes import checkpoint
     from dunes.models import llama
     from dunes.text import Tokenizer
 
-    dim, depth, context = SHAPES[size]
-    config = llama.Config.from_size(VOCAB, dim, depth, context)
-    kv_heads = config.heads // (3 if config.heads % 3 == 0 else 2)
-    config = replace(config, kv_heads=kv_heads, tied=False)
-    checkpoint.save(random_weights(llama.build(config)), folder / "model", Tokenizer.train("bytes", []), context)
+    config = llama.Config.from_size(shape.vocab, shape.dim, shape.depth, shape.context)
+    config = replace(
+        config, kv_heads=config.heads // shape.kv_groups, tied=shape.tied, hidden=shape.hidden or config.hidden
+    )
+    modules = [path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))]
+    tokenizer = Tokenizer.train("bpe", modules, shape.vocab)
+    checkpoint.save(random_weights(llama.build(config)), folder / "model", tokenizer, shape.context)
     ids = torch.Generator().manual_seed(1)
     # Without the special ids: transformers does not train the embedding of the padding id, ours does.
-    draw = lambda *shape: torch.randint(300, VOCAB, shape, generator=ids).tolist()
-    few = size == "toy"
+    draw = lambda *dims: torch.randint(300, shape.vocab - 64, dims, generator=ids).tolist()
     work = Work(
         folder=str(folder / "model"),
-        threads=1 if few else measure.choose_threads(),  # a toy may run beside other tests
+        threads=threads,
         prompt=draw(16),
-        new=32 if few else 128,
-        prompts=draw(8, context // 2),
-        batches=draw(4, 2 if few else 8, context // 2 + 1),
+        new=shape.new,
+        prompts=draw(shape.prompts, shape.context // 2),
+        rows=draw(max(BATCHES.values()), 16),
+        row_new=shape.row_new,
+        text=TEXT,
+        text_ids=tokenizer.prompt(TEXT),
+        batches=draw(4, 2 if shape.dim == 64 else 8, shape.context // 2 + 1),
         lr=3e-4,
         betas=(0.9, 0.95),
         decay=0.1,
         clip=1.0,
-        seconds=0.1 if few else 4.0,
+        seconds=shape.seconds,
     )
     (folder / "work.json").write_text(json.dumps(asdict(work)))
     return work
@@ -198,6 +254,7 @@ def race(
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(SIDES), os.environ.get("PYTHONPATH")))),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # empty
+        "DUNES_HOME": str(folder / "dunes"),  # the same
     }
 
     def once(side: Side, *arguments: str) -> Row:
@@ -222,10 +279,15 @@ def race(
     return report_results(entrants, in_turn(racing, rounds))
 
 
+def bits(setting: str) -> int:
+    """Of the numbers that a setting computes with or reads."""
+    return 32 if "float32" in setting else 16
+
+
 def near_best(side: Side) -> list[str]:
-    """The settings to run again: those not much slower than the fastest."""
-    best = max((row["rate"] for row in side.rows.values()), default=0.0)
-    return [setting for setting, row in side.rows.items() if row["rate"] >= NEAR * best]
+    """The settings to run again: those not much slower than the fastest with as many bits."""
+    best = {bits(s): max(r["rate"] for t, r in side.rows.items() if bits(t) == bits(s)) for s in side.rows}
+    return [setting for setting, row in side.rows.items() if row["rate"] >= NEAR * best[bits(setting)]]
 
 
 def rerun(side: Side, task: str, setting: str, ask: Callable[..., Row]) -> Row:
@@ -268,7 +330,7 @@ def try_settings(
             side.notes.append(f"{setting}: its first result took {row['warmup']:.0f} s, excluded")
             continue
         side.rows[setting] = row
-        print(f"  tried {side.name}, {setting}: {row['rate']:.4g} tokens/s", flush=True)
+        print(f"  tried {side.name}, {setting}: {row['rate']:.4g} tokens/s in {row['wall']:.0f} s", flush=True)
 
 
 def last_line(error: RuntimeError) -> str:
@@ -306,30 +368,46 @@ def compare_outputs(task: str, output: list[float], reference: list[float]) -> t
 
 def report_results(sides: list[Side], rows: dict[tuple[str, str], list[Row]]) -> dict[str, Any]:
     """Print the table, and return it as a dictionary."""
-    rates = {side.name: best_of(side, rows) for side in sides if side.rows}
-    table: dict[str, Any] = {}
+    ours, table = sides[0], {}
     print("\ntokens/s: median (least..most)")
     for side in sides:
         table[side.name] = entry = {"version": side.version, "said": side.notes}
-        if side.name in rates:
-            setting, mine = rates[side.name]
-            entry |= {"setting": setting, "rate": median(mine), "least": min(mine), "most": max(mine)}
-            entry |= {"warmup": side.rows[setting]["warmup"]}
-            entry |= {k: median(r[k] for r in rows[side.name, setting]) for k in MEMORY if k in side.rows[setting]}
-            kept = ("rate", "warmup", "agreement", *MEMORY)
+        if side.rows:
+            setting, rates = best_of(side, rows)
+            entry |= {"setting": setting, "rate": median(rates), "least": min(rates), "most": max(rates)}
+            entry |= {k: side.rows[setting][k] for k in ("warmup", "versions") if k in side.rows[setting]}
+            entry |= {k: median(r[k] for r in rows[side.name, setting]) for k in MORE if k in side.rows[setting]}
+            kept = ("rate", "warmup", "agreement", *MORE)
             entry["tried"] = {name: {k: row[k] for k in kept if k in row} for name, row in side.rows.items()}
-            if side.name != "ours" and "ours" in rates:
-                each = [a / b for a, b in zip(rates["ours"][1], mine, strict=True)]
-                entry |= {"ours_over_it": median(each), "ours_over_it_from_to": [min(each), max(each)]}
+            if side is not ours and ours.rows:
+                ratio = compare_rates(ours, side, rows)
+                entry |= {"ours_over_it": ratio["ratio"], "ours_over_it_from_to": ratio["from_to"]}
+                entry["equal_bits"] = {
+                    f"{n}": compare_rates(ours, side, rows, n)
+                    for n in (32, 16)
+                    if all(any(bits(s) == n for s in x.rows) for x in (ours, side))
+                }
         print_side(side, entry)
     return table
 
 
-def best_of(side: Side, rows: dict[tuple[str, str], list[Row]]) -> tuple[str, list[float]]:
-    """The setting with the highest median rate, and its rates."""
-    rates = {setting: [r["rate"] for r in found] for (name, setting), found in rows.items() if name == side.name}
+def best_of(side: Side, rows: dict[tuple[str, str], list[Row]], only: int = 0) -> tuple[str, list[float]]:
+    """The setting with the highest median rate, and its rates; of those with so many bits, if given."""
+    rates = {
+        setting: [r["rate"] for r in laps]
+        for (name, setting), laps in rows.items()
+        if name == side.name and only in (0, bits(setting))
+    }
     best = max(rates, key=lambda setting: median(rates[setting]))
     return best, rates[best]
+
+
+def compare_rates(ours: Side, side: Side, rows: dict[tuple[str, str], list[Row]], only: int = 0) -> dict[str, Any]:
+    """Our rate over the side's, each at its best setting, with so many bits, if given."""
+    (mine, a), (setting, b) = best_of(ours, rows, only), best_of(side, rows, only)
+    ratios = [x / y for x, y in zip(a, b, strict=True)]
+    rates = {"ours": mine, "our_rate": median(a), "setting": setting, "rate": median(b)}
+    return rates | {"ratio": median(ratios), "from_to": [min(ratios), max(ratios)]}
 
 
 def print_side(side: Side, entry: dict[str, Any]) -> None:
@@ -337,11 +415,15 @@ def print_side(side: Side, entry: dict[str, Any]) -> None:
     if "rate" in entry:
         ratio = f"; ours {entry['ours_over_it']:.2f} times that" if "ours_over_it" in entry else ""
         low, high, agreement = entry["least"], entry["most"], side.rows[entry["setting"]]["agreement"]
-        how = f"{entry['setting']}, first result after {entry['warmup']:.2g} s; {agreement}"
+        start = entry.get("seconds", entry["warmup"])
+        how = f"{entry['setting']}, first result after {start:.2g} s; {agreement}"
         print(f"  {name:24} {entry['rate']:9.4g} ({low:.4g}..{high:.4g}) {how}{ratio}")
         if "float32" not in entry["setting"]:
             first = next(s for s in side.rows if "float32" in s)
             print(f"  {'':24} in {first}: {side.rows[first]['agreement']}")
+        for n, each in entry.get("equal_bits", {}).items():
+            pair = f"ours ({each['ours']}) {each['our_rate']:.4g}, theirs ({each['setting']}) {each['rate']:.4g}"
+            print(f"  {'':24} at {n} bits: {pair}: {each['ratio']:.2f} times")
     for line in side.notes:
         print(f"  {name:24} {line}")
 

@@ -156,13 +156,18 @@ work.main({"decode": (("float32", "bfloat16"), answers)})
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_transformers_gives_what_ours_gives_and_is_raced():
-    row = last_line(*TOY, "transformers")
-    for task in ("decode", "prefill", "train"):
+    tasks = ("decode", "prefill", "decode16", "first", "train")
+    row = last_line(*TOY, "transformers", "--tasks", *tasks)
+    for task in tasks:
         side = row[task]["transformers"]
         assert side["said"] == []
         assert side["ours_over_it"] > 0
-    ids = [tried["agreement"] for name, tried in row["decode"]["transformers"]["tried"].items() if "32" in name]
-    assert ids == ["32 of 32 ids equal"] * 2
+        assert side["equal_bits"]["32"]["ratio"] > 0
+        assert side["versions"].keys() >= {"torch", "transformers"}
+    for task, ids in (("decode", 32), ("decode16", 64), ("first", 1)):
+        tried = row[task]["transformers"]["tried"]["float32 dynamic"]
+        assert tried["agreement"] == f"{ids} of {ids} ids equal"
+    assert row["first"]["ours"]["seconds"] > 0.3
 
 
 @pytest.mark.slow
@@ -172,6 +177,30 @@ def test_finetuning_learns_as_peft_does_and_is_raced():
     assert row["packed"]["peft"]["said"] == []
     assert row["packed"]["peft"]["tried"].keys() >= {"float32", "bfloat16 base", "bfloat16 base flat"}
     assert row["ratios"]["ours packed over theirs packed"].keys() == {"rate", "grown", "peak"}
+
+
+def test_ratios_are_those_of_the_best_settings_and_of_the_best_with_equal_bits(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import peers
+
+    rates = {
+        "ours": {"float32": [2.0, 4.0], "bfloat16 compiled": [10.0, 10.0]},
+        "theirs": {"float32 static": [8.0, 8.0], "float32": [1.0, 1.0], "float16 flash": [5.0, 4.0]},
+    }
+    tried = lambda rate: {"rate": rate, "warmup": 1.0, "agreement": "", "output": []}
+    sides = [peers.Side(n, (), rows={s: tried(max(r)) for s, r in x.items()}) for n, x in rates.items()]
+    assert peers.near_best(sides[1]) == ["float32 static", "float16 flash"]
+    laps = {(n, s): [tried(r) for r in x[s]] for n, x in rates.items() for s in x}
+    row = peers.report_results(sides, laps)["theirs"]
+    assert (row["setting"], row["ours_over_it"]) == ("float32 static", 1.25)
+    settings = {n: (each["ours"], each["setting"]) for n, each in row["equal_bits"].items()}
+    assert settings == {"32": ("float32", "float32 static"), "16": ("bfloat16 compiled", "float16 flash")}
+    assert row["equal_bits"]["32"]["from_to"] == [0.25, 0.5]
+    assert row["equal_bits"]["16"]["ratio"] == 2.25
+    assert (
+        "at 16 bits: ours (bfloat16 compiled) 10, theirs (float16 flash) 4.5: 2.25 times"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

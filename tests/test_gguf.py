@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import re
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -24,7 +25,8 @@ from dunes.checkpoint.forms.architecture import Architecture
 from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
-from dunes.text import Tokenizer, llama3, sentencepiece, templates
+from dunes.runs.export import export_gguf
+from dunes.text import Tokenizer, gguf_file, llama3, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from hard_strings import HARD
@@ -138,11 +140,41 @@ def test_the_verb_exports_a_folder(tmp_path, tokenizer, capsys, monkeypatch):
     checkpoint.save(model, tmp_path / "model", tokenizer, 64)
     out = tmp_path / "deep" / "model.gguf"
     assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf", "--dtype", "q8_0") == 0
-    assert "15 tensors in Q8_0, 11 tensors in F32" in capsys.readouterr().out
+    assert re.search("15 tensors in Q8_0, 11 tensors in F32; .* read back: equal", capsys.readouterr().out)
     assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf") == 2
     assert "exists already" in capsys.readouterr().err
     assert dunes(monkeypatch, "export", tmp_path / "model", tmp_path / "x", "--dtype", "q8_0") == 2
     assert "for --to gguf only" in capsys.readouterr().err
+
+
+def damage_values(monkeypatch, name):
+    """The lowest bits of that tensor's first and last byte are written wrong."""
+    encode = form._encode
+
+    def write_damaged(tensor, number):
+        data = encode(tensor, number).copy()
+        if name in tensor.origin:
+            data.view(np.uint8).reshape(-1)[[0, -1]] ^= 1
+        return data
+
+    monkeypatch.setattr(form, "_encode", write_damaged)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.mlp.down_proj", "model.norm"])
+@pytest.mark.parametrize("dtype", form.TYPES)
+def test_a_file_with_other_values_is_not_kept(dtype, name, tmp_path, tokenizer, monkeypatch):
+    checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
+    damage_values(monkeypatch, name)
+    out = tmp_path / "made" / "model.gguf"
+    with pytest.raises(ValueError, match="the written file has other values"):
+        export_gguf(tmp_path / "model", out, dtype)
+    assert not list(out.parent.iterdir())
+
+
+def test_a_layout_that_is_not_read_back_is_an_error(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(form, "to_pairs", lambda weight, heads: weight)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q\.weight: the written file has other values"):
+        written(tmp_path, "llama", tokenizer)
 
 
 # --- read back
@@ -218,6 +250,20 @@ def test_the_header_is_what_the_package_reads(tmp_path, tokenizer):
     ]
 
 
+def test_a_header_is_read_once_for_a_load_and_again_after_a_change(tmp_path, tokenizer, monkeypatch):
+    _, path = written(tmp_path, "llama", tokenizer)
+    _, other = written(tmp_path, "qwen2", tokenizer)
+    opened, header = [], gguf_file._Reader.header
+    monkeypatch.setattr(
+        gguf_file._Reader, "header", lambda reader: opened.append(reader.file.name) or header(reader)
+    )
+    checkpoint.load_with_tokenizer(path)
+    assert opened == [str(path)]
+    path.write_bytes(other.read_bytes())
+    assert checkpoint.load(path).architecture.family == "qwen2"
+    assert opened == [str(path)] * 2
+
+
 def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     chat = templates.attach_template(templates.TEMPLATES["chatml"], tokenizer)
     model, path = written(tmp_path, "qwen2", chat, "bfloat16")
@@ -232,6 +278,32 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     assert dunes(monkeypatch, "export", path, tmp_path / "again.gguf", "--to", "gguf") == 0
     again, before = (read_header(p).fields for p in (tmp_path / "again.gguf", path))
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, monkeypatch, capsys):
+    (home := tmp_path / "home").mkdir()
+    _, path = written(home, "llama", tokenizer, "q8_0")
+    (data := tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"instruction": "Say {i}", "output": "b"}}\n' for i in range(40))
+    )
+    options = ("--data", data, "--method", method, "--steps", 2, "--lr", 0.1)
+    assert dunes(monkeypatch, "finetune", path, *options, "--out", home / "run") == 0
+    alone = (home / "run").rename(tmp_path / "alone")  # the base has its absolute path
+    assert dunes(monkeypatch, "augment", "merge", alone, tmp_path / "merged") == 0
+    alone.rename(home / "run")
+    moved = home.rename(tmp_path / "moved")  # the base has its path from the adapter
+    adapted, merged, base = (
+        checkpoint.load(place).model(torch.tensor([[1, 2, 3]]))
+        for place in (moved / "run", tmp_path / "merged", moved / path.name)
+    )
+    assert (adapted - merged).abs().max() < 1e-5 * merged.abs().max() < (adapted - base).abs().max()
+    written(moved, "llama", tokenizer, "q4_0")
+    with pytest.raises(ValueError, match="made for a different base"):
+        checkpoint.load(moved / "run")
+    (moved / path.name).unlink()
+    assert dunes(monkeypatch, "chat", moved / "run") == 2
+    assert "its base" in capsys.readouterr().err
 
 
 # --- tokenizers of other models
@@ -262,8 +334,7 @@ FOREIGN = {
 def test_a_tokenizer_is_built_from_the_tokens_of_a_file(name, tmp_path):
     before = FOREIGN[name]()
     _, path = written(tmp_path, "llama", before)
-    fields = read_header(path).fields
-    del fields["tokenizer.huggingface.json"]
+    fields = {k: v for k, v in read_header(path).fields.items() if k != "tokenizer.huggingface.json"}
     after = Tokenizer(build_tokenizer(fields, None), special_tokens(fields))
     assert [after.encode(text) for text in HARD] == [before.encode(text) for text in HARD]
     assert (after.bos, after.eos, after.stops) == (before.bos, before.eos, before.stops)

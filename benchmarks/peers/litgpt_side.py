@@ -6,7 +6,9 @@ as the answer, and torch.compile with --compile
 and always compiles, AdamW fused on GPUs only, its cross entropy in chunks of 128, clipping by Fabric
 (https://github.com/Lightning-AI/litgpt/blob/main/litgpt/pretrain.py). That is repeated here with what is
 fixed for all sides (learning rate, decay of matrices only) and with eager forms beside, which compile
-nothing. The weights come through its own converter's table for LLaMA.
+nothing. The weights come through its own converter's table for LLaMA. Several prompts of one length are its
+`batched_generate_fn`, which nothing of it compiles; its words are compiled here as those for one prompt are. For
+`first` its converter's file, lit_model.pth, is read instead of the folder, as `litgpt generate` does.
 """
 
 import json
@@ -19,9 +21,9 @@ from litgpt.config import Config
 from litgpt.generate import base
 from litgpt.model import GPT
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
-from litgpt.utils import chunked_cross_entropy
+from litgpt.utils import chunked_cross_entropy, load_checkpoint
 from safetensors.torch import load_file
-from work import Answer, Watch, Work
+from work import Answer, BatchAnswer, Watch, Work
 
 
 def config(folder: Path) -> Config:
@@ -48,37 +50,87 @@ def config(folder: Path) -> Config:
     )
 
 
-PRECISIONS = {"float32": ("32-true", "32-true"), "bfloat16": ("bf16-true", "bf16-mixed")}  # generating, training
+# Generating, training.
+PRECISIONS = {
+    "float32": ("32-true", "32-true"),
+    "bfloat16": ("bf16-true", "bf16-mixed"),
+    "float16": ("16-true", ""),
+}
 
 
 def made(work: Work, fabric: lightning.Fabric) -> GPT:
-    folder, weights = Path(work.folder), {}
-    words = config(folder)
-    copy_weights_hf_llama(words, {}, weights, load_file(folder / "model.safetensors"))
     with fabric.init_module(empty_init=False):
-        model = GPT(words)
-    model.load_state_dict(weights)
+        model = GPT(config(Path(work.folder)))
+    model.load_state_dict(converted(work))
     return model
 
 
-def answers(work: Work, setting: str) -> Answer:
-    precision, *compiled = setting.split()
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=PRECISIONS[precision][0])
-    model = made(work, fabric)
+def converted(work: Work) -> dict[str, torch.Tensor]:
+    """The folder's weights by its names."""
+    folder, weights = Path(work.folder), {}
+    copy_weights_hf_llama(config(folder), {}, weights, load_file(folder / "model.safetensors"))
+    return weights
+
+
+def caching(work: Work, setting: str, model: GPT, fabric: lightning.Fabric, rows: int):
+    """The model with a cache for so many rows."""
+    longest = len(work.rows[0]) + work.row_new if rows > 1 else len(work.prompt) + work.new
     with fabric.init_tensor():
-        model.max_seq_length = max(len(work.prompt) + work.new, len(work.prompts[0]) + 1)
-        model.set_kv_cache(batch_size=1)
-    if compiled:  # as its --compile does
+        model.max_seq_length = max(longest, len(work.prompts[0]) + 1)
+        model.set_kv_cache(batch_size=rows)
+    if "compiled" in setting:  # as its --compile does
         torch._dynamo.config.automatic_dynamic_shapes = True
         torch._inductor.config.coordinate_descent_tuning = True
-        base.next_token = torch.compile(base.next_token, mode="reduce-overhead")
-    model = fabric.setup_module(model.eval())
+        name = "next_token" if rows == 1 else "batched_next_token"
+        setattr(base, name, torch.compile(getattr(base, name), mode="reduce-overhead"))
+    return fabric.setup_module(model.eval())
 
+
+def generating(setting: str) -> lightning.Fabric:
+    return lightning.Fabric(accelerator="cpu", devices=1, precision=PRECISIONS[setting.split()[0]][0])
+
+
+def answers(work: Work, setting: str) -> Answer:
+    fabric = generating(setting)
+    return answering(caching(work, setting, made(work, fabric), fabric, rows=1))
+
+
+def answering(model) -> Answer:
     def answer(ids, new):
         out = base.generate(model, torch.tensor(ids), len(ids) + new, temperature=0.0, top_k=None)
         return out[len(ids) :].tolist()
 
     return answer
+
+
+def batch_answers(work: Work, setting: str) -> BatchAnswer:
+    fabric = generating(setting)
+    model, cached = made(work, fabric), None
+
+    def answer(prompts, new):
+        nonlocal cached
+        cached = cached or caching(work, setting, model, fabric, len(prompts))
+        steps = base.batched_generate_fn(
+            cached,
+            torch.tensor(prompts),
+            len(prompts[0]) + new,
+            sample_args={"temperature": 0.0},
+            include_prompt=False,
+            include_eos=True,
+        )
+        return torch.stack([torch.cat(step) for step in steps], 1).tolist()
+
+    return answer
+
+
+def first_answers(work: Work, setting: str) -> Answer:
+    path, fabric = Path(work.folder).parent / "lit_model.pth", generating(setting)
+    if not path.exists():
+        torch.save(converted(work), path)
+    with fabric.init_module(empty_init=False):
+        model = GPT(config(Path(work.folder)))
+    load_checkpoint(fabric, model, path)
+    return answering(caching(work, setting, model, fabric, rows=1))
 
 
 def train(work: Work, setting: str, watch: Watch) -> None:
@@ -101,5 +153,13 @@ def train(work: Work, setting: str, watch: Watch) -> None:
 
 
 if __name__ == "__main__":
-    settings = ("float32", "bfloat16", "float32 compiled", "bfloat16 compiled")
-    asked.main({"decode": (settings, answers), "prefill": (settings, answers), "train": (settings, train)})
+    eager, compiled = ("float32", "bfloat16"), ("float32 compiled", "bfloat16 compiled")
+    asked.main(
+        {
+            "decode": ((*eager, *compiled), answers),
+            "prefill": ((*eager, *compiled), answers),
+            **dict.fromkeys(asked.BATCHES, ((*eager, *compiled), batch_answers)),
+            "first": (eager, first_answers),
+            "train": ((*eager, *compiled), train),
+        }
+    )

@@ -2,34 +2,47 @@
 
 Why these settings: built from source for this very processor, which is its default
 (https://github.com/abetlen/llama-cpp-python#installation); n_threads and n_threads_batch are what all
-sides get; a batch as long as the prompt, so that it is read in one go; flash_attn is the switch that
+sides get; a batch as long as all prompts, so that they are read in one go; flash attention is the switch that
 llama.cpp turns on by itself where it can, and the bindings do not
 (https://llama-cpp-python.readthedocs.io/en/latest/api-reference/); it casts keys and values to float16
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp), so there is none in float32. There
-the cache is float32, too, so that its ids can be compared; else it is its default, float16. Weights in 8
-or 4 bits, by which llama.cpp is mostly used, are another model and no part of this race.
+the cache is float32, too, so that its ids can be compared; else it is its default, float16. Several texts are one
+llama_batch with an id of its sequence for each token, and a cache for each sequence (`kv_unified` off), which its
+header advises where they share no beginning. Weights in 8 or 4 bits, by which llama.cpp is mostly used, are
+another model and no part of this race.
 
-It answers a prompt from what it still has of the last one unless it is reset, so it is.
+It answers a prompt from what it still has of the last one unless it is reset, so it is. Several texts at once are
+not in its generate, so there llama_decode is called as llama.cpp's own batched-bench does
+(https://github.com/ggml-org/llama.cpp/tree/master/tools/batched-bench). One text is as fast either way.
 """
 
 import json
+import os
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import gguf
+import llama_cpp as llama
 import numpy as np
 import work as asked
-from gguf import GGMLQuantizationType as Kind
-from llama_cpp import GGML_TYPE_F32, Llama
-from safetensors.numpy import load_file
-from work import Answer, Work
+from work import Answer, BatchAnswer, Work
 
-KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16, "float16": Kind.F16}
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def written(folder: Path, precision: str) -> Path:
     """The folder's LLaMA as a GGUF file beside it, matrices in this precision; it holds no tokenizer."""
     path = folder.parent / f"{precision}.gguf"
+    if not path.exists():
+        write_gguf(folder, precision, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+    return path
+
+
+def write_gguf(folder: Path, precision: str, path: Path) -> None:
+    import gguf
+    from safetensors import safe_open
+
     hf = json.loads((folder / "config.json").read_text())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, hf["num_hidden_layers"])
     out = gguf.GGUFWriter(path, "llama")
@@ -46,16 +59,17 @@ def written(folder: Path, precision: str) -> Path:
     out.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     out.add_vocab_size(hf["vocab_size"])
     out.add_tokenizer_model("no_vocab")
-    for name, weight in load_file(folder / "model.safetensors").items():
+    file = safe_open(folder / "model.safetensors", "numpy")
+    for name in sorted(file.keys()):
+        weight = file.get_tensor(name)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = turned(weight, hf["head_dim"])
-        kind = KINDS[precision] if weight.ndim == 2 else Kind.F32
+        kind = gguf.GGMLQuantizationType[KINDS[precision] if weight.ndim == 2 else "F32"]
         out.add_tensor(names.get_name(name, (".weight",)), gguf.quantize(weight, kind), raw_dtype=kind)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-    return path
 
 
 def turned(weight: np.ndarray, head_dim: int) -> np.ndarray:
@@ -67,7 +81,7 @@ def turned(weight: np.ndarray, head_dim: int) -> np.ndarray:
 def answers(work: Work, setting: str) -> Answer:
     precision, *flash = setting.split()
     longest = max(len(work.prompt) + work.new, len(work.prompts[0]) + 1)
-    model = Llama(
+    model = llama.Llama(
         str(written(Path(work.folder), precision)),
         n_ctx=longest,
         n_batch=longest,
@@ -76,7 +90,7 @@ def answers(work: Work, setting: str) -> Answer:
         n_threads_batch=work.threads,
         flash_attn=bool(flash),
         verbose=False,
-        **({"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32} if precision == "float32" else {}),
+        **({"type_k": llama.GGML_TYPE_F32, "type_v": llama.GGML_TYPE_F32} if precision == "float32" else {}),
     )
 
     def answer(ids, new):
@@ -86,6 +100,68 @@ def answers(work: Work, setting: str) -> Answer:
     return answer
 
 
+class Context:
+    """A context of so many sequences of up to `longest` tokens."""
+
+    def __init__(self, work: Work, setting: str, rows: int, longest: int) -> None:
+        precision, *flash = setting.split()
+        llama.llama_backend_init()
+        file = os.fsencode(written(Path(work.folder), precision))
+        self.model = llama.llama_model_load_from_file(file, llama.llama_model_default_params())
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = rows * longest, rows, False
+        params.n_batch = params.n_ubatch = rows * longest
+        params.n_threads = params.n_threads_batch = work.threads
+        params.flash_attn_type = getattr(llama, f"LLAMA_FLASH_ATTN_TYPE_{'ENABLED' if flash else 'DISABLED'}")
+        if precision == "float32":
+            params.type_k = params.type_v = llama.GGML_TYPE_F32
+        self.context = llama.llama_init_from_model(self.model, params)
+        assert self.context, "llama.cpp loads the file"
+        self.vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
+        self.batch = llama.llama_batch_init(rows * longest, 0, 1)
+
+    def next_ids(self, new: Sequence[Sequence[int]], start: int) -> np.ndarray:
+        """The likeliest id after each sequence, whose equally many new ids begin at the position `start`."""
+        rows, width = len(new), len(new[0])
+        view = lambda pointer: np.ctypeslib.as_array(pointer, (rows, width))
+        view(self.batch.token)[:] = new
+        view(self.batch.pos)[:] = np.arange(start, start + width)
+        view(self.batch.n_seq_id)[:] = 1
+        view(self.batch.logits)[:] = np.arange(width) == width - 1
+        for i in range(rows * width):
+            self.batch.seq_id[i][0] = i // width
+        self.batch.n_tokens = rows * width
+        if code := llama.llama_decode(self.context, self.batch):
+            raise RuntimeError(f"llama_decode returns {code}")
+        return np.ctypeslib.as_array(llama.llama_get_logits(self.context), (rows, self.vocab)).argmax(1)
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        llama.llama_memory_clear(llama.llama_get_memory(self.context), False)
+        ids, start = self.next_ids(prompts, 0), len(prompts[0])
+        steps = [ids]
+        for position in range(start, start + new - 1):
+            steps.append(self.next_ids(steps[-1][:, None], position))
+        return np.stack(steps, 1).tolist()
+
+
+def batch_answers(work: Work, setting: str) -> BatchAnswer:
+    context = None
+
+    def answer(prompts, new):
+        nonlocal context
+        context = context or Context(work, setting, len(prompts), len(prompts[0]) + new)
+        return context.generate(prompts, new)
+
+    return answer
+
+
 if __name__ == "__main__":
     settings = ("float32", "bfloat16", "bfloat16 flash", "float16", "float16 flash")
-    asked.main({"decode": (settings, answers), "prefill": (settings, answers)})
+    asked.main(
+        {
+            "decode": (settings, answers),
+            "prefill": (settings, answers),
+            **dict.fromkeys(asked.BATCHES, (settings, batch_answers)),
+            "first": (("float32", "float16 flash"), answers),
+        }
+    )

@@ -1,18 +1,70 @@
-"""Ours: generate, and the Trainer with AdamW, so that all sides take the same steps."""
+"""Ours: generate, generate_all, the command line, and the Trainer with AdamW, as all sides have it.
+
+A compiled setting makes the package of its step (`dunes compile`) before its first answer, unless it is there.
+"""
+
+import sys
+from pathlib import Path
 
 import torch
 import work as asked
-from work import Answer, Watch, Work
+from work import Answer, BatchAnswer, Process, Watch, Work
 
 from dunes import checkpoint
-from dunes.generate import generate
+from dunes.generate import Request, generate, generate_all
+from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.step import CompiledStep
+from dunes.runs.step_package import compile_step, load_step
 from dunes.train import Trainer, adamw
 
 
 def answers(work: Work, setting: str) -> Answer:
+    precision, *compiled = setting.split()
+    loaded, dtype = checkpoint.load(work.folder), getattr(torch, precision)
+    model, context = loaded.model if compiled else loaded.model.to(dtype), loaded.context_length
+    step: CompiledStep | None = None
+
+    def answer(ids, new):
+        nonlocal step
+        if compiled and step is None:
+            compile_step(model, context, dtype)
+            step = load_step(model, dtype)
+            assert step is not None, "the package was made"
+        cache = PrefixCache(model)
+        cache.step = step
+        return [t.id for t in generate(model, ids, limit=new, context_length=context, cache=cache)]
+
+    return answer
+
+
+def batch_answers(work: Work, setting: str) -> BatchAnswer:
     loaded = checkpoint.load(work.folder)
     model, context = loaded.model.to(getattr(torch, setting)), loaded.context_length
-    return lambda ids, new: [t.id for t in generate(model, ids, limit=new, context_length=context)]
+
+    def answer(prompts, new):
+        requests = [Request(ids, new) for ids in prompts]
+        for _ in generate_all(model, requests, context_length=context):
+            pass
+        return [r.ids[len(r.prompt) :] for r in requests]
+
+    return answer
+
+
+def command(work: Work, setting: str) -> Process:
+    """`dunes generate`; compiled: with the package that `dunes compile` makes, else in an empty cache."""
+    kept = "compiled" in setting
+    home = Path(work.folder).parent / ("kept" if kept else "empty")
+    environment = {"DUNES_HOME": str(home)}
+    tool = (sys.executable, "-m", "dunes")
+    if kept and not home.exists():
+        asked.subprocess.run((*tool, "compile", work.folder), check=True, env=asked.os.environ | environment)
+    tokenizer = checkpoint.load(work.folder).require_tokenizer()
+    read_ids = lambda output: tokenizer.encode(output[len(work.text) :].removesuffix("\n"))
+    return (
+        (*tool, "generate", work.folder, work.text, "--tokens", "1", "--temperature", "0"),
+        environment,
+        read_ids,
+    )
 
 
 def train(work: Work, setting: str, watch: Watch) -> None:
@@ -28,10 +80,14 @@ def train(work: Work, setting: str, watch: Watch) -> None:
 
 if __name__ == "__main__":
     both = ("float32", "bfloat16")
+    steps = ("float32", "float32 compiled", "float16 compiled", "bfloat16 compiled")
     asked.main(
         {
-            "decode": (both, answers),
+            "decode": (steps, answers),
             "prefill": (both, answers),
+            **dict.fromkeys(asked.BATCHES, (both, batch_answers)),
+            "first": (("float32", "float32 compiled"), command),
             "train": ((*both, "bfloat16 compiled"), train),
-        }
+        },
+        command,
     )

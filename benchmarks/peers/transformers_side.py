@@ -17,7 +17,7 @@ import warnings
 import torch
 import work as asked
 from torch.utils.data import Dataset
-from work import Answer, Watch, Work
+from work import Answer, BatchAnswer, Watch, Work
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -29,6 +29,11 @@ def loaded(work: Work, precision: str):
 
 
 def answers(work: Work, setting: str) -> Answer:
+    answer = batch_answers(work, setting)
+    return lambda ids, new: answer([ids], new)[0]
+
+
+def batch_answers(work: Work, setting: str) -> BatchAnswer:
     precision, cache, *compiled = setting.split()
     model = loaded(work, precision).eval()
     # No id ends a text here, so that all sides write equally many.
@@ -39,10 +44,10 @@ def answers(work: Work, setting: str) -> Answer:
     if compiled:
         model.forward = torch.compile(model.forward)
 
-    def answer(ids, new):
-        prompt = torch.tensor([ids])
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, **asks)
-        return out[0, len(ids) :].tolist()
+    def answer(prompts, new):
+        ids = torch.tensor(prompts)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **asks)
+        return out[:, ids.shape[1] :].tolist()
 
     return answer
 
@@ -131,13 +136,15 @@ def trainer(work: Work, model, bf16: bool, compiled: bool, watch: Watch) -> None
 
 
 if __name__ == "__main__":
-    caches = ("float32 dynamic", "float32 static", "bfloat16 dynamic", "bfloat16 static")
-    compiled = ("float32 static compiled", "bfloat16 static compiled")
+    eager = ("float32 dynamic", "bfloat16 dynamic")
+    settings = (*eager, "float32 static compiled", "bfloat16 static compiled")
     loops = ("loop float32", "Trainer float32", "loop bfloat16", "Trainer bfloat16", "loop bfloat16 compiled")
     asked.main(
         {
-            "decode": ((*caches, *compiled), answers),
-            "prefill": ((*caches, *compiled), answers),
+            "decode": (settings, answers),
+            "prefill": (settings, answers),
+            **dict.fromkeys(asked.BATCHES, (settings, batch_answers)),
+            "first": (eager, answers),
             "train": ((*loops, "Trainer bfloat16 compiled"), train),
         }
     )

@@ -6,22 +6,30 @@ is compared) and a function. It is run as
     python SIDE.py                              # says its settings, as JSON
     python SIDE.py WORK.json TASK SETTING       # does the task, and says on its last line what came out
 
-`decode` and `prefill` are functions (work, setting) -> answer, where answer(ids, new) gives so many
-new ids after the others, the likeliest each time. `train` is a function (work, setting, watch) that
+`decode`, `prefill` and `first` are functions (work, setting) -> answer, where answer(ids, new) gives so many
+new ids after the others, the likeliest each time. `decode16` and `decode64` are the same for several prompts of
+one length: answer(prompts, new) gives the new ids of each. `train` is a function (work, setting, watch) that
 trains from the folder's weights, tells `watch` each step's loss, and stops when that says so.
+
+`first` is timed from outside: a new process imports the library, loads the model, prints the first id, and ends.
 """
 
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 COMPARED = 6  # losses: that of the sixth step comes from weights that five steps made
+BATCHES = {"decode16": 16, "decode64": 64}
+PACKAGES = ("torch", "transformers", "litgpt", "lightning", "llama-cpp-python", "peft")
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,10 @@ class Work:
     prompt: list[int]  # decode: so many new tokens after this
     new: int
     prompts: list[list[int]]  # prefill: one token after each
+    rows: list[list[int]]  # decode16 and decode64: so many new tokens after the first ones of these
+    row_new: int
+    text: str  # first: one token after this
+    text_ids: list[int]
     batches: list[list[list[int]]]  # train: rows of one token more than are trained on
     lr: float
     betas: tuple[float, float]
@@ -42,26 +54,89 @@ class Work:
 
 
 Answer = Callable[[Sequence[int], int], list[int]]
+BatchAnswer = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 Tasks = dict[str, tuple[Sequence[str], Callable[..., Any]]]
+Process = tuple[Sequence[str], Mapping[str, str], Callable[[str], list[int]]]
+"""A command, its environment, and the ids in what it printed after the prompt."""
 
 
 def read(path: str | Path) -> Work:
     return Work(**json.loads(Path(path).read_text()))
 
 
-def answering(work: Work, answer: Answer, task: str) -> dict[str, Any]:
+def answering(work: Work, answer: Any, task: str) -> dict[str, Any]:
     """What came out the first time, and the median seconds of a piece after that."""
-    asked = [(work.prompt, work.new)] if task == "decode" else [(p, 1) for p in work.prompts]
+    asked = pieces(work, task)
     start = time.perf_counter()
-    output = [list(map(int, answer(*piece))) for piece in asked]
+    output = flatten([answer(*piece) for piece in asked])
     warm, times = time.perf_counter(), []
-    while len(times) < 3 or time.perf_counter() - warm < work.seconds:
+    while not times or time.perf_counter() - warm < work.seconds:
         before = time.perf_counter()
         answer(*asked[len(times) % len(asked)])
         times.append(time.perf_counter() - before)
-    tokens = work.new if task == "decode" else len(work.prompts[0])
-    ids = [i for row in output for i in row]
-    return {"output": ids, "rate": tokens / median(times), "warmup": warm - start}
+    tokens = len(work.prompts[0]) if task == "prefill" else len(output)
+    return {"output": output, "rate": tokens / median(times), "warmup": warm - start}
+
+
+def pieces(work: Work, task: str) -> list[tuple[Any, int]]:
+    """What is asked, one after the other."""
+    if task == "prefill":
+        return [(prompt, 1) for prompt in work.prompts]
+    return [(work.rows[: BATCHES[task]], work.row_new) if task in BATCHES else (work.prompt, work.new)]
+
+
+def flatten(answers: Any) -> list[int]:
+    return [i for a in answers for i in flatten(a)] if isinstance(answers, list) else [int(answers)]
+
+
+def starting(work: Work, process: Process, seen: Path) -> dict[str, Any]:
+    """The first id of a new process, which is not timed when it runs first: it fills caches."""
+    warmup = 0.0 if seen.exists() else first_output(work, *process)[1]
+    seen.touch()
+    output, seconds = first_output(work, *process)
+    return {"output": output, "rate": 1 / seconds, "seconds": seconds, "warmup": warmup}
+
+
+def first_output(
+    work: Work, command: Sequence[str], environment: Mapping[str, str], read_ids: Callable[[str], list[int]]
+) -> tuple[list[int], float]:
+    """The ids that a process prints, and the seconds from its start to the first one."""
+    start, output = time.perf_counter(), b""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | dict(environment)) as process:
+        assert process.stdout is not None
+        while len(output) <= len(work.text.encode()) and (more := os.read(process.stdout.fileno(), 1 << 16)):
+            output += more
+        seconds = time.perf_counter() - start
+        output += process.stdout.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}")
+    return read_ids(output.decode()), seconds
+
+
+def print_first(work: Work, answer: Answer) -> None:
+    """Print the text, as a command line does, and the id after it."""
+    print(work.text, end="", flush=True)
+    print(answer(work.text_ids, 1)[0], flush=True)
+
+
+def own_process(work: Work, setting: str) -> Process:
+    """This script again, as the process that is timed."""
+    return (
+        (sys.executable, sys.argv[0], sys.argv[1], "print first", setting),
+        {},
+        lambda out: [int(out[len(work.text) :])],
+    )
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries in this Python."""
+    present = {}
+    for package in PACKAGES:
+        try:
+            present[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return present
 
 
 class Watch:
@@ -101,15 +176,22 @@ def groups(work: Work, model: Any) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": work.decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def main(tasks: Tasks) -> None:
-    """Answer the command line."""
+def main(tasks: Tasks, process: Callable[[Work, str], Process] = own_process) -> None:
+    """Answer the command line; `process` is that of the task `first`."""
     if len(sys.argv) == 1:
         print(json.dumps({task: list(settings) for task, (settings, _) in tasks.items()}))
         return
     path, task, setting = sys.argv[1:]
-    work, make = read(path), tasks[task][1]
+    work = read(path)
+    make = tasks["first" if task == "print first" else task][1]
+    if task == "print first":
+        print_first(work, make(work, setting))
+        return
     if task == "train":
         row = training(work, lambda watch: make(work, setting, watch))
+    elif task == "first":
+        seen = Path(path).parent / f"{Path(sys.argv[0]).stem} {setting}"
+        row = starting(work, process(work, setting), seen)
     else:
         row = answering(work, make(work, setting), task)
-    print(json.dumps(row))
+    print(json.dumps(row | {"versions": versions()}))

@@ -141,8 +141,8 @@ def is_plain(folder: Path) -> bool:
 def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
     """Write the model in `folder` as one GGUF file, with its active adapter merged; returns what was written.
 
-    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, and for what
-    llama.cpp cannot express.
+    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, for what
+    llama.cpp cannot express, and, with nothing written, if the file read back has other weights.
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
@@ -154,7 +154,7 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
     out.parent.mkdir(parents=True, exist_ok=True)
     counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, kind))
     listed = ", ".join(f"{plural(n, 'tensor')} in {name}" for name, n in counts.most_common())
-    return f"{listed}; {format_bytes(out.stat().st_size)}"
+    return f"{listed}; {format_bytes(out.stat().st_size)}; read back: equal"
 
 
 def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:

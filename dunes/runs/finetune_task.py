@@ -220,7 +220,7 @@ class FinetuneTask:
     @property
     def _base(self) -> Path | str:
         """The folder of the base model, or its name on the Hub."""
-        return self.data.folder if Path(self.config.model).is_dir() else self.config.model
+        return self.data.folder if Path(self.config.model).exists() else self.config.model
 
     def _facts(self, run: Run, score: Score, after: Baseline | None) -> dict[str, Any]:
         assert self.before is not None, "measured at the start"

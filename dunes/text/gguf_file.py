@@ -6,8 +6,9 @@ before anything is made of it. https://github.com/ggml-org/ggml/blob/master/docs
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -53,15 +54,24 @@ class TensorInfo(NamedTuple):
 class Header:
     """The metadata of a file by key, strings as text (in arrays as bytes), and its tensors."""
 
-    fields: dict[str, Any]
-    tensors: list[TensorInfo]
+    fields: Mapping[str, Any]
+    tensors: Sequence[TensorInfo]
 
 
 def read_header(path: Path) -> Header:
-    """Raises ValueError in one line for anything but a whole GGUF file of version 2 or 3, little-endian."""
+    """The header of a file; the last one is kept while its file does not change: a load needs it several times.
+
+    Raises ValueError in one line for anything but a whole GGUF file of version 2 or 3, little-endian.
+    """
+    status = path.stat()
+    return _read_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+
+@lru_cache(maxsize=1)
+def _read_header(path: Path, size: int, *identity: int) -> Header:
     try:
         with path.open("rb") as file:
-            return _Reader(file, path.stat().st_size).header()
+            return _Reader(file, size).header()
     except ValueError as error:
         raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None
 

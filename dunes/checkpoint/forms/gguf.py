@@ -24,7 +24,7 @@ from dunes.checkpoint.forms.native import to_halves
 from dunes.extra import extra
 from dunes.models import FAMILIES
 from dunes.models.config_values import quotient
-from dunes.models.names import Names, identity, name, to_theirs
+from dunes.models.names import Names, identity, name, to_ours, to_theirs
 from dunes.models.rope import scaling_to_hf, yarn_scale
 from dunes.parts.position import Linear, Llama3, Scaling, Unscaled, Yarn, base_frequencies
 from dunes.text import Tokenizer
@@ -82,31 +82,34 @@ def write(
     """Write a model's `weights`, by its own names, in one of TYPES; returns the number of tensors of each type.
 
     Vectors, routers and learned positions stay in float32. In quantized files, a matrix whose rows are not made of
-    blocks of 32 is float16, and in q4_0, embedding and head are q8_0. Raises ValueError for what llama.cpp cannot
-    express, before the file is opened, and for values that the dtype cannot hold.
+    blocks of 32 is float16, and in q4_0, embedding and head are q8_0. The file is read again and compared, one
+    tensor in memory at a time. Raises ValueError for what llama.cpp cannot express, before the file is opened, for
+    values that the dtype cannot hold, and if the file has other weights.
     """
     package, kind = extra("gguf", "gguf"), TYPES[dtype]
-    fields = _fields(model, tokenizer)
-    conversions, unknown = to_theirs(weight_names(model), weights)
+    fields, weights = _fields(model, tokenizer), {**weights, **_frequencies(model)}
+    names = [*weight_names(model), name(FREQUENCIES, FREQUENCIES)]
+    conversions, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
-    tensors = renamed(conversions, weights) | _frequencies(model)
-    types = {key: _type(key, tensor.shape, kind) for key, tensor in tensors.items()}
-    numbers = {key: package.GGMLQuantizationType[types[key]] for key in tensors}
+    theirs = renamed(conversions, weights)
+    types = {key: _type(key, tensor.shape, kind) for key, tensor in theirs.items()}
+    numbers = {key: package.GGMLQuantizationType[types[key]] for key in theirs}
     with closing(package.GGUFWriter(path, ARCHITECTURES[model.family])) as writer:
         writer.add_file_type(package.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
         for key, value in fields.items():
             _add(writer, key, value)
-        for key, tensor in tensors.items():
+        for key, tensor in theirs.items():
             block, size = package.GGML_QUANT_SIZES[numbers[key]]
             nbytes = prod(tensor.shape) // block * size
             writer.add_tensor_info(key, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=numbers[key])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for key, tensor in tensors.items():
+        for key, tensor in theirs.items():
             writer.write_tensor_data(_encode(tensor, numbers[key]))
             tensor.release()
+    _verify(path, names, weights, numbers)
     return Counter(types.values())
 
 
@@ -132,6 +135,28 @@ def _encode(tensor: LazyTensor, number: Any) -> Any:
     if not np.isfinite(decoded).all():
         raise ValueError(f"{tensor.origin}: has values that {number.name} cannot hold; use --dtype float32")
     return encoded
+
+
+def _verify(path: Path, names: Names, weights: Weights, numbers: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a file has exactly these weights, rounded to its types."""
+    missing = dict(weights)
+    for key, tensor in tensors(path).items():
+        conversions, _ = to_ours(names, {key: tensor.shape})
+        for ours, stored in renamed(conversions, in_memory({key: tensor.read()})).items():
+            source = missing.pop(ours)
+            if not torch.equal(stored.read(), _round(source.read().float(), numbers[key])):
+                raise ValueError(f"{source.origin}: the written file has other values; check the disk")
+            source.release()
+        tensor.release()
+    assert not missing, "each weight is in the file"
+
+
+def _round(weight: Tensor, number: Any) -> Tensor:
+    """A float32 weight as a file with one of the package's types gives it back."""
+    if number.name in DENSE:
+        return weight.to(DENSE[number.name])
+    package = extra("gguf", "gguf")
+    return torch.from_numpy(package.dequantize(package.quantize(weight.numpy(), number), number))
 
 
 def weight_names(model: Architecture) -> Names:
