@@ -81,8 +81,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
     """Attention of the queries (B, H, T, D) that belong to the last T of the keys (B, K, S, D); for inference.
 
     A query attends to the keys up to its own, at most `window` of them, itself included. Without earlier keys the
-    kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, and 17 with one); else it is given a block
-    of queries at a time, with the mask of that block, so that no mask of all queries is made.
+    kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, and 17 with one); else it is given blocks
+    of queries, each with its mask, so that no mask of all queries is made.
     """
     (t, s), blocks = (q.shape[2], k.shape[2]), []
     window = s if window is None else min(window, s)

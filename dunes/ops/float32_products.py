@@ -1,7 +1,8 @@
 """Matrix products and attention of bfloat16 tensors in float32, rounded once at the end, where that is faster.
 
-Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024,
-one thread: 84 and 154 GFLOP/s), and a matrix is converted in a fraction of the difference. Nothing gets less exact.
+Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
+weights, one thread: 84 and 154 GFLOP/s), and a matrix is converted in a fraction of the difference. Nothing gets
+less exact.
 """
 
 import functools
