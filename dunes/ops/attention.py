@@ -87,13 +87,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
     (t, s), blocks = (q.shape[2], k.shape[2]), []
     window = s if window is None else min(window, s)
     if t == s == window:
-        return fused(q, k, v)
+        return attend(q, k, v)
     for start in range(0, t, CAUSAL_BLOCK):
         query = q[:, :, start : start + CAUSAL_BLOCK]
         end = s - t + start + query.shape[2]
         first = max(0, end - query.shape[2] - window + 1)
         mask = _causal_mask(query.shape[2], end - first, window, q.device)
-        blocks.append(fused(query, k[:, :, first:end], v[:, :, first:end], mask))
+        blocks.append(attend(query, k[:, :, first:end], v[:, :, first:end], mask))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 
