@@ -3,6 +3,7 @@
 import contextlib
 import random
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -579,16 +580,34 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tokenizer):
         assert "\n" not in str(error.value)
 
 
-def test_a_file_with_changed_bytes_opens_or_is_refused(tmp_path, tokenizer):
+@contextlib.contextmanager
+def limit_memory(size):
+    """Allocations of more than about this many bytes fail."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is read from /proc")
+def test_a_file_with_changed_bytes_opens_or_is_refused_without_memory(tmp_path, tokenizer):
     _, path = written(tmp_path, "llama", tokenizer)
-    data, draw = path.read_bytes(), random.Random(0)
-    for _ in range(150):
-        changed = bytearray(data)
-        for _ in range(draw.choice((1, 4))):
-            changed[draw.choice((draw.randrange(600), draw.randrange(30_000)))] = draw.choice((0, 1, 255, 128))
-        path.write_bytes(changed)
-        with contextlib.suppress(ValueError):
-            checkpoint.load(path)
+    data, draw, reasons = path.read_bytes(), random.Random(0), []
+    with limit_memory(256 << 20):
+        for i in range(200):
+            changed = bytearray(data)
+            for _ in range(draw.choice((1, 4))):
+                changed[draw.choice((draw.randrange(600), draw.randrange(30_000)))] = draw.choice((0, 1, 255, 128))
+            path.write_bytes(changed if i % 4 else changed[: draw.randrange(len(data))])
+            try:
+                checkpoint.load(path)
+            except ValueError as error:
+                reasons.append(str(error))
+    assert len(reasons) > 100
+    assert all(path.name in reason and "\n" not in reason for reason in reasons)
 
 
 # --- llama.cpp
