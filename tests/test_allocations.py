@@ -13,9 +13,9 @@ from dunes import measure, tree
 from dunes.bench import memory as checked
 from dunes.bench.memory import estimate_memory
 from dunes.bench.subject import Setting, of_shape
-from dunes.generate import generate
+from dunes.generate import PrefixCache, generate
 from dunes.measure import allocations
-from dunes.models import FAMILIES
+from dunes.models import FAMILIES, llama
 from dunes.parts import Checkpointed
 from dunes.runs.memory import Shape, inference_allocations, train_allocations
 from dunes.train import Trainer, adamw, cross_entropy
@@ -131,6 +131,18 @@ def test_keys_and_values_are_a_cache():
     width = model.blocks[0].attn.k.out_features
     assert {a.size for a in cached if a.size > 64} == {4 * width * 8}, "3 + 4 tokens, and a slot for padding"
     assert len([a for a in cached if a.size > 64]) == 2 * len(model.blocks)
+
+
+@pytest.mark.parametrize("held", [1, 9_000])
+def test_memory_of_a_long_prompt_is_bounded(held):
+    tokens, width = 16_384, 32
+    model = llama.build(llama.Config.from_size(64, width, 1, tokens)).eval()
+    cache, ids = PrefixCache(model), [i % 61 for i in range(tokens)]
+    cache.reserve(tokens)
+    cache.logits({0: ids[:held]})
+    with allocations(model) as log:
+        cache.logits({0: ids})
+    assert log.peak <= 48 * MB, "a mask alone would have 268 million elements"
 
 
 SHAPES = [

@@ -8,10 +8,19 @@ from functools import partial
 import pytest
 import torch
 
-from dunes.generate import Request, Sampler, force_prefix, generate, generate_all, sampler
+from dunes.generate import (
+    PrefixCache,
+    Request,
+    Sampler,
+    force_prefix,
+    generate,
+    generate_all,
+    prefix_cache,
+    sampler,
+)
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
-from dunes.parts import RollingCache, cache_for
+from dunes.parts import ForwardContext, RollingCache, cache_for
 from own_parts import OWN, of_own_parts
 
 with warnings.catch_warnings():
@@ -51,6 +60,35 @@ def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(mod
     assert [[t.id for t in generate(model, p, limit=20, context_length=CONTEXT)] for p in PROMPTS] == want
     assert together(model, PROMPTS, limit=20) == want
     assert len({i for ids in want for i in ids}) > 4, "the text must not be trivial"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [3, 7, 2048])
+def test_a_prompt_in_chunks_is_the_prompt_in_one_go(model, chunk, monkeypatch):
+    monkeypatch.setattr(prefix_cache, "CHUNK", chunk)
+    model.eval()
+    rows = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(1)).tolist()
+    cache = PrefixCache(model, 2)
+    cache.reserve(30)
+    for length, other, last in ((20, 11, 1), (30, 30, 9)):
+        texts = {0: rows[0][:length], 1: rows[1][:other]}
+        got = cache.logits(texts, {0: last, 1: last})
+        got = torch.cat([*got.values()]) if isinstance(got, dict) else got
+        want = torch.cat([model(torch.tensor([ids]))[0, -last:] for ids in texts.values()])
+        assert (got - want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_prompts_need_no_mask_without_padding(family, monkeypatch):
+    def refuse(ctx, window):
+        raise AssertionError("a mask of all queries and keys")
+
+    monkeypatch.setattr(ForwardContext, "_mask", refuse)
+    model, ids = made(family), list(range(30))
+    for cache, texts in ((PrefixCache(model), {0: ids}), (PrefixCache(model, 2), {0: ids, 1: ids[::-1]})):
+        cache.reserve(30)
+        for length in (12, 30):  # the second goes on from what is held
+            cache.logits({i: text[:length] for i, text in texts.items()})
 
 
 @torch.no_grad()
@@ -158,7 +196,7 @@ class Wrapped(torch.nn.Module):
         return self.inner(ids, **settings)
 
 
-@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+@pytest.mark.filterwarnings("ignore:.*may mix tokens", "ignore:.*torch.jit:DeprecationWarning")
 def test_a_wrapped_model_writes_what_it_does_by_itself():
     module = of_own_parts("shift").float()
     with torch.no_grad():

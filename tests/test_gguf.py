@@ -3,7 +3,10 @@
 import contextlib
 import random
 import re
+import resource
 import struct
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from functools import partial
@@ -147,15 +150,60 @@ def test_the_verb_exports_a_folder(tmp_path, tokenizer, capsys, monkeypatch):
     assert "for --to gguf only" in capsys.readouterr().err
 
 
+def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, monkeypatch):
+    model, _ = tiny("llama", tokenizer.vocab - 1)
+    checkpoint.save(model, tmp_path / "small", None, 64)
+    tokenizer.save(tmp_path / "small")
+    broken, _ = tiny("llama", tokenizer.vocab)
+    broken.norm.weight.data[0] = float("nan")
+    checkpoint.save(broken, tmp_path / "broken", tokenizer, 64)
+    cases = (
+        ("small", "x.gguf", "each id needs a row"),
+        ("broken", "x.gguf", "inspect --values"),
+        ("small", "x", "x.gguf"),
+    )
+    for source, out, reason in cases:
+        with pytest.raises(ValueError, match=reason) as error:
+            export_gguf(tmp_path / source, tmp_path / out)
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_a_full_disk_leaves_no_file_and_one_line(tmp_path, tokenizer):
+    checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
+    (folder := tmp_path / "out").mkdir()
+    script = """
+import resource, sys, pathlib, dunes.runs.export
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+dunes.runs.export.export_gguf(*map(pathlib.Path, sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "model"), str(folder / "x.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert re.search(r"is the disk full\?: .*x\.gguf", done.stderr.splitlines()[-1])
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("tokens", ["bos", "eos", "eot"])
+def test_a_special_id_that_is_none_names_the_file(tokens, tmp_path, tokenizer, monkeypatch):
+    fields = form._fields
+    monkeypatch.setattr(
+        form, "_fields", lambda *model: fields(*model) | {f"tokenizer.ggml.{tokens}_token_id": "a"}
+    )
+    _, path = written(tmp_path, "llama", tokenizer)
+    with pytest.raises(ValueError, match=r"llama\.gguf: not a tokenizer: a special token's id is no number"):
+        checkpoint.load(path)
+
+
 def damage_values(monkeypatch, name):
     """The lowest bits of that tensor's first and last byte are written wrong."""
     encode = form._encode
 
     def write_damaged(tensor, number):
-        data = encode(tensor, number).copy()
+        data, values = encode(tensor, number)
         if name in tensor.origin:
+            data = data.copy()
             data.view(np.uint8).reshape(-1)[[0, -1]] ^= 1
-        return data
+        return data, values
 
     monkeypatch.setattr(form, "_encode", write_damaged)
 
@@ -280,6 +328,94 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
 
 
+def split_k(kind, raw):
+    """The scales, offsets and numbers (blocks, 256) of blocks of Q4_K, Q5_K or Q6_K, as ggml-common.h has them."""
+
+    def half(start):
+        return raw[:, start : start + 2].copy().view(np.float16).astype(np.float64)
+
+    if kind == "Q6_K":
+        low, high = raw[:, :128].reshape(-1, 2, 2, 32), raw[:, 128:192].reshape(-1, 2, 1, 32)
+        low = np.concatenate([low & 15, low >> 4], 2)
+        number = low | (high >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1) & 3) << 4
+        scale = half(208) * raw[:, 192:208].view(np.int8)
+        return scale.repeat(16, 1), 0.0, number.reshape(-1, 256).astype(int) - 32
+    packed, begin = raw[:, 4:16], 16 if kind == "Q4_K" else 48
+    low = raw[:, begin : begin + 128].reshape(-1, 4, 1, 32)
+    number = np.concatenate([low & 15, low >> 4], 2).reshape(-1, 8, 32)
+    if kind == "Q5_K":
+        number |= (raw[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1) & 1) << 4
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scale = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1)
+    offset = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], 1)
+    return (half(0) * scale).repeat(32, 1), (half(2) * offset).repeat(32, 1), number.reshape(-1, 256)
+
+
+def k_type(key, shape, kind):
+    """The types of a file of Q4_K_M, about."""
+    if len(shape) == 1:
+        return "F32"
+    return "Q6_K" if "ffn_down" in key or "embd" in key else "Q5_K" if "attn" in key else "Q4_K"
+
+
+def test_blocks_of_256_are_read(tmp_path, tokenizer, monkeypatch):
+    draw, raw = np.random.default_rng(0), {}
+
+    def random_blocks(tensor, number):
+        block, size = gguf.GGML_QUANT_SIZES[number]
+        if block == 1:
+            return tensor.read().numpy(), None
+        data = draw.integers(0, 256, (np.prod(tensor.shape) // block, size), np.uint8)
+        scales = slice(208, 210) if number.name == "Q6_K" else slice(0, 4)
+        data[:, scales] = (
+            draw.normal(0, 1e-3, (len(data), data[:, scales].shape[1] // 2)).astype(np.float16).view(np.uint8)
+        )
+        raw[tensor.origin.removeprefix("memory: ")] = number.name, data
+        return data, None
+
+    monkeypatch.setattr(form, "_type", k_type)
+    monkeypatch.setattr(form, "_encode", random_blocks)
+    monkeypatch.setattr(form, "_verify", lambda *file: None)
+    _, path = written(tmp_path, "qwen2", tokenizer, "q8_0", dim=256, hidden=512, head_dim=256)
+    state = checkpoint.load(path).model.state_dict()
+    assert {kind for kind, _ in raw.values()} == {"Q4_K", "Q5_K", "Q6_K"}
+    for name, (kind, data) in raw.items():
+        scale, offset, number = split_k(kind, data)
+        expected = torch.from_numpy(scale * number - offset).view(state[name].shape)
+        assert (state[name] - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def write_parts(tmp_path, tokenizer, monkeypatch):
+    """A model in three files, the path of the first."""
+    monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=10))
+    monkeypatch.setattr(form, "_verify", lambda *file: None)
+    model, path = written(tmp_path, "qwen2", tokenizer, "q8_0")
+    return model, path.with_name("qwen2-00001-of-00003.gguf")
+
+
+def test_a_model_in_several_parts_is_read_by_its_first(tmp_path, tokenizer, monkeypatch):
+    (whole := tmp_path / "whole").mkdir()
+    _, path = written(whole, "qwen2", tokenizer, "q8_0")
+    _, first = write_parts(tmp_path, tokenizer, monkeypatch)
+    state, expected = (checkpoint.load_with_tokenizer(p).model.state_dict() for p in (first, path))
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(w, expected[name]) for name, w in state.items())
+    second, third = (first.with_name(f"qwen2-0000{i}-of-00003.gguf") for i in (2, 3))
+    renamed = first.with_name("renamed.gguf")
+    renamed.write_bytes(first.read_bytes())
+    for other in (second, renamed):
+        with pytest.raises(
+            ValueError, match=rf"{other.name}: one of 3 parts; name the first.*-00001-of-00003\.gguf"
+        ):
+            checkpoint.load_with_tokenizer(other)
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match="two tensors are called"):
+        checkpoint.load(first)
+    third.unlink()
+    with pytest.raises(ValueError, match=r"qwen2-00003-of-00003\.gguf is missing"):
+        checkpoint.load_with_tokenizer(first)
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, monkeypatch, capsys):
     (home := tmp_path / "home").mkdir()
@@ -394,6 +530,7 @@ HOSTILE |= {
     "an unknown type of tensor": tensor_file((b"token_embd.weight", (1, 1), 999, 0)),
     "a type without weights": tensor_file((b"token_embd.weight", (1, 1), 26, 0)),
     "half a block": tensor_file((b"token_embd.weight", (33, 1), 8, 0)),
+    "a type without a formula": tensor_file((b"token_embd.weight", (256, 1), 15, 0)),
     "no dimensions": tensor_file((b"token_embd.weight", (), 0, 0)),
     "a name that occurs twice": tensor_file((b"w", (1,), 0, 0), (b"w", (1,), 0, 0)),
     "a name of a path": tensor_file((b"../w", (1,), 0, 0)),
@@ -410,6 +547,8 @@ REASONS = {
     "a huge tensor": "more elements than can be addressed",
     "a name that occurs twice": "two tensors are called",
     "half a block": "not whole blocks",
+    "a type without a formula": "the unsupported type 15; .* llama-quantize",
+    "an unknown type of tensor": "the unsupported type 999",
     "alignment 0": "power of two",
     "another architecture": "'mamba' is not one of",
 }
@@ -441,16 +580,34 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tokenizer):
         assert "\n" not in str(error.value)
 
 
-def test_a_file_with_changed_bytes_opens_or_is_refused(tmp_path, tokenizer):
+@contextlib.contextmanager
+def limit_memory(size):
+    """Allocations of more than about this many bytes fail."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is read from /proc")
+def test_a_file_with_changed_bytes_opens_or_is_refused_without_memory(tmp_path, tokenizer):
     _, path = written(tmp_path, "llama", tokenizer)
-    data, draw = path.read_bytes(), random.Random(0)
-    for _ in range(150):
-        changed = bytearray(data)
-        for _ in range(draw.choice((1, 4))):
-            changed[draw.choice((draw.randrange(600), draw.randrange(30_000)))] = draw.choice((0, 1, 255, 128))
-        path.write_bytes(changed)
-        with contextlib.suppress(ValueError):
-            checkpoint.load(path)
+    data, draw, reasons = path.read_bytes(), random.Random(0), []
+    with limit_memory(256 << 20):
+        for i in range(200):
+            changed = bytearray(data)
+            for _ in range(draw.choice((1, 4))):
+                changed[draw.choice((draw.randrange(600), draw.randrange(30_000)))] = draw.choice((0, 1, 255, 128))
+            path.write_bytes(changed if i % 4 else changed[: draw.randrange(len(data))])
+            try:
+                checkpoint.load(path)
+            except ValueError as error:
+                reasons.append(str(error))
+    assert len(reasons) > 100
+    assert all(path.name in reason and "\n" not in reason for reason in reasons)
 
 
 # --- llama.cpp
@@ -526,3 +683,33 @@ def test_llama_cpp_opens_each_type(dtype, limit, tmp_path, tokenizer, llama):
         ours = model(torch.tensor([ids]))[0]
     theirs = torch.from_numpy(np.array(other.scores[: len(ids)]))
     assert 0 < (theirs - ours).norm() / ours.norm() < limit
+
+
+def quantize_with_llama_cpp(source, out, ftype):
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.allow_requantize, parameters.nthread = ftype, True, 1
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), parameters) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS"])
+def test_files_that_llama_cpp_quantized_have_its_values(kind, tmp_path, tokenizer, llama):
+    _, path = written(tmp_path, "llama", tokenizer, dim=256, hidden=512, heads=4, kv_heads=4)
+    small, dense = tmp_path / "small.gguf", tmp_path / "dense.gguf"
+    quantize_with_llama_cpp(path, small, gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    quantize_with_llama_cpp(small, dense, gguf.LlamaFileType.ALL_F32)
+    ours, theirs = form.tensors(small), form.tensors(dense)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert (tensor.read() - theirs[name].read()).abs().max() <= 1e-6 * theirs[name].read().abs().max()
+    ids = tokenizer.encode(TEXT)
+    with torch.no_grad():
+        logits = checkpoint.load(small).model(torch.tensor([ids]))[0]
+    for file, limit in ((dense, 5e-6), (small, 1e-1)):  # the latter rounds what it multiplies, too
+        other = llama(file)
+        other.eval(ids)
+        scores = torch.from_numpy(np.array(other.scores[: len(ids)]))
+        assert (scores - logits).norm() < limit * logits.norm()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dunes.ops import attention, cross_entropy, gated, low_rank, rms_norm, rotary
+from dunes.ops import attention, cross_entropy, float32_products, gated, low_rank, rms_norm, rotary
 
 
 def close(got, want, limit=2e-6):
@@ -27,6 +27,8 @@ def both(fused, plain, inputs, *rest):
         results.append([y, *torch.autograd.grad((y * weight).sum(), leaves)])
     for got, want in zip(*results, strict=True):
         close(got, want)
+    with torch.no_grad():  # inference may have a form of its own
+        close(fused(*inputs, *rest), results[1][0])
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "batched"])
@@ -37,6 +39,43 @@ def test_attention(mask, heads, kv):
     allowed = torch.ones(9, 9, dtype=torch.bool).tril()
     given = {"causal": None, "window": allowed.triu(-3), "batched": torch.stack([allowed, allowed.triu(-2)])}[mask]
     both(attention.fused, attention.plain, [q, k, v], given)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 70])
+@pytest.mark.parametrize("queries", [1, 4, 23, 40])
+def test_attention_of_the_last_queries(queries, window, monkeypatch):
+    monkeypatch.setattr(attention, "CAUSAL_BLOCK", 10)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, queries, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
+    allowed = torch.ones(40, 40, dtype=torch.bool).tril()
+    allowed = allowed if window is None else allowed.triu(1 - window)
+    got = attention.causal_attention(q, k, v, window)
+    close(got, attention.plain(q, k, v, allowed[-queries:]))
+
+
+def test_bfloat16_products_in_float32_are_rounded_once(monkeypatch):
+    monkeypatch.setattr(float32_products, "MIN_TOKENS", 5)
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(s).bfloat16() for s in ((2, 3, 64), (7, 64), (7,)))
+    q, k, v = (torch.randn(1, 2, 9, 64).bfloat16() for _ in "qkv")
+    linear, attend = torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention
+    with float32_products.Float32Products():
+        got, few, attended = linear(x, weight, bias), linear(x[:1], weight), attend(q, k, v, is_causal=True)
+        assert linear(x.float(), weight.float()).dtype == torch.float32
+    assert torch.equal(got, linear(x.float(), weight.float(), bias.float()).bfloat16())
+    assert torch.equal(attended, attend(q.float(), k.float(), v.float(), is_causal=True).bfloat16())
+    assert torch.equal(few, linear(x[:1], weight)), "converting weights does not pay for few tokens"
+
+
+def test_products_in_float32_are_for_bfloat16_alone_and_where_they_are_faster(monkeypatch):
+    weight = torch.zeros(1, dtype=torch.bfloat16)
+    applies = lambda w, n: type(float32_products.float32_products(w, n)) is float32_products.Float32Products
+    for faster in (True, False):
+        monkeypatch.setattr(float32_products, "float32_is_faster", lambda threads, faster=faster: faster)
+        assert applies(weight, 128) is faster
+        assert not applies(weight, 127)
+        assert not applies(weight.float(), 128)
+        assert not applies(weight.half(), 128)
 
 
 @pytest.mark.parametrize("window", [None, 3, 70])

@@ -210,10 +210,8 @@ def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(monkeyp
     calls.clear()
     work.run(work.setup())
     assert len(calls) == 15
-    calls.clear()
     report, _ = profile_work(work)
-    assert not calls
-    assert report
+    assert "blocks.0.mlp" in str(report.record())
 
 
 def test_hooks_are_called_instead_of_a_step(monkeypatch, tmp_path):

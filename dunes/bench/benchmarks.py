@@ -94,7 +94,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 
     @torch.no_grad()
     def run(cache: Cache) -> None:
-        model(ids, positions=cache.start(torch.ones_like(ids, dtype=torch.bool)), cache=cache, last=1)
+        model(ids, cache=cache, last=1)
 
     setup = lambda: Cache(setting.batch, setting.context, measure.device())
     head = 2.0 * _table(model).numel()

@@ -68,18 +68,15 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
     wrong; OSError if the disk is full.
     """
     path = Path(model)
-    if is_local(path):
+    if path.is_dir():
         if revision:
             raise ValueError(f"{path}: a folder has no revisions; leave out {revision!r}")
+        return ModelLocation(path, {})
+    if path.exists() and path.suffix == SUFFIX:
         return ModelLocation(path, {})
     if path.exists():
         raise ValueError(f"{path}: a file, not a model folder; name its folder")
     return _copy(*_parse(str(model), revision), verify)
-
-
-def is_local(path: Path) -> bool:
-    """Whether a path is a folder, or a GGUF file, which counts as one."""
-    return path.is_dir() or (path.suffix == SUFFIX and path.is_file())
 
 
 def _parse(model: str, revision: str | None) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from dunes.checkpoint.folder import (
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.adapter import WEIGHTS, PeftConfig, attach_adapter
 from dunes.checkpoint.forms.architecture import Build
-from dunes.checkpoint.hub import NAME, is_local, locate_model
+from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import ADAPTER, CONFIG, Source, context_length_of, tensors
 from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat_template, json_file
@@ -105,10 +105,10 @@ def base_folder(folder: Path) -> Path:
     """
     peft = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
     name, card = peft.get("base_model_name_or_path"), cards.read_card(folder).get("base")
-    if isinstance(name, str) and name and is_local(Path(name)):
+    if isinstance(name, str) and name and Path(name).exists():
         return Path(name)
     relative = card.get("folder") if isinstance(card, dict) else None
-    if isinstance(relative, str) and is_local(folder / relative):
+    if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
     if not isinstance(name, str) or not NAME.fullmatch(name):

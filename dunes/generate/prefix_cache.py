@@ -2,6 +2,7 @@
 
 # Shapes: B rows of the cache, N rows of a forward, T new tokens, V vocabulary.
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,7 +12,11 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from dunes import tree
 from dunes.generate.step import CompiledStep
+from dunes.ops.float32_products import float32_products
 from dunes.parts import Cache, cache_for
+
+CHUNK = 2048
+"""Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 
@@ -114,11 +119,17 @@ class PrefixCache:
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
         """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
         self.forwards += 1
-        width, device = max(map(len, pending)), next(self.model.parameters()).device
+        width, weight = max(map(len, pending)), next(self.model.parameters())
+        device = weight.device
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
         real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
-        positions = real.long().cumsum(1) - 1 if cache is None else cache.start(real)  # -1 for padding
-        logits: Tensor = self.model(ids, positions=positions, cache=cache, last=last)
+        padded = any(len(row) < width for row in pending)
+        cuts = [*range(0, width - last + 1, width if cache is None else CHUNK), width]
+        with float32_products(weight, ids.numel()):
+            for a, b in itertools.pairwise(cuts):
+                part, n = real[:, a:b], last if b == width else 0
+                positions = part.long().cumsum(1) - 1 if cache is None else cache.start(part if padded else b - a)
+                logits: Tensor = self.model(ids[:, a:b], positions=positions, cache=cache, last=n)
         self.vocab = logits.shape[-1]
         return logits
 

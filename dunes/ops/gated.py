@@ -16,6 +16,8 @@ def fused(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU of two tensors of equal shape and dtype, in that shape and dtype. https://arxiv.org/abs/2002.05202"""
     if torch.compiler.is_compiling():
         return plain(gate, up)
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
     y: Tensor = _Fused.apply(gate, up)  # type: ignore[no-untyped-call]
     return y
 

@@ -51,7 +51,8 @@ def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, adjacent: bool) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # Attention returns the layout of its queries, and the projection after it reads tokens first, as they come.
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if torch.is_grad_enabled() else torch.empty_like(x)
     (a, b), (first, second) = _pairs(x, adjacent), _pairs(y, adjacent)
     torch.mul(a, cos, out=first)
     first.addcmul_(b, sin, value=-sign)

@@ -4,7 +4,6 @@
 
 from torch import Tensor, nn
 
-from dunes.ops.attention import attend, varlen_attention
 from dunes.parts.context import ForwardContext
 from dunes.parts.position import Rotary
 from dunes.units import plural
@@ -63,9 +62,6 @@ class Attention(nn.Module):
             q, k = self.position(q, ctx), self.position(k, ctx)
         q, k = q.to(v.dtype), k.to(v.dtype)  # norms may return float32, as torch's do under autocast
         k, v = ctx.put(layer, k, v)  # BKSD
-        if ctx.document_starts is not None:
-            y = varlen_attention(q, k, v, ctx.query_blocks(q.dtype, self.window))
-        else:
-            y = attend(q, k, v, ctx.mask(self.window), self.dropout if self.training else 0.0)
+        y = ctx.attend(q, k, v, self.window, self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out

@@ -32,57 +32,73 @@ class Cache:
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.batch, self.capacity = batch, capacity
         self.length = torch.zeros(batch, dtype=torch.long, device=device)
-        # An upper bound on the length of every row, known without reading from the device.
-        self.max_length = 0
+        # An upper bound on the length of every row, known without reading from the device, and whether it is exact
+        # and all rows are equally long.
+        self.max_length, self.equal_rows = 0, True
+        self._in_order = False
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     @property
     def readable_slots(self) -> int:
         """How many slots are read: a power of two, so that a short sequence is cheap and few shapes occur."""
+        if self.in_order:
+            return self.max_length
         return min(self.capacity, max(64, 1 << (self.max_length - 1).bit_length()))
 
-    def start(self, real: Tensor) -> Tensor:
-        """Positions (B, T) for the tokens that are `real` (B, T, bool); -1 where they are padding.
+    @property
+    def in_order(self) -> bool:
+        """Whether the keys to read are those of positions 0..S-1, of which the last T are new, in every row."""
+        return self._in_order and not torch.compiler.is_compiling()
+
+    def start(self, new: int | Tensor) -> Tensor:
+        """Positions (B or 1, T) for `new` tokens in each row, or for those that are real (B, T, bool), else -1.
 
         Raises ValueError when they do not fit into the capacity.
         """
-        self.max_length += real.shape[1]
-        if self.max_length > self.capacity:
-            self.max_length = int((self.length + real.sum(1)).max())  # the bound may be too high
-        self._require_room()
-        return self._positions(real)
-
-    def start_one(self) -> tuple[int, Tensor]:
-        """The same for one token of a single row: the slot to write, the position (S,) in each slot to read."""
-        n = int(self.length)
-        self.max_length = n + 1
-        self._require_room()
-        return n, torch.arange(n + 1, device=self.length.device)
-
-    def _require_room(self) -> None:
+        self._in_order, self.equal_rows = self.equal_rows and isinstance(new, int), False
+        self.max_length += new if isinstance(new, int) else new.shape[1]
+        if self.max_length > self.capacity:  # the bound may be too high
+            self.max_length = int((self.length + (new if isinstance(new, int) else new.sum(1))).max())
         if self.max_length > self.capacity:
             raise ValueError(
                 f"{plural(self.max_length, 'token does', 'tokens do')} not fit into a cache of "
                 f"{self.capacity}; make it larger"
             )
+        return self._positions(new)
 
-    def _positions(self, real: Tensor) -> Tensor:
-        positions = self.length[:, None] + real.long().cumsum(1) - 1
-        return torch.where(real, positions, -1)
+    def start_one(self) -> tuple[int, Tensor]:
+        """Start one token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        self.start(1)
+        n = int(self.length)
+        return n, torch.arange(n + 1, device=self.length.device)
+
+    def _positions(self, new: int | Tensor) -> Tensor:
+        if isinstance(new, int):
+            first = self.length[:1] if self._in_order else self.length
+            return first[:, None] + torch.arange(new, device=first.device)
+        positions = self.length[:, None] + new.long().cumsum(1) - 1
+        return torch.where(new, positions, -1)
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, K, T, D) at `positions`; return all readable ones (B, K, S, D)."""
-        self._write(layer, k, v, torch.where(positions >= 0, positions, self.capacity))
+        self._write(layer, k, v, positions)
         return self._read(layer)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor, slot: Tensor) -> None:
+    def _write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         if layer == len(self.keys):
             for stored, new in ((self.keys, k), (self.values, v)):
                 stored.append(new.new_zeros(self.batch, new.shape[1], self.capacity + 1, new.shape[3]))
-        slot = slot[:, None, :, None].expand_as(k)
-        self.keys[layer].scatter_(2, slot, k)
-        self.values[layer].scatter_(2, slot, v)
+        if self.in_order and self.max_length <= self.capacity:
+            block = slice(self.max_length - k.shape[2], self.max_length)
+            self.keys[layer][:, :, block], self.values[layer][:, :, block] = k, v
+        else:
+            slot = self._slots(positions)[:, None, :, None].expand_as(k)
+            self.keys[layer].scatter_(2, slot, k)
+            self.values[layer].scatter_(2, slot, v)
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        return torch.where(positions >= 0, positions, self.capacity)
 
     def _read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer][:, :, : self.readable_slots], self.values[layer][:, :, : self.readable_slots]
@@ -93,8 +109,9 @@ class Cache:
         return torch.where(slots <= last[:, None], slots, -1)
 
     def advance(self, n: Tensor) -> None:
-        """End the forward: each row is `n` (B,) tokens longer."""
+        """End the forward: each row is `n` (B or 1,) tokens longer."""
         self.length += n
+        self.equal_rows = self._in_order
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` positions in each row, if there is less; a rolling cache needs no more."""
@@ -107,8 +124,12 @@ class Cache:
     def truncate(self, n: Tensor) -> Tensor:
         """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain."""
         self.length.copy_(torch.minimum(self.length, n.to(self.length)))
-        self.max_length = int(self.length.max())
+        self._measure()
         return self.length.clone()
+
+    def _measure(self) -> None:
+        lengths = self.length.tolist()
+        self.max_length, self.equal_rows = max(lengths), min(lengths) == max(lengths)
 
     def select_rows(self, rows: Tensor) -> Self:
         """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
@@ -118,13 +139,14 @@ class Cache:
             setattr(new, name, getattr(self, name)[rows])
         new.keys = [k[rows] for k in self.keys]
         new.values = [v[rows] for v in self.values]
+        new._measure()
         return new
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
         """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
         for name in self.row_state:
             getattr(self, name)[rows] = getattr(other, name)
-        self.max_length = int(self.length.max())
+        self._measure()
         for stored, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
             stored[rows] = new
 
@@ -145,15 +167,23 @@ class RollingCache(Cache):
         self.high_water = torch.zeros_like(self.length)
         self._new_positions: Tensor | None = None
         self._empty = True
+        # Whether slots may hold positions of the capacity or above, which `truncate` leaves in them.
+        self._wrapped = False
 
-    def start(self, real: Tensor) -> Tensor:
-        """Positions (B, T) for the tokens that are `real` (B, T, bool); -1 for padding. They always fit."""
-        positions = self._positions(real)
+    def start(self, new: int | Tensor) -> Tensor:
+        """Positions (B or 1, T) for `new` tokens in each row, or for those that are real; -1 for padding.
+
+        They always fit.
+        """
         self._empty = self.max_length == 0
-        self.max_length += real.shape[1]
+        self.max_length += new if isinstance(new, int) else new.shape[1]
+        self._wrapped = (self._wrapped and not self._empty) or self.max_length > self.capacity
+        equal, self.equal_rows = self.equal_rows and isinstance(new, int), False
+        self._in_order = equal and (self._empty or not self._wrapped)
+        positions = self._positions(new)
         # A single token overwrites one that is out of every window. Of several, the first would still attend to
         # what the last overwrites, so they are read next to the slots.
-        self._new_positions = positions if real.shape[1] > 1 else None
+        self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
         return positions
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,9 +191,17 @@ class RollingCache(Cache):
         readable = k, v
         if self._new_positions is not None and not self._empty:
             readable = torch.cat([self._read(layer)[0], k], 2), torch.cat([self._read(layer)[1], v], 2)
-        fits = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - self.capacity)
-        self._write(layer, k, v, torch.where(fits, positions % self.capacity, self.capacity))
+        self._write(layer, k, v, positions)
         return self._read(layer) if self._new_positions is None else readable
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        fits = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - self.capacity)
+        return torch.where(fits, positions % self.capacity, self.capacity)
+
+    def write_rows(self, rows: Tensor, other: Self) -> None:
+        """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
+        super().write_rows(rows, other)
+        self._wrapped |= other._wrapped
 
     def slot_positions(self, last: Tensor) -> Tensor:
         """The position (B, S) in each readable slot when each row's newest position is `last` (B,).
@@ -183,14 +221,10 @@ class RollingCache(Cache):
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
     def start_one(self) -> tuple[int, Tensor]:
-        """The same for one token of a single row: the slot to write, the position (S,) in each slot to read."""
+        """Start one token of a single row: the slot to write, and the position (S,) in each slot to read."""
         n, positions = super().start_one()
-        self._new_positions = None
         slots = positions[: self.capacity]
         return n % self.capacity, n - (n - slots) % self.capacity
-
-    def _require_room(self) -> None:
-        pass
 
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B,) tokens longer."""

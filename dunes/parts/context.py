@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.ops.attention import QueryBlocks, query_blocks
+from dunes.ops.attention import QueryBlocks, attend, causal_attention, query_blocks, varlen_attention
 from dunes.parts.cache import Cache
 from dunes.units import plural
 
@@ -32,7 +32,7 @@ class ForwardContext:
         document_starts: Tensor | None = None,
     ) -> None:
         self.positions, self.cache, self.document_starts = positions, cache, document_starts
-        # The usual case in training, known without reading the tensor: 0..T-1 in every row.
+        # The usual case, known without reading the tensor: the last T of positions 0..S-1 in every row.
         self.consecutive = consecutive
         self._memo: dict[Hashable, Any] = {}
 
@@ -41,8 +41,8 @@ class ForwardContext:
         """The context of ids or states (B, T, ...); positions are 0..T-1 unless given."""
         if cache is not None:
             if positions is None:
-                positions = cache.start(torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device))
-            return cls(positions, cache)
+                positions = cache.start(ids.shape[1])
+            return cls(positions, cache, cache.in_order)
         if positions is not None:
             return cls(positions)
         return cls(torch.arange(ids.shape[1], device=ids.device)[None], consecutive=True)
@@ -59,23 +59,36 @@ class ForwardContext:
         """The keys and values (B, K, S, D) that this layer can read: the new ones, or all in the cache."""
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
+        """The attention (B, H, T, D) of queries over keys and values from `put`; `window` as in `mask`."""
+        if self.document_starts is not None:
+            return varlen_attention(q, k, v, self.query_blocks(q.dtype, window))
+        if self.consecutive and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            self._check_window(window)
+            return causal_attention(q, k, v, window)
+        return attend(q, k, v, self.mask(window), dropout)
+
     def mask(self, window: int | None = None) -> Tensor | None:
         """True (B, T, S) where a query may attend to a key; None if query t attends to exactly keys 0..t.
 
         With a window, a query attends to that many keys, itself included. Raises ValueError if the cache
         does not hold as many.
         """
-        if self.consecutive and (window is None or window >= self.positions.shape[1]):
+        self._check_window(window)
+        first = self.cache is None or self.cache.max_length == self.positions.shape[1]
+        if self.consecutive and first and (window is None or window >= self.positions.shape[1]):
             return None
         mask: Tensor = self.once(("mask", window), lambda: self._mask(window))
         return mask
 
-    def _mask(self, window: int | None) -> Tensor:
+    def _check_window(self, window: int | None) -> None:
         cached = None if self.cache is None else self.cache.window
         if cached is not None and (window is None or window > cached):
             raise ValueError(
                 f"the cache holds {plural(cached, 'position')}, but a layer attends to {window or 'all'} of them"
             )
+
+    def _mask(self, window: int | None) -> Tensor:
         query = self.positions[:, :, None]
         key = self.positions if self.cache is None else self.cache.slot_positions(self.positions.amax(1))
         key = key[:, None, :]

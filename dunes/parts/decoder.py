@@ -92,9 +92,9 @@ class Decoder(nn.Module):
             return self._loss(ids, targets, positions)
         if self._head_mixes:
             logits = self._apply_separately(self.logits, ids, positions, cache)
-            return logits if last is None else logits[:, -last:]
+            return logits if last is None else logits[:, logits.shape[1] - last :]
         x = self.hidden(ids, positions, cache)
-        return self.logits(x if last is None else x[:, -last:])
+        return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The final hidden states (B, T, dim), after the last norm."""

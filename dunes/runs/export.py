@@ -18,6 +18,7 @@ from dunes.checkpoint.files import atomic
 from dunes.checkpoint.files.lazy_tensor import Weights, in_memory
 from dunes.checkpoint.folder import (
     LoadedModel,
+    check_vocabulary,
     load_decoder,
     load_tokenizer,
     open_verified_source,
@@ -32,6 +33,7 @@ from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import UnmergedLogits, Verification, distance, model_logits
 from dunes.parts import Decoder
 from dunes.text import Tokenizer
+from dunes.text.gguf_file import SUFFIX
 from dunes.units import format_bytes, plural
 
 Into = Literal["dequantized", "original"]
@@ -146,6 +148,8 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
+    if out.suffix != SUFFIX:
+        raise ValueError(f"{out}: a GGUF file is known by its suffix; name it {out.name}{SUFFIX}")
     model, weights, tokenizer = (_open_plain if is_plain(folder) else _merge_all)(folder)
     stored = Counter(str(w.dtype).removeprefix("torch.") for w in weights.values())
     kind = dtype or stored.most_common(1)[0][0]
@@ -159,7 +163,8 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
 
 def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
     source = open_verified_source(folder)
-    return source.architecture, source.weights(), load_tokenizer(source.folder)
+    check_vocabulary(source, tokenizer := load_tokenizer(source.folder))
+    return source.architecture, source.weights(), tokenizer
 
 
 def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:

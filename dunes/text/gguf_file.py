@@ -6,8 +6,7 @@ before anything is made of it. https://github.com/ggml-org/ggml/blob/master/docs
 """
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -42,16 +41,16 @@ JSON = "huggingface.json"
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's name, its shape in torch's order, the number of its type, and its offset in the file."""
+    """A tensor's name, its shape in torch's order, the number of its type, and its offset in its file."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int
+    path: Path
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The metadata of a file by key, strings as text (in arrays as bytes), and its tensors."""
 
     fields: Mapping[str, Any]
@@ -59,19 +58,44 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file; the last one is kept while its file does not change: a load needs it several times.
+    """The header of a file, or of the first of several parts with the tensors of all.
 
-    Raises ValueError in one line for anything but a whole GGUF file of version 2 or 3, little-endian.
+    The last one is kept while its file does not change: a load needs it several times. Raises ValueError in one
+    line for anything but a whole GGUF file of version 2 or 3, little-endian, and for another part than the first.
     """
     status = path.stat()
-    return _read_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    header = _keep_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    others = [info for part in _other_parts(path, header.fields) for info in _read_part(part).tensors]
+    return Header(header.fields, [*header.tensors, *others])
 
 
 @lru_cache(maxsize=1)
-def _read_header(path: Path, size: int, *identity: int) -> Header:
+def _keep_header(path: Path, *identity: int) -> Header:
+    return _read_part(path)
+
+
+def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
+    """The files of a model but its first, which is at `path`."""
+    count = fields.get("split.count")
+    if type(count) is not int or count < 2:
+        return
+    ending = f"-00001-of-{count:05}{SUFFIX}"
+    if not path.name.endswith(ending) or fields.get("split.no") != 0:
+        raise ValueError(
+            f"{path}: one of {count} parts; name the first, whose name ends in {ending}; to join them: "
+            "llama-gguf-split --merge FIRST OUT"
+        )
+    for i in range(2, count + 1):
+        part = path.with_name(f"{path.name.removesuffix(ending)}-{i:05}-of-{count:05}{SUFFIX}")
+        if not part.is_file():
+            raise ValueError(f"{path}: {part.name} is missing, one of its {count} parts; fetch it, too")
+        yield part
+
+
+def _read_part(path: Path) -> Header:
     try:
         with path.open("rb") as file:
-            return _Reader(file, size).header()
+            return _Reader(file, path.stat().st_size).header()
     except ValueError as error:
         raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None
 
@@ -142,7 +166,7 @@ class _Reader:
     def tensor(self) -> TensorInfo:
         name, dims = self.text(), self.count("I", MAX_DIMS, "dimensions")
         shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
-        return TensorInfo(name, shape, self.scalar("I"), self.scalar("Q"))
+        return TensorInfo(name, shape, self.scalar("I"), self.scalar("Q"), Path(self.file.name))
 
 
 # --- the tokenizer

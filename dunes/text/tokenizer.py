@@ -135,10 +135,9 @@ class Tokenizer:
     @classmethod
     def _load_gguf(cls, path: Path) -> "Tokenizer":
         fields = gguf_file.read_header(path).fields
-        inner = _reraise(
-            f"{path}: not a tokenizer", lambda: _check_built(gguf_file.build_tokenizer(fields, _parse_json))
-        )
-        loaded = cls(inner, gguf_file.special_tokens(fields))
+        message = f"{path}: not a tokenizer"
+        inner = _reraise(message, lambda: _check_built(gguf_file.build_tokenizer(fields, _parse_json)))
+        loaded = cls(inner, _reraise(message, lambda: gguf_file.special_tokens(fields)))
         loaded.config_path = path / loaded.config_path.name
         for stop in loaded._special.stops - {loaded._special.eos}:
             loaded = loaded.with_stop(stop)

@@ -41,7 +41,9 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        if error.errno is None:  # numpy's, when it cannot write a whole array
+            raise OSError(errno.EIO, f"{error}; is the disk full?", str(path)) from None
+        if error.filename is None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
         raise
 

@@ -51,7 +51,6 @@ from dunes.checkpoint.forms.adapter_layout import (
 from dunes.checkpoint.forms.architecture import module_rows
 from dunes.checkpoint.forms.card import listed_files, read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
-from dunes.checkpoint.hub import is_local
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
@@ -179,7 +178,7 @@ def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
     """The absolute path of a base's folder, or its name on the Hub; and for the card, its path from the adapter's
     folder, so that both can be moved together."""
-    if base is None or not is_local(Path(base)):
+    if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
     absolute = Path(base).resolve()
     return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve())}

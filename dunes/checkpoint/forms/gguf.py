@@ -92,8 +92,7 @@ def write(
     conversions, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     theirs = renamed(conversions, weights)
-    types = {key: _type(key, tensor.shape, kind) for key, tensor in theirs.items()}
-    numbers = {key: package.GGMLQuantizationType[types[key]] for key in theirs}
+    numbers = {key: package.GGMLQuantizationType[_type(key, t.shape, kind)] for key, t in theirs.items()}
     with closing(package.GGUFWriter(path, ARCHITECTURES[model.family])) as writer:
         writer.add_file_type(package.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
@@ -107,10 +106,10 @@ def write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for key, tensor in theirs.items():
-            writer.write_tensor_data(_encode(tensor, numbers[key]))
+            writer.write_tensor_data(_encode(tensor, numbers[key])[0])
             tensor.release()
     _verify(path, names, weights, numbers)
-    return Counter(types.values())
+    return Counter(number.name for number in numbers.values())
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -126,37 +125,31 @@ def _type(key: str, shape: tuple[int, ...], kind: str) -> str:
     return "F16" if kind[0] == "Q" and shape[-1] % BLOCK else kind
 
 
-def _encode(tensor: LazyTensor, number: Any) -> Any:
-    """A tensor's bytes in one of the package's types. Raises ValueError for values that it cannot hold."""
+def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
+    """A tensor's bytes in one of the package's types, and the values that these stand for.
+
+    Raises ValueError for values that the type cannot hold.
+    """
     values = tensor.read().float().numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         encoded = extra("gguf", "gguf").quantize(values, number)
         decoded = extra("gguf", "gguf").dequantize(encoded, number)
     if not np.isfinite(decoded).all():
-        raise ValueError(f"{tensor.origin}: has values that {number.name} cannot hold; use --dtype float32")
-    return encoded
+        remedy = "use --dtype float32" if np.isfinite(values).all() else "list them: dunes inspect --values"
+        raise ValueError(f"{tensor.origin}: has values that {number.name} cannot hold; {remedy}")
+    return encoded, decoded
 
 
 def _verify(path: Path, names: Names, weights: Weights, numbers: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a file has exactly these weights, rounded to its types."""
-    missing = dict(weights)
-    for key, tensor in tensors(path).items():
-        conversions, _ = to_ours(names, {key: tensor.shape})
-        for ours, stored in renamed(conversions, in_memory({key: tensor.read()})).items():
-            source = missing.pop(ours)
-            if not torch.equal(stored.read(), _round(source.read().float(), numbers[key])):
-                raise ValueError(f"{source.origin}: the written file has other values; check the disk")
-            source.release()
-        tensor.release()
-    assert not missing, "each weight is in the file"
-
-
-def _round(weight: Tensor, number: Any) -> Tensor:
-    """A float32 weight as a file with one of the package's types gives it back."""
-    if number.name in DENSE:
-        return weight.to(DENSE[number.name])
-    package = extra("gguf", "gguf")
-    return torch.from_numpy(package.dequantize(package.quantize(weight.numpy(), number), number))
+    """Raise ValueError unless a file has these weights, rounded to its types."""
+    files = tensors(path)
+    for key, number in numbers.items():
+        conversions, _ = to_ours(names, {key: files[key].shape})
+        for ours, stored in renamed(conversions, in_memory({key: files[key].read()})).items():
+            if not np.array_equal(stored.read().float().numpy(), _encode(weights[ours], number)[1]):
+                raise ValueError(f"{weights[ours].origin}: the written file has other values; check the disk")
+            weights[ours].release()
+        files[key].release()
 
 
 def weight_names(model: Architecture) -> Names:
@@ -193,7 +186,8 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
         raise ValueError(f"llama.cpp's {architecture} has no biases, this model has; export it with --to hf")
     if not hf.get("norm_topk_prob", True):
         raise ValueError(f"llama.cpp's {architecture} renormalises experts' weights, this model does not")
-    fields = {key: hf[ours] for ours, key in _keys(architecture).items() if hf.get(ours) is not None}
+    keys = GPT2_KEYS if architecture == "gpt2" else KEYS
+    fields = {key: hf[ours] for ours, key in keys.items() if hf.get(ours) is not None}
     if window := hf.get("sliding_window"):  # which llama.cpp ignores; up to there the model is the same
         fields["context_length"] = min(window, fields["context_length"])
     if "head_dim" in hf:
@@ -204,10 +198,6 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     }
     vocabulary = {"ggml.model": "none"} if tokenizer is None else vocabulary_fields(tokenizer, model.config.vocab)
     return fields | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
-
-
-def _keys(architecture: str) -> dict[str, str]:
-    return GPT2_KEYS if architecture == "gpt2" else KEYS
 
 
 def _rope_fields(scaling: Scaling) -> dict[str, Any]:
@@ -243,16 +233,17 @@ def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a GGUF file, quantized ones as float32 when they are read.
+    """The tensors of a GGUF file and of its other parts, quantized ones as float32 when they are read.
 
     Raises ValueError for a name that is unsafe or occurs twice, a type that the package does not know, and a
     tensor that is not within the file.
     """
-    mapped, files = MappedFile(path), dict[str, LazyTensor]()
-    for info in read_header(path).tensors:
+    files, infos = dict[str, LazyTensor](), read_header(path).tensors
+    mapped = {part: MappedFile(part) for part in {info.path for info in infos}}
+    for info in infos:
         if check_name(info.name) in files:
             raise ValueError(f"two tensors are called {quote(info.name)}; fetch the file again")
-        files[info.name] = _lazy_tensor(mapped, info)
+        files[info.name] = _lazy_tensor(mapped[info.path], info)
     return files
 
 
@@ -263,7 +254,8 @@ def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
         block, size = package.GGML_QUANT_SIZES[number]
         package.dequantize(np.zeros((1, size), np.uint8), number)
     except (ValueError, NotImplementedError):
-        raise ValueError(f"tensor {quote(info.name)} has the type {info.type}, which is not supported") from None
+        remedy = "write it in another: llama-quantize --allow-requantize FILE OUT F16"
+        raise ValueError(f"tensor {quote(info.name)} has the unsupported type {info.type}; {remedy}") from None
     rows = info.shape[-1] // block if info.shape and info.shape[-1] % block == 0 else None
     if reason := "has rows that are not whole blocks" if rows is None else shape_error(info.shape):
         raise ValueError(f"tensor {quote(info.name)} {reason}; fetch the file again")
@@ -291,7 +283,8 @@ def hf_config(path: Path, files: Weights) -> dict[str, Any]:
     known = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     if architecture not in ARCHITECTURES.values():
         raise ValueError(f"architecture {quote(architecture)} is not one of {', '.join(ARCHITECTURES.values())}")
-    hf = {ours: known[key] for ours, key in _keys(architecture).items() if key in known}
+    keys = GPT2_KEYS if architecture == "gpt2" else KEYS
+    hf = {ours: known[key] for ours, key in keys.items() if key in known}
     mostly = {1: "float16", 32: "bfloat16"}.get(fields.get("general.file_type", 0), "float32")
     hf |= {"model_type": _family(architecture, known)}
     hf |= {"vocab_size": files["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in files}
