@@ -211,7 +211,7 @@ def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(monkeyp
     work.run(work.setup())
     assert len(calls) == 15
     report, _ = profile_work(work)
-    assert "blocks.0.mlp" in str(report.record())
+    assert "blocks[*].mlp" in str(report.record())
 
 
 def test_hooks_are_called_instead_of_a_step(monkeypatch, tmp_path):
