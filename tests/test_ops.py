@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dunes.ops import attention, cross_entropy, float32_products, gated, low_rank, rms_norm, rotary
+from dunes.ops.float32_products import Float32Products
 
 
 def close(got, want, limit=2e-6):
@@ -238,3 +240,18 @@ def test_bfloat16_stays_near_float32():
         rough = cross_entropy.fused(x, weight, targets)
     assert rough.dtype == torch.float32
     assert abs(float(rough / exact) - 1) < 5e-3
+
+
+def test_float32_products_take_arguments_by_name():
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((200, 16), (8, 16), (8,)))
+    q = torch.randn(1, 2, 200, 16).bfloat16()
+    mask = torch.zeros(200, 200).bfloat16()
+    with Float32Products():
+        products = (
+            F.linear(input=x, weight=weight, bias=bias),
+            F.scaled_dot_product_attention(query=q, key=q, value=q, attn_mask=mask),
+        )
+    exact = F.linear(x.float(), weight.float(), bias.float()), F.scaled_dot_product_attention(*[q.float()] * 3)
+    for product, expected in zip(products, exact, strict=True):
+        assert torch.equal(product, expected.bfloat16())

@@ -175,7 +175,7 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     compile_step(model, 64)
     assert load_step(model) is not None
     monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
-    with pytest.warns(UserWarning, match="differ from the model's"):
+    with pytest.warns(UserWarning, match="from the model's"):
         assert load_step(model) is None
 
 
@@ -218,8 +218,102 @@ def test_hooks_are_called_instead_of_a_step(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     model = model_of()
     model.blocks[0].register_forward_hook(lambda *arguments: None)
-    with pytest.raises(ValueError, match="would not call the hooks"):
+    with pytest.raises(ValueError, match="has no hooks"):
         make_step(model, torch.float32)
+
+
+@needs_compiler
+def test_a_step_that_no_longer_fits_the_model_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model = changed("lora")
+    names = [module.active for module in model.modules() if hasattr(module, "active")]
+    step = make_step(model, torch.float32)
+    assert ids_of(model, step) == ids_of(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # the caches are in bfloat16
+        assert ids_of(model, step) == ids_of(model)
+    calls = []
+    handle = model.blocks[0].register_forward_hook(lambda *arguments: calls.append(1))
+    assert ids_of(model, step) == ids_of(model)
+    assert len(calls) == 80
+    handle.remove()
+    augment.set_adapter(model, None)
+    assert names != [None] * len(names)
+    assert ids_of(model, step) == ids_of(model)
+    model.bfloat16()
+    assert ids_of(model, step) == ids_of(model)
+
+
+class Tempered(nn.Module):
+    """Attention whose temperature is in no name that is listed."""
+
+    supports_packing = True
+
+    def __init__(self, attention, temperature):
+        super().__init__()
+        self.attention, self._temperature = attention, temperature
+
+    def forward(self, x, ctx, layer):
+        a = self.attention
+        q, k, v = (part(x).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for part in (a.q, a.k, a.v))
+        k, v = ctx.put(layer, k, v)
+        mask = ctx.mask()
+        options = {"enable_gqa": q.shape[1] != k.shape[1], "scale": self._temperature}
+        if mask is not None:
+            options["attn_mask"] = mask[:, None]
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask is None, **options)
+        return a.out(y.transpose(1, 2).flatten(2))
+
+
+@needs_compiler
+def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    models = []
+    for temperature in (0.9, 0.1):
+        models.append(model_of())
+        for block in models[-1].blocks:
+            block.attn = Tempered(block.attn, temperature)
+    step = make_step(models[0], torch.float32)
+    assert ids_of(models[0], step) == ids_of(models[0])
+    assert load_step(models[1], torch.float32) is None
+    monkeypatch.setattr(step_package, "_describe", lambda *arguments: "")
+    step_package.make_step(models[0], torch.float32)
+    with pytest.warns(UserWarning, match="from the model's"):
+        assert load_step(models[1], torch.float32) is None
+
+
+@needs_compiler
+def test_a_zero_row_of_the_embedding_can_be_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model = model_of()
+    model.embed.token.weight.data[0] = 0
+    assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
+
+
+def test_experts_that_run_one_by_one_and_changing_buffers_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    warnings.simplefilter("ignore")
+    model = model_of("mixtral")
+    augment.quantize(model, kind="nf4")
+    with pytest.raises(ValueError, match="cannot be exported: experts of this form run one by one"):
+        make_step(model, torch.float32)
+    model = model_of()
+    model.blocks[0].mlp = Counting()
+    with pytest.raises(ValueError, match="count: a buffer that forward changes"):
+        make_step(model, torch.float32)
+    with pytest.raises(ValueError, match="is in float32, float16 or bfloat16"):
+        make_step(model_of().double(), torch.float64)
+
+
+class Counting(nn.Module):
+    supports_packing = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x
 
 
 def test_without_a_package_nothing_is_made_or_said(monkeypatch, tmp_path):

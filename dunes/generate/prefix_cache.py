@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from dunes import tree
-from dunes.generate.step import CompiledStep
+from dunes.generate.step import CompiledStep, model_state
 from dunes.ops.float32_products import float32_products
 from dunes.parts import Cache, cache_for
 
@@ -40,6 +40,7 @@ class PrefixCache:
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
         self.step = step
+        self._step_fits = False
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -82,7 +83,12 @@ class PrefixCache:
     def _continues(self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int]) -> bool:
         """Whether the only row holds all ids of its text but one, and nobody watches the modules."""
         grows = len(self.ids) == 1 and last[0] == 1 and self.ids[0] != [] and self.ids[0] == texts[0][:-1]
-        return grows and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+        return grows and self._step_fits and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+    def _fits(self, step: CompiledStep, cache: Cache) -> bool:
+        """Whether the step is of the model as it is now, for its caches; rows with adapters need the model."""
+        dtypes = [t.dtype for t in cache.keys + cache.values]
+        return not any(self.adapters) and step.cache_dtypes == dtypes and step.state == model_state(self.model)
 
     def _step_forward(self, ids: Sequence[int], step: CompiledStep) -> Tensor:
         assert self.cache is not None, "the row holds ids"
@@ -114,6 +120,7 @@ class PrefixCache:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
+        self._step_fits = self.step is not None and self._fits(self.step, part)
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:

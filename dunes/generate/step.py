@@ -84,12 +84,14 @@ def export_step(step: Step, cache: Cache) -> torch.export.ExportedProgram:
 class CompiledStep:
     """A compiled step and the weights it is bound to, by their names in the step; they are not copied.
 
-    `dtype` is that of its matrices.
+    `dtype` is that of its matrices, `cache_dtypes` those of the caches it was made for, and `state` the model's.
     Raises ValueError for a package that torch cannot load, or that needs other weights.
     """
 
     def __init__(self, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.state: object = None
+        self.cache_dtypes: list[torch.dtype] = []
         try:
             # Inductor's own loader imports its compiler first, which takes two seconds.
             self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
@@ -106,6 +108,13 @@ class CompiledStep:
         logits: Tensor = self._loader.run([*ids, slot_positions, *cache.keys, *cache.values])[0]
         cache.advance(self._one)
         return logits
+
+
+def model_state(model: nn.Module) -> object:
+    """What changes a model without changing a weight: hooks and the active adapters."""
+    return [
+        (len(m._forward_hooks), len(m._forward_pre_hooks), getattr(m, "active", None)) for m in model.modules()
+    ]
 
 
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -150,7 +159,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-    if dim != -1 or x.shape[-1] % 4:
+    if dim != -1 or x.shape[-1] % 4 or kwargs:
         return torch.mean(x, dim, keepdim, **kwargs)
     # A single sum would be a parallel region of its own.
     parts = torch.split(torch.unflatten(x, -1, (4, -1)).sum(-1), 1, -1)
@@ -158,15 +167,35 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> T
     return y if keepdim else y.squeeze(-1)
 
 
-def _embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return weight[ids].float()
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *args: Any,
+    **options: Any,
+) -> Tensor:
+    if max_norm is not None:
+        raise ValueError("an embedding with max_norm changes its weights")
+    return weight[input].float()
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    q = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
-    scores = (q.float() * k.unsqueeze(2).float()).sum(-1) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask.reshape(1, 1, 1, -1), -torch.inf)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if is_causal or dropout_p or (attn_mask is not None and attn_mask.dtype != torch.bool):
+        raise ValueError("attention to earlier tokens needs a boolean mask, and no dropout")
+    q, k, v = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:]), key, value
+    scores = (q.float() * k.unsqueeze(2).float()).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask.reshape(1, 1, 1, -1), -torch.inf)
     weights = (scores - scores.amax(-1, keepdim=True)).exp().unsqueeze(-1)
     y: Tensor = (weights * v.unsqueeze(2).float()).sum(3, keepdim=True) / weights.sum(3, keepdim=True)
     return y.flatten(1, 2)

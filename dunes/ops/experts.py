@@ -65,6 +65,8 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tens
 def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
     """The tokens routed to the expert, and at which rank of their choices; for fake tensors, an average number."""
     if isinstance(chosen, FakeTensor):
+        if torch.compiler.is_exporting():
+            raise ValueError("experts of this form run one by one, by the values of the router")
         token = torch.arange(-(-chosen.numel() // experts), device=chosen.device)
         return token % len(chosen), torch.zeros_like(token)
     token, slot = torch.where(chosen == expert)

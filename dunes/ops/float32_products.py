@@ -44,8 +44,14 @@ class Float32Products(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        x = args[0] if func in (F.linear, F.scaled_dot_product_attention) else None
-        if x is None or x.dtype != torch.bfloat16 or x.numel() < MIN_TOKENS * x.shape[-1]:
-            return func(*args, **(kwargs or {}))
-        wide = (a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-        return func(*wide, **(kwargs or {})).to(x.dtype)
+        kwargs = kwargs or {}
+        if func not in (F.linear, F.scaled_dot_product_attention):
+            return func(*args, **kwargs)
+        x = args[0] if args else kwargs.get("input", kwargs.get("query"))
+        if x.dtype != torch.bfloat16 or x.numel() < MIN_TOKENS * x.shape[-1]:
+            return func(*args, **kwargs)
+        return func(*map(_widen, args), **{name: _widen(a) for name, a in kwargs.items()}).to(x.dtype)
+
+
+def _widen(argument: Any) -> Any:
+    return argument.float() if isinstance(argument, Tensor) and argument.is_floating_point() else argument

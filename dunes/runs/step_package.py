@@ -4,10 +4,12 @@ A package is native code, so it is read only from a folder that no other user ca
 folder. It holds no weights. AOTInductor makes it: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
+import functools
 import inspect
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import warnings
@@ -25,7 +27,7 @@ from dunes.checkpoint.files import atomic
 from dunes.checkpoint.forms.architecture import module_rows
 from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.step import CompiledStep, Step, export_step, outline, step_weights
+from dunes.generate.step import CompiledStep, Step, export_step, model_state, outline, step_weights
 from dunes.parts import Cache, cache_for
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
@@ -41,7 +43,7 @@ OPTIONS = {
 """Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows."""
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
-GREEDY_TOKENS = 64
+GREEDY_TOKENS, CHECKED = 64, 6
 T = TypeVar("T")
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step.py"
 
@@ -108,7 +110,7 @@ def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
     if not (choices := _dtypes(model)):
-        raise ValueError("a compiled step would not call the hooks of this model's modules; remove them")
+        raise ValueError("a compiled step has no hooks and is in float32, float16 or bfloat16; change the model")
     if dtype not in choices:
         names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
         raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
@@ -159,7 +161,7 @@ def _dtypes(model: nn.Module) -> list[torch.dtype]:
         return []
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return []  # a step would not call them
-    return [*TOLERANCE] if _dtype(model) == torch.float32 else [_dtype(model)]
+    return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
 
 
 def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
@@ -181,14 +183,41 @@ def _key(model: nn.Module, dtype: torch.dtype) -> str:
     """A digest of everything that the compiled code depends on."""
     rows = [repr(tuple(row)) for row in module_rows(model)]
     dtypes = [str(t.dtype) for t in (*model.parameters(), *model.buffers())]
-    active = [str(getattr(module, "active", None)) for module in model.modules()]
-    files = {inspect.getsourcefile(type(module)) for module in model.modules()}
+    internal = vars(nn.Module())
+    plain = [(k, v) for m in model.modules() for k, v in sorted(vars(m).items()) if k not in internal]
+    files: set[str] = {inspect.getsourcefile(type(module)) or "" for module in model.modules()}
+    attributes = [(k, _describe(v, files)) for k, v in plain]
     package = Path(dunes.__file__).parent
-    sources = {*map(str, files), *(str(f) for pattern in SOURCES for f in package.glob(pattern))}
-    digests = [atomic.digest(Path(path)) for path in sorted(sources)]
+    sources = {*files, *(str(f) for pattern in SOURCES for f in package.glob(pattern))}
+    digests = [atomic.digest(Path(path)) for path in sorted(sources) if Path(path).is_file()]
     machine = torch.__version__, sys.platform, platform.machine(), *_processor()
-    everything = FORMAT, dtype, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *active, *digests
+    everything = FORMAT, dtype, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *attributes, *digests
     return sha256(repr(everything).encode()).hexdigest()[:32]
+
+
+def _describe(value: Any, files: set[str], depth: int = 4) -> str:
+    """A text with everything in an attribute that traced code may depend on; `files` get those of its code."""
+    if isinstance(value, Tensor | nn.Module) or not depth:
+        return type(value).__qualname__
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        entries = value.items() if isinstance(value, dict) else value
+        texts = [_describe(entry, files, depth - 1) for entry in entries]
+        return str(sorted(texts) if isinstance(value, set | frozenset) else texts)
+    if isinstance(value, functools.partial):
+        return _describe([value.func, value.args, value.keywords], files, depth - 1)
+    if inspect.isfunction(value):
+        files.add(value.__code__.co_filename)
+        cells = [_describe(cell.cell_contents, files, depth - 1) for cell in value.__closure__ or ()]
+        constants = _without_addresses(value.__code__.co_consts)
+        return f"{value.__qualname__} {value.__code__.co_code!r} {constants} {cells}"
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        files.update(filter(None, [sys.modules[type(value).__module__].__dict__.get("__file__")]))
+        return f"{type(value).__qualname__} {_describe(vars(value), files, depth - 1)}"
+    return _without_addresses(value)
+
+
+def _without_addresses(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _processor() -> list[str]:
@@ -221,37 +250,46 @@ def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
     step = CompiledStep(package / PACKAGE, weights, dtype)
     cache = _short_cache(model)
-    with torch.no_grad(), tree.mode(model, False):
-        expected = model(torch.tensor([[0, 0]]), last=1)[0, 0].float()
-    difference = (step(0, cache) - expected).abs().max() / expected.abs().max()
-    if not difference <= TOLERANCE[dtype]:
-        raise ValueError(f"{package}: its logits differ from the model's by {difference:.1e} of the largest")
+    step.state, step.cache_dtypes = model_state(model), [t.dtype for t in cache.keys + cache.values]
+    with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
+        expected = model(torch.arange(CHECKED)[None], last=1)[0, 0].float()
+    difference, largest = (step(CHECKED - 1, cache) - expected).abs().max(), expected.abs().max()
+    if not difference <= TOLERANCE[dtype] * largest:
+        raise ValueError(
+            f"{package}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
+        )
     return step
 
 
 def _short_cache(model: nn.Module) -> Cache:
-    """A cache that holds one token. Raises ValueError for a model without one."""
+    """A cache that holds different tokens. Raises ValueError for a model without one."""
     if (cache := cache_for(model, 1, 8)) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
-    with torch.no_grad(), tree.mode(model, False):
-        model(torch.tensor([[0]]), cache=cache)
+    with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
+        model(torch.arange(CHECKED - 1)[None], cache=cache)
     return cache
 
 
 def _compile(model: nn.Module, dtype: torch.dtype, package: Path) -> None:
+    buffers = [(name, b, b._version) for name, b in model.named_buffers()]
     cache = _short_cache(model)
+    for (name, before, version), now in zip(buffers, model.buffers(), strict=True):
+        if now is not before or now._version != version:
+            raise ValueError(f"{name}: a buffer that forward changes, which a compiled step cannot; remove it")
     with tree.mode(model, False):
         step = Step(outline(model, dtype)).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own deprecations
         graph = _attempt("exported", lambda: export_step(step, cache))
         from torch._inductor import aoti_compile_and_package as compile_graph
+        from torch._inductor.utils import fresh_cache
 
         if constants := graph.graph_signature.lifted_tensor_constants:
             raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
         with staging_folder(package / PACKAGE) as staged:
             path = str(staged / PACKAGE)
-            _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs={**OPTIONS}))
+            with fresh_cache(dir=str(staged)):  # others may be writing files of these names into the usual one
+                _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs={**OPTIONS}))
             os.replace(path, package / PACKAGE)
     atomic.write_file(package / CARD, json.dumps({PACKAGE: atomic.digest(package / PACKAGE)}).encode())
 
