@@ -267,14 +267,3 @@ def test_nearness_is_timed_beside_rouge_score(tmp_path):
     ]
     (tmp_path / "seeds.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert last_line("rouge.py", tmp_path / "seeds.jsonl", "--earlier", 50)["50"]["factor"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(700)
-def test_our_compiled_steps_are_raced_and_those_in_float32_are_compared():
-    row = last_line(*TOY, "--tasks", "decode", "first", "--patience", 300)
-    decode, first = (row[task]["ours"]["tried"] for task in ("decode", "first"))
-    assert row["decode"]["ours"]["said"] == []
-    assert decode.keys() >= {"float32 compiled", "float16 compiled", "bfloat16 compiled"}
-    assert decode["float32 compiled"]["agreement"] == "32 of 32 ids equal"
-    assert first.keys() == {"float32", "float32 compiled"}
