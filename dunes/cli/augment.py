@@ -67,7 +67,40 @@ def quantize(
     print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge, "quantize": quantize}
+def expand(
+    model: Model,
+    out: Out,
+    *,
+    blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None,
+    after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = (),
+    undo: bool = False,
+) -> None:
+    """Add blocks that change nothing until they are trained (LLaMA Pro), and take them out again.
+
+    Example: dunes augment expand ~/models/llama ~/models/llama-pro
+
+    Example: dunes augment expand --undo runs/legal ~/models/llama-again
+
+    Args:
+        blocks: Number of new blocks, spread evenly.
+        after: The blocks, counted from 0, behind which the new ones may stand.
+        undo: Take the new blocks out again, which gives back the original weights bit for bit.
+    """
+    from dunes import checkpoint
+    from dunes.runs.augment import augment_folder, undo_folder
+
+    if undo and (after or blocks is not None):
+        raise ValueError("--undo takes out all new blocks; omit --blocks and --after")
+    folder = checkpoint.locate_model(model).folder
+    if undo:
+        lines = undo_folder(folder, out, "expand")
+    else:
+        lines = augment_folder(folder, out, "expand", blocks=blocks, after=after)
+        lines.append(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
+    print(*lines, sep="\n")
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"expand": expand, "merge": merge, "quantize": quantize}
 
 ABOUT = """Modify models: each command reads a folder and writes another.
 
