@@ -23,7 +23,7 @@ from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
-ROWS = 2
+LARGE = 1 << 20
 
 
 class Step(nn.Module):
@@ -174,8 +174,9 @@ class _OneRow(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Sums of several rows at once keep more reads in flight than one after the other.
-    parts = torch.unflatten(weight, 0, (ROWS, -1)) if len(weight) % ROWS == 0 else weight[None]
+    # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not from a cache.
+    rows = 4 if weight.numel() >= LARGE else 2
+    parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]
     y = torch.cat([(part.float() * x.float().unsqueeze(-2)).sum(-1) for part in parts], -1)
     return y if bias is None else y + bias.float()
 
