@@ -81,13 +81,9 @@ def _packed_matrix(node: fx.Node) -> fx.Node | None:
     """The weight in float16 with which this node multiplies float32, if it does."""
     if node.target is not torch.ops.aten.linear.default:
         return None
-    cast: Any = node.args[1]
-    weight = cast.args[0] if cast.target is torch.ops.aten.to.dtype else cast
-    return (
-        weight
-        if weight.op == "placeholder" and weight.meta["val"].dtype == torch.float16 != _dtype(cast)
-        else None
-    )
+    weight: Any = node.args[1]
+    cast = weight.target is torch.ops.aten.to.dtype and weight.args[0].op == "placeholder"
+    return weight.args[0] if cast and _dtype(weight.args[0]) == torch.float16 else None
 
 
 def _dtype(node: Any) -> torch.dtype:
