@@ -136,8 +136,9 @@ def test_a_script_multiplies_float32_by_weights_of_the_dtype(dtype, no_compiler)
     assert (got - plain).abs().max() < tolerance * plain.abs().max()
 
 
-def test_float16_weights_are_packed_once_and_exact(no_compiler, recwarn):
-    model, rounded = model_of(), model_of()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_float16_weights_are_packed_once_and_exact(family, no_compiler, recwarn):
+    model, rounded = model_of(family), model_of(family)
     for module in rounded.modules():
         if type(module) in (nn.Linear, nn.Embedding):
             module.weight.data = module.weight.half().float()
