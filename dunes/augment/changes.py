@@ -15,6 +15,7 @@ CHANGES: dict[str, Any] = {"lora": lora, "quantize": quantization, "upcycle": up
 - `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
 - if new weights are computed, `fill(model, change, weights)`, from the state dict before the change,
+- if a user should see what was decided, `describe(change) -> str`, one sentence,
 - and if it can be taken back, `undo(model, change)`.
 """
 

@@ -67,6 +67,14 @@ def decide(
     return Change("upcycle", VERSION, request, places, tuple(f"{place}.router.*" for place in places))
 
 
+def describe(change: Change) -> str:
+    """The experts, in one sentence."""
+    experts, top_k, pieces, drop = (change.request[k] for k in ("experts", "top_k", "granularity", "drop"))
+    kind = "copies of the MLP" if pieces == 1 else f"{experts // pieces} copies of each {pieces}th of the MLP"
+    anew = f", with {drop:.0%} of their neurons drawn anew" if drop else ""
+    return f"{experts} experts in each layer, {top_k} for each token: {kind}{anew}"
+
+
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
     request, mlps = change.request, find_mlps(model, {*change.places})

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dunes import checkpoint
-from dunes.augment import Change, apply_change
+from dunes.augment import CHANGES, Change, apply_change
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
@@ -40,19 +40,15 @@ def augment_folder(folder: Path, out: Path, name: str, **request: Any) -> list[s
 
     with exclusive_folder(out):
         save_changed(loaded, (change,), out, check)
-    settings = ", ".join(f"{key} {_brief(value)}" for key, value in change.request.items())
+    describe = getattr(CHANGES[name], "describe", None)
     return [
+        *([] if describe is None else [describe(change)]),
         f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
-        f"chosen: {settings}",
         f"written as {describe_form(loaded)}",
     ]
-
-
-def _brief(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def describe_form(loaded: LoadedModel) -> str:
