@@ -27,6 +27,12 @@ from dunes.text import Tokenizer
 needs_compiler = pytest.mark.slow
 
 
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    monkeypatch.setattr(step_package, "has_compiler", lambda: False)
+
+
 def model_of(family="llama", seed=0, **changes):
     torch.manual_seed(seed)
     module = FAMILIES[family]
@@ -96,6 +102,91 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
 
 
+def logits_of(model, step=None):
+    cache, rows = cache_for(model, 1, 64), []
+    with torch.no_grad():
+        rows.append(model(torch.arange(5)[None], cache=cache, last=1)[0, 0])
+        for token in (7, 9, 11, 3) * 10:
+            forward = step or (lambda token, cache: model(torch.tensor([[token]]), cache=cache)[0, 0])
+            rows.append(forward(token, cache))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_without_a_compiler_the_step_is_a_script_with_equal_logits_and_ids(name, no_compiler):
+    model, before = MODELS[name](), torch.get_num_threads()
+    step, expected = make_step(model, torch.float32), logits_of(model)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert (logits_of(model, step) - expected).abs().max() < 1e-5 * expected.abs().max()
+    finally:
+        torch.set_num_threads(before)
+    assert ids_of(model, step) == ids_of(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_script_multiplies_float32_by_weights_of_the_dtype(dtype, no_compiler):
+    model = model_of().to(dtype)
+    step, expected = make_step(model, dtype), model_of().to(dtype).float()
+    assert step.dtype == dtype
+    got, plain = logits_of(model, step), logits_of(expected)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert (got - plain).abs().max() < tolerance * plain.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_float16_weights_are_packed_once_and_exact(family, no_compiler, recwarn):
+    model, rounded = model_of(family), model_of(family)
+    for module in rounded.modules():
+        if type(module) in (nn.Linear, nn.Embedding):
+            module.weight.data = module.weight.half().float()
+    step, expected = make_step(model, torch.float16), logits_of(rounded)
+    assert (logits_of(model, step)[1:] - expected[1:]).abs().max() < 1e-2 * expected.abs().max()
+    step = make_step(rounded, torch.float16)
+    assert (logits_of(rounded, step) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert not [w for w in recwarn if "fbgemm" in str(w.message)]
+
+
+def test_a_script_is_kept_refused_and_replaced_as_native_code_is(no_compiler, monkeypatch):
+    model = model_of()
+    package, dtype = compile_step(model, 64)
+    assert (dtype, [p.name for p in package.glob("step.*")]) == (torch.float16, ["step.json"])
+    assert not load_step(model).native
+    assert ids_of(model, load_step(model)) == ids_of(model)
+    assert load_step(model_of(hidden=96)) is None, "of another shape"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9")
+        assert load_step(model) is None
+    with pytest.raises(ValueError, match="--dtype bfloat16: needs a C\\+\\+ compiler"):
+        make_step(model, torch.bfloat16)
+    text = (package / "step.json").read_text()
+    for damaged in ("", text[: len(text) // 2], text.replace("rsqrt", "sqrt")):
+        (package / "step.json").write_text(damaged)
+        with pytest.warns(UserWarning, match="not the bytes that were written"):
+            assert load_step(model) is None
+    compile_step(model, 64)
+    assert load_step(model) is not None
+    monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
+    with pytest.warns(UserWarning, match="from the model's"):
+        assert load_step(model) is None
+
+
+def test_the_command_needs_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    checkpoint.save(model_of(), tmp_path / "model", Tokenizer.train("bytes", []), 64)
+    without = said(tmp_path / "model")
+    command = [sys.executable, "-m", "dunes", "compile", tmp_path / "model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "no C++ compiler" in done.stdout
+    command = [sys.executable, "-m", "dunes", "generate", tmp_path / "model", "some", "--temperature", "0"]
+    again = subprocess.run([*command, "--tokens", "30"], capture_output=True, text=True, check=True)
+    assert (again.stdout, "as a script with float16" in again.stderr) == (without, True), again.stderr
+
+
 @needs_compiler
 def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
@@ -111,7 +202,7 @@ def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch
             check=True,
         )
         assert "compiled" in done.stdout
-    assert len(list((tmp_path / "home" / "steps").iterdir())) == 1
+    assert len(list((tmp_path / "home" / "steps").rglob("*.pt2"))) == 1
     used = []
     monkeypatch.setattr(
         step_package.CompiledStep, "__call__", lambda self, *args: used.append(1) or CALL(self, *args)
@@ -135,9 +226,12 @@ def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeyp
     before = generator.text("some", 30)
     assert generator.cache.step is None
     deadline = time.monotonic() + 120
-    while find() is None:
+    forms = []
+    while not forms or not forms[-1]:
+        forms += [step.native] if (step := find()) is not None else []
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    assert forms[0] is False, "a script comes first"
     assert generator.text("some", 30) == before
     assert generator.cache.step is find()
 
@@ -359,6 +453,7 @@ def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path):
     import torch._inductor
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", full)
+    monkeypatch.setattr(step_package, "write_script", full)
     model = model_of()
     with pytest.raises(ValueError, match="No space left"):
         compile_step(model, 64)

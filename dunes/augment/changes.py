@@ -5,10 +5,10 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import expand, lora
+from dunes.augment import expand, lora, upcycle
 from dunes.augment.change import Change
 
-CHANGES: dict[str, Any] = {"expand": expand, "lora": lora, "quantize": quantization}
+CHANGES: dict[str, Any] = {"expand": expand, "lora": lora, "quantize": quantization, "upcycle": upcycle}
 """The entries by name. Each is a module with
 
 - `VERSION`, which rises when an older record would give another model,

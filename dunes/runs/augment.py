@@ -12,6 +12,7 @@ from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.checkpoint.base import DTYPES, weights_identity
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
+from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
@@ -44,14 +45,15 @@ def augment_folder(folder: Path, out: Path, name: str, **request: Any) -> list[s
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
+        f"written as {describe_form(loaded)}",
     ]
 
 
-def undo_folder(folder: Path, out: Path, name: str) -> list[str]:
-    """Take the change of this name back, the last one in a folder, and write the model as it was before to `out`.
+def undo_folder(folder: Path, out: Path, name: str) -> str:
+    """Undo the last change of a folder, which has this name, and write the model from before to `out`.
 
-    Returns a report. Raises ValueError, with nothing written, if the last change is another one, if it cannot be
-    taken back, and if `out` exists.
+    Returns a report. Raises ValueError, with nothing written, if the last change is another one, or the result is
+    not equal bit for bit to the model from before.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
@@ -72,10 +74,10 @@ def undo_folder(folder: Path, out: Path, name: str) -> list[str]:
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
     _write(loaded, (), out, model_logits(loaded.model, loaded.context_length), {"undone": name})
-    return [
-        f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors, "
-        "which have the SHA-256 of before; the written folder is equal"
-    ]
+    return (
+        f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with the "
+        "SHA-256 of before; the written folder is equal"
+    )
 
 
 def _write(
@@ -109,6 +111,14 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
     if not new:
         raise ValueError("new: the model's last change added no parameters; name them, or train all")
     return tuple(g for each in globs for g in (new if each == "new" else (each,)))
+
+
+def describe_form(loaded: LoadedModel) -> str:
+    """Whether the folder of a model is one of a Hugging Face family, or else why not."""
+    described = hf_config_of(loaded.model, loaded.context_length)
+    if isinstance(described, str):
+        return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"
+    return f"a plain Hugging Face folder: {described.family}"
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
