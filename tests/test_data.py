@@ -711,6 +711,7 @@ def test_tokenizers_that_differ_in_the_end_of_a_text_alone_have_shards_of_their_
     for eos in ("<a>", "<b>"):
         tokenizer = Tokenizer.train("bpe", ["def main()"], 300)
         tokenizer.inner.add_special_tokens(["<a>", "<b>"])
+        (tmp_path / eos).mkdir()
         tokenizer.save(tmp_path / eos)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
         (tmp_path / eos / "tokenizer_config.json").write_text(json.dumps(config))

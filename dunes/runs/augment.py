@@ -75,8 +75,8 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
     _write(loaded, (), out, model_logits(loaded.model, loaded.context_length), {"undone": name})
     return (
-        f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with the "
-        "SHA-256 of before; the written folder is equal"
+        f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
+        "the SHA-256 of before; the written folder is equal"
     )
 
 
@@ -105,10 +105,8 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
     Raises ValueError for `new` if it added none.
     """
-    if "new" not in globs:
-        return tuple(globs)
-    new = Change.of(made[-1]).new if (made := records(loaded)) else ()
-    if not new:
+    new = Change.of(made[-1]).new if "new" in globs and (made := records(loaded)) else ()
+    if "new" in globs and not new:
         raise ValueError("new: the model's last change added no parameters; name them, or train all")
     return tuple(g for each in globs for g in (new if each == "new" else (each,)))
 
