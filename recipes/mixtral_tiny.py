@@ -1,4 +1,4 @@
-"""A tiny Mixtral of characters with a shared expert, loss-free balancing and a z-loss, and the load of its experts.
+"""A tiny Mixtral of characters with a shared expert, loss-free balancing and a z-loss; shows the load of experts.
 
 python recipes/mixtral_tiny.py tinyshakespeare.txt [STEPS]
 """
