@@ -5,10 +5,12 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import expand, lora, upcycle
+from dunes.augment import expand, lora, routing, upcycle
 from dunes.augment.change import Change
 
-CHANGES: dict[str, Any] = {"expand": expand, "lora": lora, "quantize": quantization, "upcycle": upcycle}
+CHANGES: dict[str, Any] = {
+    "expand": expand, "lora": lora, "quantize": quantization, "routing": routing, "upcycle": upcycle,
+}  # fmt: skip
 """The entries by name. Each is a module with
 
 - `VERSION`, which rises when an older record would give another model,
