@@ -16,6 +16,8 @@ from dunes.parts import MoE
 from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
 from dunes.parts.gate import NoisyGate
 from dunes.runs.augment import augment_folder
+from dunes.runs.score import calibration_ids
+from dunes.text import Tokenizer
 from dunes.train import adamw
 from test_upcycle import IDS, dense
 
@@ -312,6 +314,32 @@ def test_a_model_that_was_split_already_is_refused():
     for name in ("experts", "upcycle"):
         with pytest.raises(ValueError, match=r"blocks\.0\.mlp: already a mixture of experts"):
             apply_change(model, name)
+
+
+def test_calibration_text_is_the_training_text_or_a_file(tmp_path):
+    text = "Before we proceed any further, hear me speak.\n" * 300
+    (tmp_path / "play.txt").write_text(text)
+    tokenizer = Tokenizer.train("chars", [text], 0)
+    play = str(tmp_path / "play.txt")
+    trained = {"trained": {"sources": [play], "split": "tails"}}
+    checkpoint.save(dense(hidden=96), tmp_path / "dense", tokenizer, 32, trained)
+    loaded = checkpoint.load(tmp_path / "dense")
+    ids = calibration_ids(loaded)
+    assert ids.shape == (64, 32)
+    assert torch.equal(ids, calibration_ids(loaded, [play]))
+    whole = tokenizer.encode(text)
+    assert ids[0].tolist() == whole[:32]
+    assert ids[-1].tolist() in (whole[i : i + 32] for i in range(len(whole) * 8 // 10, len(whole) * 9 // 10))
+    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", calibration=(), split="importance")
+    assert "importance" in lines[0]
+    (tmp_path / "short.txt").write_text("Speak, speak.")
+    short = str(tmp_path / "short.txt")
+    with pytest.raises(ValueError, match="the calibration text is too short: 14 tokens; pass more of it"):
+        augment_folder(tmp_path / "dense", tmp_path / "x", "experts", calibration=[short], split="importance")
+    checkpoint.save(dense(hidden=96), tmp_path / "bare", tokenizer, 32)
+    with pytest.raises(ValueError, match=r"does not record its training text; pass one with --calibration FILE"):
+        augment_folder(tmp_path / "bare", tmp_path / "x", "experts", calibration=(), split="importance")
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_noisy_gate_stays_dense_and_without_adapters(tmp_path):
