@@ -253,7 +253,7 @@ def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype:
     step.state, step.cache_dtypes = model_state(model), [t.dtype for t in cache.keys + cache.values]
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
         expected = model(torch.arange(CHECKED)[None], last=1)[0, 0].float()
-    difference, largest = (step(CHECKED - 1, cache) - expected).abs().max(), expected.abs().max()
+    difference, largest = (step(CHECKED - 1, cache).logits - expected).abs().max(), expected.abs().max()
     if not difference <= TOLERANCE[dtype] * largest:
         raise ValueError(
             f"{package}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
