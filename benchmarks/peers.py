@@ -234,13 +234,18 @@ def write_work(folder: Path, shape: Shape, threads: int) -> Work:
 
 
 def random_weights(model: Any) -> Any:
-    """Random weights, none of them zero or one, so that swapped weights are detected."""
+    """Random weights, none of them zero or one, so that swapped weights are detected.
+
+    Queries are three times as large, so that attention selects: an average over all tokens is nearly the same
+    after each, and a deep model then repeats one id.
+    """
     import torch
 
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in model.parameters():
+        for name, p in model.named_parameters():
             deviation = p.shape[-1] ** -0.5 if p.dim() == 2 else 0.1
+            deviation *= 3 if name.endswith("attn.q.weight") else 1
             p.copy_(torch.randn(p.shape, generator=noise) * deviation + (p.dim() < 2))
     return model
 

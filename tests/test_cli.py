@@ -121,6 +121,7 @@ def test_importing_the_package_is_light():
         (["generate", "nowhere"], "nowhere: no such folder"),
         (["generate", "nowhere", "--tokens", "-1"], "--tokens is -1; it must be at least 1"),
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
+        (["complete", "nowhere", ".:1:1"], ".: not a file; expected FILE:LINE:COLUMN"),
         (["eval", "nowhere"], "nowhere: no such folder"),
     ],
 )

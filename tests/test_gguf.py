@@ -274,6 +274,25 @@ def test_each_part_of_a_config_is_read_back(family, changes, tmp_path, tokenizer
     assert all(torch.equal(w, model.state_dict()[k]) for k, w in loaded.model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"scaling.factor": 4.0}, 4.0),  # llama.cpp reads a file without a type as linear
+        ({"scale_linear": 2.0}, 2.0),
+        ({"scaling.type": "linear", "scaling.factor": 0.0, "scale_linear": 8.0}, 8.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        ({"scaling.factor": 1.0}, None),
+        ({"scaling.type": "linear"}, None),
+        ({}, None),
+    ],
+)
+def test_linear_scaling_without_some_of_its_keys(keys, factor):
+    hf = {"hidden_size": 64, "num_attention_heads": 2}
+    scaling = form._rope_scaling(hf, {f"rope.{key}": value for key, value in keys.items()}, {})
+    rope = scaling.get("rope_scaling", {})
+    assert (rope.get("rope_type"), rope.get("factor")) == ("linear" if factor else None, factor)
+
+
 def test_divisors_of_another_scaling_are_refused(tmp_path, tokenizer):
     _, path = written(tmp_path, "llama", tokenizer, scaling=Llama3(8.0, 2.0, 4.0, 32))
     with pytest.raises(ValueError, match=r"llama\.gguf: rope_freqs\.weight is not LLaMA 3's scaling"):

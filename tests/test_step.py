@@ -38,6 +38,12 @@ from dunes.text import Tokenizer
 needs_compiler = pytest.mark.slow
 
 
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    monkeypatch.setattr(step_package, "has_compiler", lambda: False)
+
+
 def model_of(family="llama", seed=0, **changes):
     torch.manual_seed(seed)
     module = FAMILIES[family]
@@ -209,6 +215,88 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     assert dtype in (torch.float16, torch.float32)
     assert ids_of(model, step) == ids_of(model)
     assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
+
+
+def logits_of(model, step=None):
+    cache, rows = cache_for(model, 1, 64), []
+    with torch.no_grad():
+        rows.append(model(torch.arange(5)[None], cache=cache, last=1)[0, 0])
+        for token in (7, 9, 11, 3) * 10:
+            rows.append(step(token, cache).logits if step else model(torch.tensor([[token]]), cache=cache)[0, 0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_without_a_compiler_the_step_is_a_script_with_equal_logits_and_ids(name, no_compiler):
+    model, before = MODELS[name](), torch.get_num_threads()
+    step, expected = make_step(model, torch.float32), logits_of(model)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert (logits_of(model, step) - expected).abs().max() < 1e-5 * expected.abs().max()
+    finally:
+        torch.set_num_threads(before)
+    assert ids_of(model, step) == ids_of(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_script_multiplies_float32_by_weights_of_the_dtype(dtype, no_compiler):
+    model = model_of().to(dtype)
+    step, expected = make_step(model, dtype), model_of().to(dtype).float()
+    assert step.dtype == dtype
+    got, plain = logits_of(model, step), logits_of(expected)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert (got - plain).abs().max() < tolerance * plain.abs().max()
+
+
+def test_float16_weights_are_packed_once_and_exact(no_compiler, recwarn):
+    model, rounded = model_of(), model_of()
+    for module in rounded.modules():
+        if type(module) in (nn.Linear, nn.Embedding):
+            module.weight.data = module.weight.half().float()
+    step, expected = make_step(model, torch.float16), logits_of(rounded)
+    assert (logits_of(model, step)[1:] - expected[1:]).abs().max() < 1e-2 * expected.abs().max()
+    step = make_step(rounded, torch.float16)
+    assert (logits_of(rounded, step) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert not [w for w in recwarn if "fbgemm" in str(w.message)]
+
+
+def test_a_script_is_kept_refused_and_replaced_as_native_code_is(no_compiler, monkeypatch):
+    model = model_of()
+    package, dtype = compile_step(model, 64)
+    assert (dtype, [p.name for p in package.glob("step.*")]) == (torch.float16, ["step.json"])
+    assert ids_of(model, load_step(model)) == ids_of(model)
+    assert load_step(model_of(hidden=96)) is None, "of another shape"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9")
+        assert load_step(model) is None
+    with pytest.raises(ValueError, match="--dtype bfloat16: needs a C\\+\\+ compiler"):
+        make_step(model, torch.bfloat16)
+    text = (package / "step.json").read_text()
+    for damaged in ("", text[: len(text) // 2], text.replace("rsqrt", "sqrt")):
+        (package / "step.json").write_text(damaged)
+        with pytest.warns(UserWarning, match="not the bytes that were written"):
+            assert load_step(model) is None
+    compile_step(model, 64)
+    assert load_step(model) is not None
+    monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
+    with pytest.warns(UserWarning, match="from the model's"):
+        assert load_step(model) is None
+
+
+def test_the_command_needs_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    checkpoint.save(model_of(), tmp_path / "model", Tokenizer.train("bytes", []), 64)
+    without = said(tmp_path / "model")
+    command = [sys.executable, "-m", "dunes", "compile", tmp_path / "model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "no C++ compiler" in done.stdout
+    command = [sys.executable, "-m", "dunes", "generate", tmp_path / "model", "some", "--temperature", "0"]
+    again = subprocess.run([*command, "--tokens", "30"], capture_output=True, text=True, check=True)
+    assert (again.stdout, "float16" in again.stderr) == (without, True), again.stderr
 
 
 @needs_compiler

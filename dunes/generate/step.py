@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dunes.generate.step_script import Run, load_script
 from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
-ROWS = 2
+LARGE = 1 << 20
 
 
 class Step(nn.Module):
@@ -71,17 +72,24 @@ class _StepContext(ForwardContext):
         key = self.slot_positions[None, None]
         return key >= 0 if window is None else key > self.positions[:, :, None] - window
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
+        mask = None if window is None else self.mask(window)[:, None]
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
-def export_step(step: Step, cache: Cache) -> torch.export.ExportedProgram:
+
+def export_step(
+    step: Step, cache: Cache, forms: Mapping[Function, Function] | None = None
+) -> torch.export.ExportedProgram:
     """The step as a graph, for caches of any capacity with the dtypes of this one, which is not empty.
 
-    Raises whatever torch.export raises for parts that it cannot trace.
+    Operations have these forms, by default those that Inductor fuses. Raises whatever torch.export raises for
+    parts that it cannot trace.
     """
     readable, slots = torch.export.Dim("readable", min=2), torch.export.Dim("slots", min=4)
     example = torch.tensor([0]), torch.tensor([6]), torch.arange(7), cache.keys, cache.values
     of_cache = [{2: slots}] * len(cache.keys)
     shapes = {"ids": None, "slot": None, "slot_positions": {0: readable}, "keys": of_cache, "values": of_cache}
-    with torch.no_grad(), _OneRow():
+    with torch.no_grad(), _OneRow(forms or _FORMS):
         return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
 
 
@@ -110,12 +118,9 @@ class CompiledStep:
         self.state: object = None
         self.cache_dtypes: list[torch.dtype] = []
         try:
-            # Inductor's own loader imports its compiler first, which takes two seconds.
-            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
-            self._weights = {name: weights[name].detach() for name in self._loader.get_constant_fqns()}
-            self._loader.load_constants(self._weights, False, False, True)
+            self._run = (load_native if package.suffix == ".pt2" else load_script)(package, weights)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"{package}: cannot be loaded: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{package}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
         # Written through views of NumPy, which takes a tenth of the time of making tensors.
         self._token, self._slot, self._one = (torch.ones(1, dtype=torch.long) for _ in range(3))
         self._numbers = self._token.numpy(), self._slot.numpy()
@@ -124,11 +129,19 @@ class CompiledStep:
         """The scores after one more token of the only row of a cache, which holds tokens already."""
         (id, slot), (slot[0], slot_positions) = self._numbers, cache.start_one()
         id[0] = token
-        run = self._loader.run
-        logits, summary = run([self._token, self._slot, slot_positions, *cache.keys, *cache.values])
+        logits, summary = self._run([self._token, self._slot, slot_positions, *cache.keys, *cache.values])
         cache.advance(self._one)
         best, top, log_sum = summary.tolist()
         return Scores(logits, int(best), top, log_sum)
+
+
+def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
+    """A function of the inputs with these weights."""
+    # Inductor's own loader imports its compiler first, which takes two seconds.
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
+    constants = {name: weights[name].detach() for name in loader.get_constant_fqns()}
+    loader.load_constants(constants, False, False, True)
+    return lambda inputs: loader.run(inputs) if constants else []  # which the loader does not own
 
 
 def model_state(model: nn.Module) -> object:
@@ -163,18 +176,23 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """Gives the operations of a step the form for one row."""
+    """Gives the operations of a step these forms for one row."""
+
+    def __init__(self, forms: Mapping[Function, Function]) -> None:
+        super().__init__()
+        self.forms = forms
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        form = _FORMS.get(func, func)
+        form = self.forms.get(func, func)
         return form(*args, **(kwargs or {}))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Sums of several rows at once keep more reads in flight than one after the other.
-    parts = torch.unflatten(weight, 0, (ROWS, -1)) if len(weight) % ROWS == 0 else weight[None]
+    # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not from a cache.
+    rows = 4 if weight.numel() >= LARGE else 2
+    parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]
     y = torch.cat([(part.float() * x.float().unsqueeze(-2)).sum(-1) for part in parts], -1)
     return y if bias is None else y + bias.float()
 

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,11 +28,12 @@ from dunes.checkpoint.forms.architecture import module_rows
 from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.step import CompiledStep, Step, export_step, model_state, outline, step_weights
+from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
 from dunes.parts import Cache, cache_for
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
 
-PACKAGE, CARD, FORMAT = "step.pt2", "package.json", 1
+PACKAGE, SCRIPT, CARD, FORMAT = "step.pt2", "step.json", "package.json", 2
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "cpp.dynamic_threads": True,
@@ -44,8 +45,10 @@ OPTIONS = {
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED = 64, 6
+PACKED_THREADS = 2
+"""FBGEMM reads float16 weights with one thread, as fast as two read them in float32."""
 T = TypeVar("T")
-SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step.py"
+SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
@@ -56,12 +59,13 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
     try:
         if not packages_folder().is_dir():
             return None
+        package_of = _packages(model)
         for choice in _dtypes(model) if dtype is None else [dtype]:
-            package = packages_folder() / _key(model, choice)
-            if _is_complete(package):
+            package = package_of(choice)
+            if (file := _package_file(package)) is not None:
                 weights = step_weights(model, choice)
                 if choice in (dtype, _dtype(model)) or _record(package, weights).is_file():
-                    return _bind(model, package, weights, choice)
+                    return _bind(model, file, weights, choice)
     except (ValueError, OSError) as error:
         warnings.warn(f"{error}; decoding without it", stacklevel=2)
     return None
@@ -97,12 +101,13 @@ def compile_step(
     a model whose step cannot be exported or compiled, or has no such dtype, and says why.
     """
     own = _dtype(model)
-    for choice in [dtype] if dtype else [torch.float16, own] if own == torch.float32 else [own]:
+    rounds = own == torch.float32 and (has_compiler() or (PACKS and torch.get_num_threads() <= PACKED_THREADS))
+    for choice in [dtype] if dtype else [torch.float16, own] if rounds else [own]:
         step = make_step(model, choice)
         if choice in (dtype, own) or _same_greedy_ids(model, context_length, step):
             break
     _choose(model, choice)
-    return packages_folder() / _key(model, choice), choice
+    return _packages(model)(choice), choice
 
 
 def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
@@ -114,19 +119,33 @@ def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
     if dtype not in choices:
         names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
         raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
-    package = packages_folder() / _key(model, dtype)
+    package = _packages(model)(dtype)
     package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     package.mkdir(exist_ok=True, mode=0o700)
     with folder_lock(package):  # another process may be making it
-        if not _is_intact(package):
-            _compile(model, dtype, package)
-    return _bind(model, package, step_weights(model, dtype), dtype)
+        name = PACKAGE if _is_intact(package, PACKAGE) or has_compiler() else SCRIPT
+        if name == SCRIPT and dtype != _dtype(model) and not (dtype == torch.float16 and PACKS):
+            raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: needs a C++ compiler; install g++")
+        if not _is_intact(package, name):
+            _compile(model, dtype, package / name)
+    return _bind(model, package / name, step_weights(model, dtype), dtype)
+
+
+def has_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except RuntimeError:
+        return False
 
 
 def _choose(model: nn.Module, dtype: torch.dtype) -> None:
     """Let `load_step` use the package of this dtype for these weights."""
+    package_of = _packages(model)
     for choice in _dtypes(model):
-        if (package := packages_folder() / _key(model, choice)).is_dir():
+        if (package := package_of(choice)).is_dir():
             record = _record(package, step_weights(model, choice))
             if choice == dtype:
                 atomic.write_file(record, b"")
@@ -179,8 +198,8 @@ def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
     return package / f"chosen-{digest.hexdigest()[:32]}"
 
 
-def _key(model: nn.Module, dtype: torch.dtype) -> str:
-    """A digest of everything that the compiled code depends on."""
+def _packages(model: nn.Module) -> Callable[[torch.dtype], Path]:
+    """The folder of each dtype's package, named by a digest of everything that the compiled code depends on."""
     rows = [repr(tuple(row)) for row in module_rows(model)]
     dtypes = [str(t.dtype) for t in (*model.parameters(), *model.buffers())]
     internal = vars(nn.Module())
@@ -189,10 +208,16 @@ def _key(model: nn.Module, dtype: torch.dtype) -> str:
     attributes = [(k, _describe(v, files)) for k, v in plain]
     package = Path(dunes.__file__).parent
     sources = {*files, *(str(f) for pattern in SOURCES for f in package.glob(pattern))}
-    digests = [atomic.digest(Path(path)) for path in sorted(sources) if Path(path).is_file()]
+    digests = [_source_digest(path, os.stat(path).st_mtime_ns) for path in sorted(sources) if os.path.isfile(path)]
     machine = torch.__version__, sys.platform, platform.machine(), *_processor()
-    everything = FORMAT, dtype, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *attributes, *digests
-    return sha256(repr(everything).encode()).hexdigest()[:32]
+    everything = FORMAT, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *attributes, *digests
+    digest = sha256(repr(everything).encode())
+    return lambda dtype: packages_folder() / sha256(digest.digest() + str(dtype).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source_digest(path: str, mtime_ns: int) -> str:
+    return atomic.digest(Path(path))
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
@@ -220,6 +245,7 @@ def _without_addresses(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+@functools.cache
 def _processor() -> list[str]:
     """What identifies the instructions of this processor."""
     try:
@@ -229,69 +255,79 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
 
 
-def _is_complete(package: Path) -> bool:
-    """Whether the package was written. Raises ValueError if its files are not those that were written."""
-    if not (package / CARD).is_file():
-        return False
-    digest = json_file.read(package / CARD).get(PACKAGE)
-    if not (package / PACKAGE).is_file() or atomic.digest(package / PACKAGE) != digest:
-        raise ValueError(f"{package / PACKAGE}: not the bytes that were written")
-    return True
+def _package_file(package: Path, names: Sequence[str] = (PACKAGE, SCRIPT)) -> Path | None:
+    """The first of these files that was written. Raises ValueError if its bytes are others."""
+    digests = json_file.read(package / CARD) if (package / CARD).is_file() else {}
+    file = next((package / name for name in names if name in digests), None)
+    if file is not None and not (file.is_file() and atomic.digest(file) == digests[file.name]):
+        raise ValueError(f"{file}: not the bytes that were written")
+    return file
 
 
-def _is_intact(package: Path) -> bool:
+def _is_intact(package: Path, name: str) -> bool:
     try:
-        return _is_complete(package)
+        return _package_file(package, [name]) is not None
     except ValueError:
         return False
 
 
-def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
+def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
-    step = CompiledStep(package / PACKAGE, weights, dtype)
-    cache = _short_cache(model)
+    step = CompiledStep(file, weights, dtype)
+    cache, expected = _check_tokens(model)
+    cache.truncate(torch.tensor([CHECKED - 1]))
+    for tensor in cache.keys + cache.values:
+        tensor[:, :, CHECKED - 1 :] = torch.nan  # which the step has to replace
     step.state, step.cache_dtypes = model_state(model), [t.dtype for t in cache.keys + cache.values]
-    with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        expected = model(torch.arange(CHECKED)[None], last=1)[0, 0].float()
     difference, largest = (step(CHECKED - 1, cache).logits - expected).abs().max(), expected.abs().max()
     if not difference <= TOLERANCE[dtype] * largest:
-        raise ValueError(
-            f"{package}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
-        )
+        raise ValueError(f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}")
     return step
 
 
-def _short_cache(model: nn.Module) -> Cache:
-    """A cache that holds different tokens. Raises ValueError for a model without one."""
+def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
+    """A cache that holds different tokens, and the logits (V,) after them. Raises ValueError if there is none."""
     if (cache := cache_for(model, 1, 8)) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        model(torch.arange(CHECKED - 1)[None], cache=cache)
-    return cache
+        return cache, model(torch.arange(CHECKED)[None], cache=cache, last=1)[0, 0].float()
 
 
-def _compile(model: nn.Module, dtype: torch.dtype, package: Path) -> None:
+def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
+    with warnings.catch_warnings(), staging_folder(file) as staged:
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        path = staged / file.name
+        if file.name == SCRIPT:
+            graph = _export(model, dtype, SCRIPT_FORMS)
+            _attempt("written", lambda: write_script(graph, path))
+        else:
+            graph = _export(model, dtype)
+            from torch._inductor import aoti_compile_and_package as compile_graph
+            from torch._inductor.utils import fresh_cache
+
+            options: Any = {"package_path": str(path), "inductor_configs": {**OPTIONS}}
+            with fresh_cache(dir=str(staged)):  # others may be writing files of these names into the usual one
+                _attempt("compiled", lambda: compile_graph(graph, **options))
+        os.replace(path, file)
+    names = [name for name in (PACKAGE, SCRIPT) if name == file.name or _is_intact(file.parent, name)]
+    digests = {name: atomic.digest(file.parent / name) for name in names}
+    atomic.write_file(file.parent / CARD, json.dumps(digests).encode())
+
+
+def _export(
+    model: nn.Module, dtype: torch.dtype, forms: Mapping[Any, Any] | None = None
+) -> torch.export.ExportedProgram:
     buffers = [(name, b, b._version) for name, b in model.named_buffers()]
-    cache = _short_cache(model)
+    cache, _ = _check_tokens(model)
     for (name, before, version), now in zip(buffers, model.buffers(), strict=True):
         if now is not before or now._version != version:
             raise ValueError(f"{name}: a buffer that forward changes, which a compiled step cannot; remove it")
     with tree.mode(model, False):
         step = Step(outline(model, dtype)).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own deprecations
-        graph = _attempt("exported", lambda: export_step(step, cache))
-        from torch._inductor import aoti_compile_and_package as compile_graph
-        from torch._inductor.utils import fresh_cache
-
-        if constants := graph.graph_signature.lifted_tensor_constants:
-            raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
-        with staging_folder(package / PACKAGE) as staged:
-            path = str(staged / PACKAGE)
-            with fresh_cache(dir=str(staged)):  # others may be writing files of these names into the usual one
-                _attempt("compiled", lambda: compile_graph(graph, package_path=path, inductor_configs={**OPTIONS}))
-            os.replace(path, package / PACKAGE)
-    atomic.write_file(package / CARD, json.dumps({PACKAGE: atomic.digest(package / PACKAGE)}).encode())
+    graph = _attempt("exported", lambda: export_step(step, cache, forms))
+    if constants := graph.graph_signature.lifted_tensor_constants:
+        raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
+    return graph
 
 
 def _attempt(verb: str, work: Callable[[], T]) -> T:

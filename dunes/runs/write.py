@@ -79,12 +79,14 @@ def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], b
 def text_before_cursor(place: str) -> str:
     """The text of a file before FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one).
 
-    Raises ValueError for another form, or a position outside the file.
+    Raises ValueError for another form, no file, or a position outside of it.
     """
     parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)
     if parts is None:
         raise ValueError(f"{place}: expected FILE:LINE:COLUMN, both numbers counted from 1")
     path, line, column = parts[1], int(parts[2]), int(parts[3])
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: not a file; expected FILE:LINE:COLUMN")
     lines = split_lines(decode_text(Path(path).read_bytes(), path))
     if line > len(lines):
         raise ValueError(f"{place}: the file has {plural(len(lines), 'line')}")

@@ -312,9 +312,12 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
     length = known.get("rope.scaling.original_context_length")
     if FREQUENCIES in files:
         return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
-    if (kind := known.get("rope.scaling.type", "none")) == "none":
+    # As in llama.cpp: without a type it is linear, without a factor (or under its old key) there is none.
+    kind = known.get("rope.scaling.type", "linear")
+    linear = known.get("rope.scaling.factor") or known.get("rope.scale_linear") or 1.0
+    if kind == "none" or (kind == "linear" and linear == 1.0):
         return rotated
-    factor = known["rope.scaling.factor"]
+    factor = linear if kind == "linear" else known["rope.scaling.factor"]
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
     if kind == "yarn":
         multiple = known.get("rope.scaling.attn_factor", 1.0)  # in float32
