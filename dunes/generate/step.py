@@ -190,7 +190,7 @@ class _OneRow(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not from a cache.
+    # Several rows at once keep more reads in flight: four where a matrix comes from memory, not from a cache.
     rows = 4 if weight.numel() >= LARGE else 2
     parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]
     y = torch.cat([(part.float() * x.float().unsqueeze(-2)).sum(-1) for part in parts], -1)
