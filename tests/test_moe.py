@@ -16,9 +16,10 @@ from dunes.models.initialise import initialise
 from dunes.models.mixture import mixture
 from dunes.ops import experts as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
-from dunes.parts.auxiliary import record_auxiliary
-from dunes.parts.moe import load_balance
-from dunes.train import adamw
+from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
+from dunes.parts.moe import load_balance, router_z
+from dunes.runs.memory import next_token_loss
+from dunes.train import Trainer, adamw
 
 
 def moe(experts=5, dim=16, hidden=24, top_k=2, **options):
@@ -208,6 +209,132 @@ def test_balance_is_that_of_transformers_and_padding_does_not_count():
     masked = load_balance(layers[0], 2, real.flatten())
     assert masked == pytest.approx(float(theirs((layers[0],), 6, 2, real)), rel=1e-6)
     assert masked == pytest.approx(float(load_balance(layers[0][real.flatten()], 2)), rel=1e-6)
+
+
+def test_shared_experts_get_every_token_and_are_added(monkeypatch):
+    model, x = moe(), torch.randn(64, 16)
+    alone = model(x)
+    shared = [GatedMLP(16, 40), nn.Linear(16, 16)]
+    both = mixture(16, list(model.experts), 2, shared=shared)
+    both.router = model.router
+    assert torch.equal(both(x), alone + shared[0](x) + shared[1](x))
+    assert packed(both)
+    plain, grouped = (gradients(both, x, form, monkeypatch) for form in ("plain", "grouped"))
+    assert max(float((a - b).abs().max()) for a, b in zip(plain, grouped, strict=True)) <= 1e-5
+    assert all(p.grad.abs().max() > 0 for e in shared for p in e.parameters())
+    with pytest.raises(ValueError, match="the same expert occurs twice"):
+        mixture(16, [*model.experts], 2, shared=[model.experts[0]])
+
+
+def test_the_z_loss_is_that_of_the_paper_and_padding_does_not_count():
+    logits, real = (
+        torch.randn(6, 4, dtype=torch.float64, requires_grad=True),
+        torch.tensor([True] * 4 + [False] * 2),
+    )
+    want = logits[:4].exp().sum(-1).log().pow(2).mean()
+    assert torch.allclose(router_z(logits[:4]), want, rtol=1e-12)
+    padded = torch.cat([logits[:4], torch.full((2, 4), torch.nan)])
+    assert torch.allclose(router_z(padded, real), want, rtol=1e-12)
+    assert torch.isfinite(torch.autograd.grad(router_z(padded, real), logits)[0]).all()
+    model = moe(z_loss=0.1, balance=0.3)
+    losses = model.auxiliary_losses([logits.detach().float()], real)
+    assert losses["router_z"] == pytest.approx(0.1 * float(want.detach()), rel=1e-6)
+    assert losses["balance"] == pytest.approx(0.3 * float(load_balance(logits[:4].float(), 2).detach()), rel=1e-6)
+    assert losses["expert_load"][0].sum() == 2 * losses["expert_load"][1] == 8
+
+
+def test_the_selection_bias_changes_the_choice_and_no_weight():
+    model = moe(bias_rate=0.5, renormalise=False)
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]])
+    assert model.route(logits)[0].tolist() == [[0, 1]]
+    model.selection_bias[:] = torch.tensor([-1.0, 0, 0, 0, 1.0])
+    chosen, weights = model.route(logits)
+    assert chosen.tolist() == [[4, 1]]
+    assert torch.equal(weights, logits.softmax(-1)[:, [4, 1]])
+
+
+def max_violation(load):
+    return float(load.max() / load.mean() - 1)
+
+
+def test_loss_free_balancing_evens_out_a_router_that_is_uneven():
+    torch.manual_seed(0)
+    model = mixture(16, [nn.Identity() for _ in range(8)], 2, bias_rate=1e-3)
+    x = torch.randn(4096, 16) + torch.randn(16)
+    before = model.router.weight.clone()
+
+    def violation():
+        chosen, _ = model.route(model.router(x))
+        return max_violation(chosen.flatten().bincount(minlength=8).float())
+
+    with torch.no_grad():
+        start = violation()
+        for step in range(2_000):
+            batch = x[torch.arange(1024) + 1024 * step % 4096]
+            model.auxiliary_losses([model.router(batch)], None)
+            model.after_step()
+        print(f"MaxVio {start:.3f} -> {violation():.3f}")
+        assert start > 1
+        assert violation() <= 0.05
+    assert torch.equal(model.router.weight, before)
+
+
+def loss_free(model):
+    for block in model.blocks:
+        block.mlp.balance = 0.0
+        block.mlp.extend(bias_rate=0.01)
+    return model
+
+
+def test_the_bias_follows_the_load_of_the_whole_step_and_a_skipped_one_leaves_it():
+    ids_of = lambda i: torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(i))
+    whole, parts = loss_free(small()), loss_free(small())
+    step = next(Trainer(whole, adamw(whole, 0.0), next_token_loss).run([torch.cat([ids_of(1), ids_of(2)])]))
+    accumulated = Trainer(parts, adamw(parts, 0.0), next_token_loss, accumulate=2)
+    two = next(accumulated.run([ids_of(1), ids_of(2)]))
+    assert torch.equal(torch.tensor(step.metrics["expert_load"]), torch.tensor(two.metrics["expert_load"]))
+    for a, b, load in zip(whole.blocks, parts.blocks, step.metrics["expert_load"], strict=True):
+        assert a.mlp.selection_bias.abs().max() > 0
+        assert torch.equal(a.mlp.selection_bias, b.mlp.selection_bias)
+        assert torch.equal(a.mlp.selection_bias, 0.01 * (2 / 8 - torch.tensor(load)).sign())
+        assert not a.mlp.load.any()
+        assert sum(load) == pytest.approx(2)
+    before = {k: v.clone() for k, v in whole.state_dict().items()}
+    infinite = lambda model, batch: (next_token_loss(model, batch)[0] * torch.inf, 1)
+    assert next(Trainer(whole, adamw(whole), infinite).run([ids_of(3)])).skipped
+    assert all(torch.equal(v, before[k]) for k, v in whole.state_dict().items())
+    tree.freeze(whole, "**.router.*")
+    next(Trainer(whole, adamw(whole), next_token_loss).run([ids_of(3)]))
+    assert torch.equal(whole.blocks[0].mlp.selection_bias, before["blocks.0.mlp.selection_bias"])
+    assert not whole.blocks[0].mlp.load.any()
+
+
+def test_every_rank_gets_the_bias_of_the_loads_of_all(monkeypatch):
+    model, other_rank = moe(bias_rate=0.5), torch.tensor([0, 0, 0, 9, 9])
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda t: t.add_(other_rank))
+    model.load += torch.tensor([9, 4, 4, 0, 0])
+    model.after_step()
+    assert model.selection_bias.tolist() == [-0.5, 0.5, 0.5, -0.5, -0.5], "the mean is 7"
+    assert model.load.tolist() == [0] * 5
+
+
+def test_padding_is_no_load():
+    model, x, y = loss_free(small()), ids()[:, :-1], ids()[:, 1:]
+    positions = torch.arange(16).repeat(2, 1)
+    positions[1, 9:] = -1
+    model.train()(x, positions, targets=y.where(positions >= 0, -100))
+    assert [int(b.mlp.load.sum()) for b in model.blocks] == [2 * 25] * 2
+
+
+def test_layers_of_different_sizes_report_their_loads_side_by_side():
+    parts = [moe(3, balance=1.0), moe(5, balance=1.0)]
+    recorded = {m: [torch.randn(7, len(m.experts))] for m in parts}
+    losses, metrics = auxiliary_losses(recorded)
+    sums, count = metrics["expert_load"]
+    assert (sums.shape, int(count), [*losses]) == ((2, 5), 7, ["balance"])
+    assert sums[0, 3:].tolist() == [-1, -1]
+    assert sums[:, :3].sum() + sums[1, 3:].sum() == 2 * 2 * 7
 
 
 def small(family="mixtral", **changes):

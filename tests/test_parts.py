@@ -274,7 +274,8 @@ def test_a_part_of_ones_own_adds_a_loss_beside_those_of_others():
     first, second = (output.square().mean() for output in outputs.values())
     plain, _, none = model.eval()(ids[:, :-1], targets=ids[:, 1:])
     want = (0.5 * first + 2.0 * second) / 2
-    assert metrics.keys() == {"balance", "size"}
+    assert metrics.keys() == {"balance", "size", "expert_load"}
+    assert metrics.pop("expert_load")[0].sum(1).tolist() == [2 * ids[:, 1:].numel()] * 2
     assert none == {}
     assert metrics["size"][0] == pytest.approx(float(want.detach() * count), rel=1e-5)
     added = float(sum(value for value, _ in metrics.values()))

@@ -41,7 +41,8 @@ class PrefixCache:
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
         self.step = step
-        self._hooks: int | None = None  # how many there had been when the step fitted the model
+        # The step that fitted the model, and how many hooks there had been until then.
+        self._fitting: tuple[CompiledStep | None, int] = None, 0
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -84,7 +85,7 @@ class PrefixCache:
     def scores(self, text: Sequence[int]) -> Scores | None:
         """What follows the text by the step; None if it does not fit, or has more to compute than the last id."""
         held = self.ids[0]
-        if self.step is None or self.cache is None or self._hooks != RemovableHandle.next_id:
+        if self.step is None or self.cache is None or self._fitting != (self.step, RemovableHandle.next_id):
             return None
         if len(self.ids) > 1 or not held or held != text[:-1]:
             return None
@@ -125,7 +126,7 @@ class PrefixCache:
         for i, ids in texts.items():
             self.ids[i] = list(ids)
         fits = self.step is not None and self._fits(self.step, part)
-        self._hooks = RemovableHandle.next_id if fits else None
+        self._fitting = self.step if fits else None, RemovableHandle.next_id
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:

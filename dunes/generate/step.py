@@ -109,16 +109,17 @@ class Scores(NamedTuple):
 class CompiledStep:
     """A compiled step and the weights it is bound to, by their names in the step; they are not copied.
 
-    `dtype` is that of its matrices, `cache_dtypes` those of the caches it was made for, and `state` the model's.
+    It is `native` code or a script; `dtype` is that of its matrices, `cache_dtypes` are those of the caches it was
+    made for, and `state` the model's.
     Raises ValueError for a package that torch cannot load, or that needs other weights.
     """
 
     def __init__(self, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self.native = dtype, package.suffix == ".pt2"
         self.state: object = None
         self.cache_dtypes: list[torch.dtype] = []
         try:
-            self._run = (load_native if package.suffix == ".pt2" else load_script)(package, weights)
+            self._run = (load_native if self.native else load_script)(package, weights)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{package}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
         # Written through views of NumPy, which takes a tenth of the time of making tensors.
@@ -190,7 +191,7 @@ class _OneRow(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Several rows at once keep more reads in flight: four where a matrix comes from memory, not from a cache.
+    # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not a cache.
     rows = 4 if weight.numel() >= LARGE else 2
     parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]
     y = torch.cat([(part.float() * x.float().unsqueeze(-2)).sum(-1) for part in parts], -1)

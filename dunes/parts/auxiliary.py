@@ -2,6 +2,7 @@
 
 A part with such losses has a method `auxiliary_losses(recorded, real) -> {name: loss}`. While a loss is
 computed in training, its attribute `recorded` is a list, to which its forward appends what the method needs.
+A pair (sums, count) in place of a loss is a metric, which is only reported.
 """
 
 # Shapes: N tokens.
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 Recorded = dict[Any, list[Tensor]]
 
@@ -30,13 +32,23 @@ def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
             part.recorded = None
 
 
-def auxiliary_losses(recorded: Recorded, real: Tensor | None = None) -> dict[str, Tensor]:
-    """The mean of each named loss over the parts that recorded something for it.
+def auxiliary_losses(
+    recorded: Recorded, real: Tensor | None = None
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """The mean of each named loss over the parts that recorded something for it, and their metrics.
 
-    `real` (N,) excludes padding; each call of a part must then be of the same N tokens.
+    The sums of a metric are stacked over the parts, (parts, ...); where vectors have different lengths, the rest
+    is -1. `real` (N,) excludes padding; each call of a part must then be of the same N tokens.
     """
-    losses: dict[str, list[Tensor]] = {}
+    values: dict[str, list[Any]] = {}
     for part, tensors in recorded.items():
-        for name, loss in part.auxiliary_losses(tensors, real).items() if tensors else ():
-            losses.setdefault(name, []).append(loss)
-    return {name: torch.stack(same).mean() for name, same in losses.items()}
+        for name, value in part.auxiliary_losses(tensors, real).items() if tensors else ():
+            values.setdefault(name, []).append(value)
+    losses = {name: torch.stack(same).mean() for name, same in values.items() if isinstance(same[0], Tensor)}
+    metrics = {name: _stacked(pairs) for name, pairs in values.items() if name not in losses}
+    return losses, metrics
+
+
+def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    sums = pad_sequence([total for total, _ in pairs], batch_first=True, padding_value=-1.0)
+    return sums, pairs[0][1]

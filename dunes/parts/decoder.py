@@ -151,8 +151,8 @@ class Decoder(nn.Module):
                 x = self._apply_separately(self.logits if self._head_mixes else lambda x: x, ids, positions)
         total, count = self._cross_entropy(x.flatten(0, 1), targets.flatten(), starts is not None)
         real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
-        metrics = {}
-        for name, loss in auxiliary_losses(recorded, real).items():
+        losses, metrics = auxiliary_losses(recorded, real)
+        for name, loss in losses.items():
             added = count * loss
             total, metrics[name] = total + added, (added.detach(), count)
         return total, count, metrics

@@ -3,8 +3,10 @@
 # Shapes: N tokens, E experts, k experts per token.
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,11 +19,23 @@ class MoE(nn.Module):
 
     `router` returns logits (N, E), whose softmax in float32 or wider gives the weights; with `renormalise` those
     of the chosen experts are scaled to sum to one. (With a top_k of 1 the router then gets no gradient.) Of
-    experts with equal probability the first is chosen. `balance` is the coefficient of the load-balancing loss
-    that it adds in training. Raises ValueError for a top_k below 1 or above the number of experts.
+    experts with equal probability the first is chosen. `shared` experts get every token, and their outputs are
+    added without a weight. Coefficients of what it adds to the loss in training: `balance` of `load_balance`,
+    `z_loss` of `router_z`. Raises ValueError for a top_k below 1 or above the number of experts, and for an expert
+    that occurs twice.
+
+    With a `bias_rate`, `selection_bias` (E,) is added to the probabilities for the choice alone, and after each
+    step raised by the rate for experts with less than the mean load of all its micro-batches and ranks, lowered
+    for those with more, while the router is trained (loss-free balancing, https://arxiv.org/abs/2408.15664). It is
+    rounded with the weights: train in float32.
     """
 
     supports_packing = True
+    mutable_buffers = ("selection_bias", "load")
+    selection_bias: Tensor | None
+    load: Tensor
+    shared: nn.ModuleList | None
+    z_loss, bias_rate = 0.0, 0.0  # of the class: the structure of saved models without them stays as it was
 
     def __init__(
         self,
@@ -31,19 +45,40 @@ class MoE(nn.Module):
         *,
         renormalise: bool = True,
         balance: float = 0.0,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+        shared: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= len(experts):
             raise ValueError(f"top_k is {top_k}; expected 1 to {len(experts)}, the number of experts")
+        if len({*map(id, (*experts, *shared))}) < len(experts) + len(shared):
+            raise ValueError("the same expert occurs twice; build or copy a new one for each")
         self.router, self.experts = router, nn.ModuleList(experts)
         self.top_k, self.renormalise, self.balance = top_k, renormalise, balance
         self.recorded: list[Tensor] | None = None
+        self.register_module("shared", nn.ModuleList(shared) if shared else None)
+        self.register_buffer("selection_bias", None)
+        self.extend(z_loss, bias_rate)
+
+    def extend(self, z_loss: float = 0.0, bias_rate: float = 0.0, shared: Sequence[nn.Module] = ()) -> None:
+        """Set the z-loss and the rate of the selection bias where they are not 0, and add shared experts."""
+        device = next((p.device for p in self.parameters()), None)
+        if z_loss:
+            self.z_loss = z_loss
+        if bias_rate:
+            self.bias_rate = bias_rate
+            self.register_buffer("selection_bias", torch.zeros(len(self.experts), device=device))
+            # In the state, so that a skipped step restores it.
+            self.register_buffer("load", torch.zeros(len(self.experts), dtype=torch.long, device=device))
+        if shared:
+            self.shared = nn.ModuleList([*(self.shared or ()), *shared])
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
         tokens = x.flatten(0, -2)
         logits = _at_least_float32(self.router(tokens))
-        if self.recorded is not None and self.balance:
+        if self.recorded is not None and (self.balance or self.z_loss or self.selection_bias is not None):
             self.recorded.append(logits)
         chosen, weights = self.route(logits)
         stacks = self._stacks(tokens)
@@ -51,20 +86,50 @@ class MoE(nn.Module):
             y = forms.plain(tokens, list(self.experts), chosen, weights)
         else:
             y = forms.grouped(tokens, stacks, chosen, weights)
+        for expert in self.shared or ():
+            y = y + expert(tokens).to(y.dtype)
         return y.view_as(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts (N, k) for logits (N, E), most probable first, with weights of at least float32."""
         probs = _at_least_float32(logits).softmax(-1)
-        # topk does not specify which of equal values it returns.
-        chosen = torch.sort(probs.detach(), dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        chosen = self._choose(probs)
         weights = probs.gather(-1, chosen)
         return chosen, weights / weights.sum(-1, keepdim=True) if self.renormalise else weights
 
-    def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Tensor]:
-        """`balance` times the `load_balance` of the recorded router logits, those of several calls together."""
-        real_tokens = None if real is None else real.repeat(len(recorded))
-        return {"balance": self.balance * load_balance(torch.cat([*recorded]), self.top_k, real_tokens)}
+    def _choose(self, probs: Tensor) -> Tensor:
+        bias = self.selection_bias
+        return choose_experts(probs if bias is None else probs + bias, self.top_k)
+
+    def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
+        """The losses of the recorded router logits, those of several calls together, times their coefficients.
+
+        `expert_load` is a metric: the tokens of each expert (E,), and their count. Only `real` ones count.
+        """
+        real = None if real is None else real.repeat(len(recorded))
+        logits = _without_padding(torch.cat([*recorded]), real)
+        probs = logits.softmax(-1)
+        load = _one_hot(self._choose(probs), probs, real)
+        tokens = load.detach().sum(0)
+        if self.selection_bias is not None:
+            self.load += tokens.long()
+        losses: dict[str, Any] = {"expert_load": (tokens, _count(probs, real))}
+        if self.balance:
+            losses["balance"] = self.balance * _balance(load, probs, real)
+        if self.z_loss:
+            losses["router_z"] = self.z_loss * router_z(logits, real)
+        return losses
+
+    def after_step(self) -> None:
+        """Adjust the selection bias by the loads since the last step, if the router is trained."""
+        if self.selection_bias is None:
+            return
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.load)
+        if any(p.requires_grad for p in self.router.parameters()):
+            below_mean = self.load.sum() - len(self.experts) * self.load
+            self.selection_bias += self.bias_rate * below_mean.sign()
+        self.load.zero_()
 
     def pack(self) -> bool:
         """Make each matrix of all experts a view of one storage, which the grouped form reads.
@@ -107,6 +172,12 @@ class MoE(nn.Module):
         return forms.Stacks(*map(forms.stacked, matrices))
 
 
+def choose_experts(scores: Tensor, top_k: int) -> Tensor:
+    """The experts (N, k) with the highest scores (N, E), highest first; of equal ones, the first."""
+    # topk does not specify which of equal values it returns.
+    return torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
 def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tensor:
     """The load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
 
@@ -115,16 +186,41 @@ def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tens
     https://arxiv.org/abs/2101.03961 divides by `top_k`). Pooled layers look balanced if each prefers other
     experts, so training takes each layer alone.
     """
-    if real is not None:  # padding may be NaN, and NaN times zero is NaN, forward and backward
-        logits = logits.masked_fill(~real[:, None], 0.0)
-    probs = _at_least_float32(logits).softmax(-1)
-    chosen = torch.sort(probs.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
-    load = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)
+    probs = _at_least_float32(_without_padding(logits, real)).softmax(-1)
+    return _balance(_one_hot(choose_experts(probs, top_k), probs, real), probs, real)
+
+
+def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
+    """The mean squared logarithm of the softmax's denominator, which keeps logits small.
+
+    Of the router logits (N, E) of tokens that are `real` (N, bool). https://arxiv.org/abs/2202.08906
+    """
+    z = _at_least_float32(_without_padding(logits, real)).logsumexp(-1).square()
+    return z.mean() if real is None else (z * real).sum() / _count(z, real)
+
+
+def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
+    """`load_balance` of the choices (N, E), 0 or 1, and the probabilities."""
     if real is None:
-        return logits.shape[-1] * (load.mean(0) * probs.mean(0)).sum()
-    count = real.sum().clamp(min=1)
-    load, probs = ((x * real[:, None]).sum(0) / count for x in (load, probs))
-    return logits.shape[-1] * (load * probs).sum()
+        return probs.shape[-1] * (load.mean(0) * probs.mean(0)).sum()
+    load, probs = ((x * real[:, None]).sum(0) / _count(x, real) for x in (load, probs))
+    return probs.shape[-1] * (load * probs).sum()
+
+
+def _one_hot(chosen: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
+    """1 where a real token chose the expert (N, E), else 0, in the dtype of the probabilities."""
+    load = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)
+    return load if real is None else load * real[:, None]
+
+
+def _without_padding(logits: Tensor, real: Tensor | None) -> Tensor:
+    """Padding as zeros: it may be NaN, and NaN times zero is NaN, forward and backward."""
+    return logits if real is None else logits.masked_fill(~real[:, None], 0.0)
+
+
+def _count(x: Tensor, real: Tensor | None) -> Tensor:
+    """The number of real tokens, at least 1."""
+    return x.new_tensor(len(x)) if real is None else real.sum().clamp(min=1)
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

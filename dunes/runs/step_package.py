@@ -7,11 +7,13 @@ folder. It holds no weights. AOTInductor makes it: https://docs.pytorch.org/docs
 import functools
 import inspect
 import json
+import math
 import os
 import platform
 import re
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
@@ -44,7 +46,7 @@ OPTIONS = {
 """Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows."""
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
-GREEDY_TOKENS, CHECKED = 64, 6
+GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
 PACKED_THREADS = 2
 """FBGEMM reads float16 weights with one thread, as fast as two read them in float32."""
 T = TypeVar("T")
@@ -74,19 +76,19 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
 def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callable[[], CompiledStep | None]:
     """A function that returns the step of the model, as soon as there is a package for it.
 
-    With a folder, in which the model lies, a missing package is made in the background.
+    With a folder, in which the model lies, missing native code is made in the background, after a script.
     """
     step: CompiledStep | None = None
     process: subprocess.Popen[bytes] | None = None
-    looked = False
+    looked = -math.inf
 
     def find() -> CompiledStep | None:
         nonlocal step, process, looked
-        if not looked or (process is not None and process.poll() is not None):
-            step, process = load_step(model), None
-            if step is None and compile_folder is not None and not looked and _dtypes(model):
+        first, running = looked == -math.inf, process is not None and process.poll() is None
+        if first or (process and not running) or (running and not step and time.monotonic() > looked + LOOK_EVERY):
+            step, process, looked = load_step(model), process if running else None, time.monotonic()
+            if first and compile_folder is not None and not (step and step.native) and _dtypes(model):
                 process = start_compiling(compile_folder)
-            looked = True
         return step
 
     return find
@@ -102,7 +104,11 @@ def compile_step(
     """
     own = _dtype(model)
     rounds = own == torch.float32 and (has_compiler() or (PACKS and torch.get_num_threads() <= PACKED_THREADS))
-    for choice in [dtype] if dtype else [torch.float16, own] if rounds else [own]:
+    choices = [dtype] if dtype else [torch.float16, own] if rounds else [own]
+    native = [_is_intact(_packages(model)(choice), PACKAGE) for choice in choices]
+    if not any(native) and has_compiler():
+        make_step(model, own, SCRIPT)  # in a few seconds, for those who wait
+    for choice in choices:
         step = make_step(model, choice)
         if choice in (dtype, own) or _same_greedy_ids(model, context_length, step):
             break
@@ -110,8 +116,11 @@ def compile_step(
     return _packages(model)(choice), choice
 
 
-def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
-    """The step with matrices of this dtype, whose package is made unless it is there. Raises as above."""
+def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledStep:
+    """The step with matrices of this dtype, whose package is made unless it is there. Raises as above.
+
+    `name` is PACKAGE or SCRIPT, by default that of the fastest form that can be made.
+    """
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
     if not (choices := _dtypes(model)):
@@ -123,7 +132,7 @@ def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
     package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     package.mkdir(exist_ok=True, mode=0o700)
     with folder_lock(package):  # another process may be making it
-        name = PACKAGE if _is_intact(package, PACKAGE) or has_compiler() else SCRIPT
+        name = name or (PACKAGE if _is_intact(package, PACKAGE) or has_compiler() else SCRIPT)
         if name == SCRIPT and dtype != _dtype(model) and not (dtype == torch.float16 and PACKS):
             raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: needs a C++ compiler; install g++")
         if not _is_intact(package, name):

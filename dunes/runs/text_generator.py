@@ -100,7 +100,7 @@ class TextGenerator:
             self._use_step(self.cache)
 
     def _use_step(self, cache: PrefixCache) -> None:
-        if cache.step is None and len(cache.ids) == 1:
+        if len(cache.ids) == 1:
             cache.step = self._find_step()
 
     def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:

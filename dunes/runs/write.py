@@ -29,7 +29,8 @@ def describe_generation(
     count = len(times) - 1
     if count:
         step = generator.cache and generator.cache.step
-        compiled = f", compiled with {str(step.dtype).removeprefix('torch.')} weights" if step else ""
+        form = "compiled" if step and step.native else "as a script"
+        compiled = f", {form} with {str(step.dtype).removeprefix('torch.')} weights" if step else ""
         yield describe_rates(min(prompt, generator.context_length), times) + compiled
     if limit is not None and count < limit:
         yield f"the model ended the text after {count} of {plural(limit, 'token')}"
