@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -48,6 +49,12 @@ def float_dtype(name: Any) -> torch.dtype:
         raise ValueError(f"dtype is {str(name)[:80]!r}; expected {', '.join(names)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def generator(*key: Any) -> torch.Generator:
+    """A generator whose numbers depend on the key alone: a seed, names, places."""
+    digest = sha256(" ".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _is_object(value: Any) -> bool:

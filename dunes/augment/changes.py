@@ -5,16 +5,17 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import lora
+from dunes.augment import lora, upcycle
 from dunes.augment.change import Change
 
-CHANGES: dict[str, Any] = {"lora": lora, "quantize": quantization}
+CHANGES: dict[str, Any] = {"lora": lora, "quantize": quantization, "upcycle": upcycle}
 """The entries by name. Each is a module with
 
 - `VERSION`, which rises when an older record would give another model,
 - `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
 - if new weights are computed, `fill(model, change, weights)`, from the state dict before the change,
+- if a user should see what was decided, `describe(change) -> str`, one sentence,
 - and if it can be taken back, `undo(model, change)`.
 """
 

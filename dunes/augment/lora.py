@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from hashlib import sha256
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from dunes.augment.adapted import (
     is_embedding,
     sides,
 )
-from dunes.augment.change import Change, float_dtype
+from dunes.augment.change import Change, float_dtype, generator
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
 
@@ -168,7 +167,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     for place in change.places:
         outer = modules[place]
         adapter = outer[name]
-        _initialise(adapter, outer.base, _generator(change.request, place))
+        _initialise(adapter, outer.base, generator(change.request["seed"], name, place))
         if adapter.magnitude is not None:
             adapter.magnitude.copy_(adapter.norms(outer.base))
 
@@ -176,11 +175,6 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 def undo(model: nn.Module, change: Change) -> None:
     """Remove the adapter."""
     detach(model, change.request["adapter"])
-
-
-def _generator(request: Mapping[str, Any], place: str) -> torch.Generator:
-    key = f"{request['seed']} {request['adapter']} {place}".encode()
-    return torch.Generator().manual_seed(int.from_bytes(sha256(key).digest()[:7], "big"))
 
 
 def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -> None:

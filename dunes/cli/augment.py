@@ -1,6 +1,7 @@
 """`dunes augment ...`: one command per modification, each from folder to folder."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from dunes.cli.verbs import AnyBase, Model, Out
@@ -59,15 +60,50 @@ def quantize(
         kind: int8 with a scale for each row, or nf4 with a scale for each block of 64.
         double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
     """
-    from dunes import checkpoint
-    from dunes.runs.augment import augment_folder
-
-    for line in augment_folder(checkpoint.locate_model(model).folder, out, "quantize", kind=kind, double=double):
-        print(line)
+    _augment(model, out, "quantize", kind=kind, double=double)
     print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge, "quantize": quantize}
+Count = Annotated[int, flag("N")]
+
+
+def upcycle(
+    model: Model,
+    out: Out,
+    *,
+    experts: Count = 8,
+    top_k: Count = 2,
+    granularity: Count = 1,
+    drop: Annotated[float, flag("FRACTION")] = 0.0,
+    seed: Count = 0,
+) -> None:
+    """Copy each MLP of a dense model into the experts of a mixture, which computes the same.
+
+    Train it on with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
+
+    Example: dunes augment upcycle ~/models/llama ~/models/mixture
+
+    Args:
+        experts: Experts in each layer.
+        top_k: Experts that each token is routed to.
+        granularity: Cut each MLP into this many pieces first, of which a token gets whole sets.
+        drop: Draw this fraction of each expert's neurons anew (Drop-Upcycling): worse at first, better later.
+        seed: Random seed of the routers and of --drop.
+    """
+    _augment(model, out, "upcycle", experts=experts, top_k=top_k, granularity=granularity, drop=drop, seed=seed)
+    print(f"next: dunes train SOURCE --from {out} --out RUN")
+
+
+def _augment(model: str, out: Path, change: str, **request: Any) -> None:
+    """Make the change from folder to folder, and print its report."""
+    from dunes import checkpoint
+    from dunes.runs.augment import augment_folder
+
+    for line in augment_folder(checkpoint.locate_model(model).folder, out, change, **request):
+        print(line)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge, "quantize": quantize, "upcycle": upcycle}
 
 ABOUT = """Modify models: each command reads a folder and writes another.
 

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from dunes import checkpoint
-from dunes.augment import Change, apply_change
+from dunes.augment import CHANGES, Change, apply_change
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
+from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
@@ -39,12 +40,23 @@ def augment_folder(folder: Path, out: Path, name: str, **request: Any) -> list[s
 
     with exclusive_folder(out):
         save_changed(loaded, (change,), out, check)
+    describe = getattr(CHANGES[name], "describe", None)
     return [
+        *([] if describe is None else [describe(change)]),
         f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
+        f"written as {describe_form(loaded)}",
     ]
+
+
+def describe_form(loaded: LoadedModel) -> str:
+    """Whether the folder of a model is one of a Hugging Face family, or else why not."""
+    described = hf_config_of(loaded.model, loaded.context_length)
+    if isinstance(described, str):
+        return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"
+    return f"a plain Hugging Face folder: {described.family}"
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:

@@ -1,0 +1,133 @@
+"""The dense MLPs of a model, from which experts are made: selection, neurons, and the check of equality."""
+
+# Shapes: N tokens, D width, H hidden neurons.
+
+from collections.abc import Mapping, Set
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.models.mixture import mixture
+from dunes.parts import MLP, GatedMLP, MoE
+
+MLPS = "blocks.*.mlp"
+ROUTER_STD = 0.02
+"""The standard deviation of new routers, as for the matrices of a new model."""
+TOLERANCE, TOKENS = 1e-5, 64
+
+
+def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
+    """The dense MLPs that `where` selects, by place. Raises ValueError, with the place, for any other."""
+    selected = {p.name: p.module for p in tree.find(model, where, _is_mlp)}
+    if isinstance(where, Set) and (missing := sorted(where - selected.keys())):
+        raise ValueError(f"{missing[0]}: this model has no such MLP; was the change made to another model?")
+    for place, module in selected.items():
+        if isinstance(tree.innermost(module), MoE):
+            raise ValueError(f"{place}: already a mixture of experts; make the change to the dense model")
+        for name, layer in {"": module, **dict(module.named_children())}.items():
+            if type(layer) not in (MLP, GatedMLP, nn.Linear):
+                raise ValueError(
+                    f"{place}{'.' * bool(name)}{name} is {type(layer).__name__}; expected a plain linear layer: "
+                    "merge adapters (dunes augment merge) and dequantize (dunes export --to hf) first"
+                )
+    return selected
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    return type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
+
+
+def require_experts(experts: int, top_k: int) -> None:
+    """Raise ValueError unless each token can choose from 2 to all of the experts."""
+    if not 2 <= top_k <= experts:
+        raise ValueError(
+            f"top_k is {top_k}; expected 2 to {experts}, the number of experts that a token can choose from: "
+            "the weight of a single expert is always 1, from which a router learns nothing"
+        )
+
+
+def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
+    """The width of each piece. Raises ValueError, naming the nearest numbers of pieces, unless they are equal."""
+    if hidden % pieces == 0:
+        return hidden // pieces
+    fitting = [n for n in range(2, hidden + 1) if hidden % n == 0]
+    nearest = sorted(sorted(fitting, key=lambda n: abs(n - pieces))[:3])
+    raise ValueError(
+        f"{place}: {name} is {pieces}, which does not divide its {hidden} hidden neurons; "
+        f"{' or '.join(map(str, nearest))} would"
+    )
+
+
+def new_mlp(like: Any, hidden: int) -> Any:
+    """An MLP of the same class, dtype and device with this many hidden neurons; its weights are uninitialised."""
+    with torch.device("meta"):
+        mlp = type(like)(like.down.out_features, hidden, like.act, like.down.bias is not None)
+    return allocate(mlp, like)
+
+
+def allocate(module: nn.Module, like: Any) -> nn.Module:
+    """The module, built on the meta device, with uninitialised weights of the dtype and device of this MLP."""
+    weight = like.down.weight
+    return module.to(weight.dtype).to_empty(device=weight.device).train(like.training)
+
+
+def new_mixture(like: Any, widths: list[int], top_k: int, balance: float) -> MoE:
+    """A mixture with a linear router and experts of these widths; its weights are uninitialised."""
+    experts = [new_mlp(like, width) for width in widths]
+    with torch.device("meta"):
+        moe = mixture(like.down.out_features, experts, top_k, balance=balance)
+    moe.router = allocate(moe.router, like)
+    return moe.train(like.training)
+
+
+def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The MLPs that the mixtures at these places had been, from the state dict before; nothing is copied."""
+    paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
+    for place, moe in mixtures(model, places).items():
+        prefix, like = paths[id(moe)], moe.experts[0]
+        state = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+        with torch.device("meta"):
+            mlp = type(like)(*reversed(state["up.weight"].shape), like.act, like.down.bias is not None)
+        mlp.load_state_dict(state, assign=True)
+        mlps[place] = mlp.train(moe.training)
+    return mlps
+
+
+def mixtures(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
+    """The modules at these places."""
+    return {p.name: p.module for p in tree.places(model) if p.name in places}
+
+
+@torch.no_grad()
+def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> None:
+    """Copy hidden neurons of a dense MLP, a slice or indices, into an expert; what they add is scaled."""
+    weights = dict(mlp.named_parameters())
+    for name, parameter in expert.named_parameters():
+        if name == "down.weight":
+            parameter.copy_(weights[name][:, neurons] * scale)
+        else:
+            parameter.copy_(weights[name] if name == "down.bias" else weights[name][neurons])
+
+
+@torch.no_grad()
+def require_equality(model: nn.Module, mlps: Mapping[str, Any], forward: Any = lambda moe, x: moe(x)) -> None:
+    """Compare each mixture on random tokens, in float32, with the dense MLP that it replaced.
+
+    If the outputs differ, these MLPs are put back and ValueError is raised. Scaled weights of a narrower dtype may
+    have been rounded.
+    """
+    for place, moe in mixtures(model, mlps).items():
+        weight = mlps[place].down.weight
+        x = torch.randn(TOKENS, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.device)
+        expected, actual = deepcopy(mlps[place]).float().eval()(x), forward(deepcopy(moe).float().eval(), x)
+        tolerance = max(TOLERANCE, torch.finfo(weight.dtype).eps) * float(expected.abs().max())
+        if not (difference := float((actual - expected).abs().max())) <= tolerance:
+            for p in list(tree.find(model, {*mlps})):
+                setattr(p.parent, p.key, mlps[p.name])
+            raise ValueError(
+                f"{place}: the experts differ from the dense MLP by {difference:.1e}, more than {tolerance:.1e}; "
+                "the model is as before. Are its weights finite? dunes inspect --values lists them"
+            )

@@ -1,0 +1,124 @@
+"""Dense MLPs into mixtures of copies: the model computes the same, and its experts diverge in training.
+
+Sparse upcycling https://arxiv.org/abs/2212.05055. Fine-grained, with virtual groups
+https://arxiv.org/abs/2410.07524; the whole factor is on the down projections, since a gated MLP is not homogeneous
+in its other matrices. Drop-Upcycling https://arxiv.org/abs/2502.19261. An entry of CHANGES, see `changes.py`.
+"""
+
+# Shapes: E experts, G the granularity, D width.
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment.change import Change, generator
+from dunes.augment.dense_mlp import (
+    MLPS,
+    ROUTER_STD,
+    copy_neurons,
+    dense_mlps,
+    find_mlps,
+    mixtures,
+    new_mixture,
+    require_division,
+    require_equality,
+    require_experts,
+)
+
+VERSION = 1
+
+
+def decide(
+    model: nn.Module,
+    *,
+    experts: int = 8,
+    top_k: int = 2,
+    granularity: int = 1,
+    drop: float = 0.0,
+    balance: float = 0.01,
+    seed: int = 0,
+    where: tree.Where = MLPS,
+) -> Change:
+    """The record of the change: every setting, and the width of the experts at each place.
+
+    Each MLP is cut into `granularity` pieces, and each piece is copied into `experts` / `granularity` of the
+    `experts`. The pieces of a copy have the same row in the router, so that a token chooses whole copies.
+    `drop` is the fraction of each expert's neurons that is then drawn anew, which changes what the model
+    computes. `balance` is the coefficient of the load-balancing loss. Raises ValueError for an invalid request.
+    """
+    request = {k: v for k, v in locals().items() if k != "model"}
+    request["where"] = [where] if isinstance(where, str) else list(where)
+    require_experts(experts, top_k)
+    for name, value in (("experts", experts), ("top_k", top_k)):
+        if granularity < 1 or value % granularity:
+            nearest = max(granularity, round(value / max(1, granularity)) * granularity)
+            raise ValueError(
+                f"{name} is {value}, granularity {granularity}; expected a multiple, like {nearest}, since a "
+                "token needs every piece of an MLP"
+            )
+    if not 0 <= drop < 1:
+        raise ValueError(f"drop is {drop}; expected a fraction from 0 to below 1")
+    mlps = find_mlps(model, request["where"])
+    widths = {p: require_division(p, m.down.in_features, granularity, "granularity") for p, m in mlps.items()}
+    places = {place: {"width": width} for place, width in widths.items()}
+    return Change("upcycle", VERSION, request, places, tuple(f"{place}.router.*" for place in places))
+
+
+def describe(change: Change) -> str:
+    """The experts, in one sentence."""
+    experts, top_k, pieces, drop = (change.request[k] for k in ("experts", "top_k", "granularity", "drop"))
+    kind = "copies of the MLP" if pieces == 1 else f"{experts // pieces} copies of each {pieces}th of the MLP"
+    anew = f", with {drop:.0%} of their neurons drawn anew" if drop else ""
+    return f"{experts} experts in each layer, {top_k} for each token: {kind}{anew}"
+
+
+def shape(model: nn.Module, change: Change) -> None:
+    """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
+    request, mlps = change.request, find_mlps(model, {*change.places})
+    for place in tree.find(model, {*change.places}):
+        widths = [change.places[place.name]["width"]] * request["experts"]
+        moe = new_mixture(mlps[place.name], widths, request["top_k"], request["balance"])
+        setattr(place.parent, place.key, moe)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
+    """Copy the weights and draw the routers; then, with `drop`, draw neurons anew.
+
+    Raises ValueError, and puts the MLPs back, if the experts do not compute the same as the MLPs before that.
+    """
+    mlps, request = dense_mlps(model, change.places, weights), change.request
+    pieces = request["granularity"]
+    for place, moe in mixtures(model, mlps).items():
+        for e, expert in enumerate(moe.experts):
+            copy_neurons(expert, mlps[place], _piece(expert, e % pieces), pieces)
+        rows = torch.randn(len(moe.experts) // pieces, moe.router.in_features, generator=_draw(request, place))
+        moe.router.weight.copy_(ROUTER_STD * rows.repeat_interleave(pieces, 0))
+    require_equality(model, mlps)
+    for place, moe in mixtures(model, mlps).items() if request["drop"] else ():
+        for e, expert in enumerate(moe.experts):
+            redraw_neurons(expert, request["drop"], _draw(request, place, e))
+
+
+def _piece(expert: Any, index: int) -> slice:
+    width = expert.down.in_features
+    return slice(index * width, (index + 1) * width)
+
+
+def _draw(request: Mapping[str, Any], *key: Any) -> torch.Generator:
+    return generator(request["seed"], "upcycle", *key)
+
+
+def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
+    """Draw the weights of this share of an expert's neurons anew, with the mean and deviation of the old ones."""
+    hidden = expert.down.in_features
+    neurons = torch.randperm(hidden, generator=draw)[: round(share * hidden)]
+    for name, layer in expert.named_children():
+        rows = layer.weight.T if name == "down" else layer.weight
+        old = rows[neurons].float()
+        if old.numel() > 1:
+            new = torch.randn(old.shape, generator=draw).to(old.device) * old.std() + old.mean()
+            rows[neurons] = new.to(rows.dtype)

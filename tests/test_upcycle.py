@@ -1,0 +1,230 @@
+"""Dense MLPs into mixtures of copies: the model computes the same, for any router, and HF opens the result."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from adapters import difference
+from dunes import checkpoint, tree
+from dunes.augment import apply_change, make_change, quantize, repeat_structure
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.parts import MoE
+from dunes.runs.augment import augment_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
+IDS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+def dense(family="llama", seed=0, **fields):
+    """A small model with weights that are no start: biases and output projections are not zero."""
+    module = FAMILIES[family]
+    config = module.Config.from_size(50, 32, 2, 32)
+    model = initialise(module.build(type(config)(**{**vars(config), **fields})), seed).eval()
+    draw = torch.Generator().manual_seed(seed + 1)
+    for p in model.parameters():
+        if p.dim() == 1 or p.shape[0] == 32:
+            p.data += 0.2 * torch.randn(p.shape, generator=draw)
+    return model
+
+
+def spread(model, scale=3.0):
+    """Give each virtual group of the routers other, large logits."""
+    for m in model.modules():
+        if isinstance(m, MoE):
+            m.router.weight.data *= scale / m.router.weight.std()
+    return model
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [{}, {"granularity": 2}, {"granularity": 2, "top_k": 4}, {"experts": 12, "granularity": 4, "top_k": 8},
+     {"experts": 6, "granularity": 3, "top_k": 3}],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("llama", {}), ("llama", {"mlp_bias": True, "tied": False}), ("mistral", {}), ("qwen2", {}), ("qwen3", {}),
+     ("arcee", {}), ("gpt2", {})],
+)  # fmt: skip
+@torch.no_grad()
+def test_the_mixture_computes_what_the_dense_model_does_for_any_router(family, fields, request_):
+    fields = fields | {"hidden": 96} if family != "gpt2" else fields
+    if family == "gpt2" and request_.get("granularity") == 3:
+        request_ = request_ | {"experts": 8, "granularity": 4, "top_k": 4}
+    model = dense(family, **fields)
+    before = model(IDS)
+    random_state = torch.get_rng_state()
+    change = apply_change(model, "upcycle", **request_)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    first = difference(model(IDS), before)
+    any_router = difference(spread(model)(IDS), before)
+    print(f"{family} {request_}: {first:.1e}, any router {any_router:.1e}")
+    assert max(first, any_router) <= 1e-5
+    assert {type(model.get_submodule(place)) for place in change.places} == {MoE}
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert len({p.data_ptr() for p in experts}) == len(experts), "experts share weights"
+
+
+@torch.no_grad()
+def test_a_router_without_preference_still_chooses_whole_copies():
+    model = dense()
+    before = model(IDS)
+    apply_change(model, "upcycle", experts=12, granularity=4, top_k=4)
+    for m in model.modules():
+        if isinstance(m, MoE):
+            m.router.weight.zero_()
+    assert difference(model(IDS), before) <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_are_scaled_exactly(dtype):
+    model = dense().to(dtype)
+    old = {k: v.clone() for k, v in model.state_dict().items()}
+    apply_change(model, "upcycle", experts=8, granularity=4, top_k=4)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    down = torch.cat([model.blocks[1].mlp.experts[e].down.weight for e in range(4, 8)], 1)
+    assert torch.equal(down / 4, old["blocks.1.mlp.down.weight"])
+
+
+@torch.no_grad()
+def test_dropped_neurons_are_drawn_anew_after_the_check():
+    model, plain = dense(hidden=96), dense(hidden=96)
+    before = model(IDS)
+    apply_change(model, "upcycle", drop=0.5)
+    apply_change(plain, "upcycle")
+    assert difference(plain(IDS), before) <= 1e-5 < difference(model(IDS), before)
+    for e in range(8):
+        expert, copied = (m.blocks[0].mlp.experts[e] for m in (model, plain))
+        changed = (expert.gate.weight != copied.gate.weight).all(1)
+        assert changed.sum() == 48
+        assert torch.equal((expert.down.weight != copied.down.weight).all(0), changed)
+        assert torch.equal((expert.up.weight != copied.up.weight).any(1), changed)
+        assert float(expert.up.weight.std()) == pytest.approx(float(copied.up.weight.std()), rel=0.1)
+    masks = [(m.gate.weight != c.gate.weight).all(1) for m, c in
+             zip(model.blocks[0].mlp.experts, plain.blocks[0].mlp.experts, strict=True)]  # fmt: skip
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_the_structure_is_repeated_without_values_and_without_random_numbers():
+    model, again = dense(), dense()
+    change = apply_change(model, "upcycle", granularity=2, top_k=4)
+    with torch.device("meta"):
+        outline = FAMILIES["llama"].build(FAMILIES["llama"].read(again, 32))
+    state = torch.get_rng_state()
+    repeat_structure(outline, change)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.is_meta for p in outline.parameters())
+    expected = {k: v.shape for k, v in model.state_dict().items()}
+    assert {k: v.shape for k, v in outline.state_dict().items()} == expected
+    make_change(again, type(change).of(json.loads(json.dumps(change.record()))))
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("family", "result"), [("llama", "mixtral"), ("mistral", "mixtral"), ("qwen3", "qwen3_moe")]
+)
+def test_transformers_opens_the_folder(family, result, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = dense(family)
+    checkpoint.save(model, tmp_path / "dense", None, 32)
+    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", granularity=2, experts=4)
+    print(*lines, sep="\n")
+    assert any(result in line for line in lines)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
+    assert theirs.config.num_experts_per_tok == 2
+    assert difference(theirs(IDS).logits, model(IDS)) <= 1e-5
+    card = json.loads((tmp_path / "moe" / "dunes.json").read_text())
+    assert [c["name"] for c in card["changes"]] == ["upcycle"]
+
+
+@pytest.mark.parametrize("family", ["arcee", "gpt2", "qwen2"])
+def test_other_families_keep_a_form_of_their_own(family, tmp_path):
+    model = dense(family)
+    checkpoint.save(model, tmp_path / "dense", None, 32)
+    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", drop=0.25)
+    assert any("form of its own" in line for line in lines)
+    loaded = checkpoint.load(tmp_path / "moe")
+    again = apply_change(model, "upcycle", drop=0.25)
+    assert loaded.architecture.changes[-1] == again
+    assert torch.equal(loaded.model(IDS), model.eval()(IDS))
+
+
+def test_only_the_routers_are_new_and_both_learn():
+    model = dense()
+    change = apply_change(model, "upcycle")
+    new = [n for n, _ in model.named_parameters() if tree.matches(change.new, n)]
+    assert new == ["blocks.0.mlp.router.weight", "blocks.1.mlp.router.weight"]
+    model.train()(IDS).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    # the experts are equal, so the choice between them changes nothing yet
+    assert float(model.blocks[0].mlp.router.weight.grad.abs().max()) < 1e-6
+
+
+REFUSED = [
+    ({"experts": 4, "top_k": 5}, "top_k is 5; expected 2 to 4"),
+    ({"top_k": 1}, "top_k is 1; expected 2 to 8"),
+    ({"granularity": 3, "experts": 6, "top_k": 4}, "top_k is 4, granularity 3; expected a multiple, like 3"),
+    ({"granularity": 3, "experts": 8, "top_k": 3}, "experts is 8, granularity 3; expected a multiple, like 9"),
+    (
+        {"granularity": 5, "experts": 10, "top_k": 5},
+        r"blocks.0.mlp: granularity is 5, .* 96 hidden .* 3 or 4 or 6",
+    ),
+    ({"granularity": 0}, "granularity 0"),
+    ({"drop": 1.0}, "drop is 1.0; expected a fraction from 0 to below 1"),
+    ({"where": "layers.*.mlp"}, "selects nothing; the places of that kind are: blocks.0.mlp, blocks.1.mlp"),
+]
+
+
+@pytest.mark.parametrize(("request_", "message"), REFUSED)
+def test_what_cannot_be_is_refused_before_any_change(request_, message):
+    model = dense(hidden=96)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        apply_change(model, "upcycle", **request_)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_an_earlier_change_in_the_way_is_named():
+    mixture, quantized, adapted = dense(), dense(), dense()
+    apply_change(mixture, "upcycle")
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp: already a mixture of experts"):
+        apply_change(mixture, "upcycle")
+    quantize(quantized, kind="int8")
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.gate is Int8; expected a plain linear layer"):
+        apply_change(quantized, "upcycle")
+    apply_change(adapted, "lora", where="**.down", rank=2)
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.down is AdaptedLinear; .*dunes augment merge"):
+        apply_change(adapted, "upcycle")
+
+
+def test_a_model_that_would_not_be_equal_is_put_back(monkeypatch):
+    from dunes.augment import upcycle
+
+    real = upcycle.copy_neurons
+    monkeypatch.setattr(upcycle, "copy_neurons", lambda e, m, n, scale: real(e, m, n, 1.01))
+    model = dense()
+    logits = model(IDS)
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp: the experts differ from the dense MLP by .* as before"):
+        apply_change(model, "upcycle")
+    assert torch.equal(model(IDS), logits)
+    monkeypatch.undo()
+    model.blocks[1].mlp.down.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp: .* nan"):
+        apply_change(model, "upcycle")
+    assert not any(isinstance(m, MoE) for m in model.modules())
+
+
+def test_changes_stack_on_experts(tmp_path):
+    model = dense()
+    changes = [apply_change(model, "upcycle")]
+    changes.append(apply_change(model, "quantize", kind="nf4"))
+    changes.append(apply_change(model, "lora", rank=2))
+    assert type(model.blocks[0].mlp.router) is nn.Linear
+    model.eval()
+    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(), 32), tuple(changes))
+    checkpoint.save(model, tmp_path / "all", None, 32, architecture=architecture)
+    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))
