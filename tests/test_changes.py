@@ -361,3 +361,57 @@ def test_a_record_survives_json():
     change = apply_change(model, "lora", rank=2, ranks={"**.q": 1})
     assert Change.of(json.loads(json.dumps(change.record()))) == change
     assert base_model(model) is not model
+
+
+MIXTRAL = FAMILIES["mixtral"].Config.from_size(50, 32, 2, 32)
+
+
+def mixtral_model():
+    model = FAMILIES["mixtral"].build(MIXTRAL)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("after", [None, "lora", "int8", "nf4"])
+def test_routing_changes_no_output_and_stacks(after, tmp_path):
+    model = mixtral_model()
+    before = model(IDS)
+    change = apply_change(model, "routing", shared=2, bias_rate=0.1, z_loss=0.5)
+    assert torch.equal(model(IDS), before)
+    train(model, change.new)
+    assert not torch.equal(model(IDS), before)
+    *_, metrics = model.requires_grad_().train()(IDS[:, :-1], targets=IDS[:, 1:])
+    assert metrics.keys() == {"balance", "router_z", "expert_load"}
+    model.blocks[0].mlp.after_step()
+    changes = [change]
+    if after:
+        name, request = KINDS[after]
+        changes.append(apply_change(model, name, **request))
+    architecture = Architecture("mixtral", MIXTRAL, tuple(changes))
+    checkpoint.save(model.eval(), tmp_path / "a", None, 32, architecture=architecture)
+    loaded = checkpoint.load(tmp_path / "a")
+    assert torch.equal(loaded.model(IDS), model(IDS))
+    assert loaded.model.blocks[0].mlp.selection_bias.abs().max() == pytest.approx(0.1)
+    assert loaded.architecture == architecture
+    with pytest.raises(ValueError, match=r"no Hugging Face config describes.*blocks.0.mlp"):
+        export(tmp_path / "a", tmp_path / "hf")
+
+
+def test_routing_is_refused_where_it_cannot_be():
+    model = mixtral_model()
+    for request in ({}, {"shared": -1, "z_loss": 1.0}, {"bias_rate": float("nan")}):
+        with pytest.raises(ValueError, match="expected numbers of at least 0, one of them above it"):
+            apply_change(model, "routing", **request)
+    with pytest.raises(ValueError, match=r"selects nothing; .* are: blocks.0.mlp, blocks.1.mlp"):
+        apply_change(model, "routing", where="blocks.*.attn", shared=1)
+    with pytest.raises(ValueError, match="selects nothing; the places of that kind are: none"):
+        apply_change(build(), "routing", shared=1)
+    apply_change(model, "routing", bias_rate=0.1)
+    with pytest.raises(ValueError, match=r"blocks.0.mlp: already has a selection bias"):
+        apply_change(model, "routing", bias_rate=0.2)
+    apply_change(model, "quantize", kind="int8")
+    with pytest.raises(ValueError, match="its experts are adapted or quantized; add shared experts before that"):
+        apply_change(model, "routing", shared=1)

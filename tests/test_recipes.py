@@ -30,7 +30,7 @@ def recipe(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora"])
+@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora", "mixtral_tiny"])
 def test_a_recipe_is_short(name):
     lines = next(p for p in RECIPES if p.stem == name).read_text().split('"""', 2)[2].splitlines()
     assert sum(bool(line.strip()) for line in lines) < 40
@@ -75,6 +75,15 @@ def test_alpaca_lora(tmp_path, capsys):
     assert "validation loss of answers:" in said
     assert "List three things that a cat likes." in said
     assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
+
+
+def test_mixtral_tiny(tmp_path, capsys):
+    (tmp_path / "play.txt").write_text("All:\nSpeak, speak.\n\n" * 200)
+    assert recipe("mixtral_tiny").main(str(tmp_path / "play.txt"), 12, str(tmp_path / "run")) < 2.5
+    assert "MaxVio of the least even layer" in capsys.readouterr().out
+    mixture = checkpoint.load(tmp_path / "run").model.blocks[0].mlp
+    assert len(mixture.shared) == 1
+    assert mixture.selection_bias.abs().max() > 0
 
 
 def test_own_parts_learn_to_add(tmp_path):
@@ -181,7 +190,9 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, capsys):
-    needed = {"alpaca_lora": 2, "self_instruct": 3, "shakespeare": 1, "zig": 1}.get(path.stem, 0)
+    needed = {"alpaca_lora": 2, "self_instruct": 3, "shakespeare": 1, "zig": 1, "mixtral_tiny": 1}.get(
+        path.stem, 0
+    )
     for given in ([], ["a"] * (needed - 1), ["a"] * 9, ["a", "--help"]):
         if given or needed:
             monkeypatch.setattr(sys, "argv", [str(path), *given])

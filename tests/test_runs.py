@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from conftest import display, metaspace_tokenizer, toy
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.forms.architecture import has_own_form
 from dunes.data import collect_corpus
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
@@ -33,6 +34,7 @@ from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate
+from dunes.runs.export import export
 from dunes.runs.loop import overfitting_note, rising_loss_warning
 from dunes.runs.progress import Display
 from dunes.runs.run import read_metrics, scalar_metrics
@@ -708,3 +710,77 @@ def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
     assert checkpoint.latest_state(folder).name == f"step-{done:06}"
     assert checkpoint.load(folder).card["trained"]["steps"] == done
     assert (folder / "loss.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"experts": 4, "experts_per_token": 1},
+        {"experts": 4, "family": "qwen3_moe"},
+        {"experts_per_token": 3, "balancing": "bias"},
+        {"experts": 3, "shared_experts": 2, "balancing": "bias"},
+    ],
+)
+def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_path, monkeypatch):
+    monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
+    monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
+    show, out = display()
+    assert train(toy(code, steps=12, **options), tmp_path / "whole", show) == 0
+    monkeypatch.setattr(
+        "dunes.runs.loop._check_due", lambda step: step == 6 and os.kill(os.getpid(), signal.SIGINT)
+    )
+    assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0]) == 128 + signal.SIGINT
+    assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0], resume=True) == 0
+    whole, resumed = (checkpoint.load(tmp_path / name) for name in ("whole", "run"))
+    for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    moe = whole.model.blocks[0].mlp
+    assert len(moe.experts) == options.get("experts", 8)
+    assert moe.top_k == options.get("experts_per_token", 2)
+    assert len(moe.shared or ()) == options.get("shared_experts", 0)
+    own = "balancing" in options
+    assert ("no Hugging Face config names shared experts" in out.getvalue()) == own
+    assert has_own_form(whole.card) == own
+    assert "active; " in out.getvalue()
+    if own:
+        assert moe.selection_bias.abs().max() > 0
+        with pytest.raises(ValueError, match="no Hugging Face config describes"):
+            export(tmp_path / "run", tmp_path / "hf")
+    steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    for step in steps:
+        load = step["metrics"]["expert_load"]
+        assert [len(layer) for layer in load] == [len(moe.experts)] * len(whole.model.blocks)
+        violations = [max(layer) / (moe.top_k / len(moe.experts)) - 1 for layer in load]
+        assert step["metrics"]["MaxVio"] == pytest.approx(sum(violations) / len(load), abs=1e-3)
+    assert "MaxVio 0." in out.getvalue() or "MaxVio 1." in out.getvalue()
+    assert (tmp_path / "run" / "expert_load.png").stat().st_size > 10_000
+    assert f"load of experts: {tmp_path / 'whole'}/expert_load.png" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "message"),
+    [
+        (
+            {"experts": 8, "family": "llama"},
+            None,
+            "--experts: llama has no experts; use --family mixtral or qwen3_moe",
+        ),
+        ({"experts": 8}, {"experts", "family"}, "--experts: arcee has no experts"),
+        ({"balancing": "bias", "family": "gpt2"}, None, "--balancing: gpt2 has no experts"),
+        ({"experts": 512}, None, "--experts is 512, and with --size 60k the narrowest ones give a model of"),
+        ({"experts": 2, "base": "x"}, None, "--experts describes a new model, and --from continues another"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused_before_any_work(options, asked, message, code, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(toy(code, **options), tmp_path / "run", display()[0], asked=asked)
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_experts_for_a_token_than_there_are_is_refused():
+    for options in ({"experts": 2, "experts_per_token": 3}, {"experts_per_token": 9}, {"experts": 5000}):
+        with pytest.raises(ValueError, match=r"expected at most as many per token as there are, and at most 4096"):
+            TrainConfig(sources=("x",), **options)
+    for options in ({"experts": -1}, {"shared_experts": -1}, {"balancing": "luck"}):
+        with pytest.raises(ValueError, match=r"it must be"):
+            TrainConfig(sources=("x",), **options)

@@ -19,6 +19,7 @@ from dunes.text import Tokenizer
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 LIMIT = 1e-5
 
@@ -191,6 +192,47 @@ def test_cached_is_full_across_the_edge_of_a_window(shape, cuts):
     assert isinstance(cache, RollingCache) == bool(getattr(ours.blocks[0].attn, "window", None))
     got = torch.cat([ours(part, cache=cache) for part in ids.split(cuts, 1)], 1)
     assert (got - ours(ids)).abs().max() <= LIMIT
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("shape", ["mixtral", "qwen3_moe", "qwen3_moe-renormalised"])
+def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padded, monkeypatch):
+    """With one layer it is their loss as it is; of several, they pool the layers and we take the mean."""
+    family, options = SHAPES[shape]
+    monkeypatch.setitem(
+        SHAPES, "training", (family, {**options, "num_hidden_layers": layers, "router_aux_loss_coef": 0.3})
+    )
+    _, hf = theirs("training")
+    ours, ids = ours_of(family, hf).train(), some(3, 20)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if padded:
+        real[0, 13:], real[2, 4:] = False, False
+    targets = ids.where(real, -100)
+    out = hf.train()(ids, attention_mask=real.long(), labels=targets, output_router_logits=True)
+    balances = [
+        load_balancing_loss_func((logits,), hf.config.num_local_experts, ours.blocks[0].mlp.top_k, real.long())
+        for logits in out.router_logits
+    ]
+    balance = sum(balances) / layers
+    loss = out.loss + 0.3 * (balance - out.aux_loss)
+    if layers == 1:
+        assert float(loss.detach()) == float(out.loss.detach())
+    loss.backward()
+    positions = torch.arange(20).expand_as(ids).where(real, -1)
+    total, count, metrics = ours(
+        ids, positions, targets=torch.nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
+    )
+    (total / count).backward()
+    want = from_theirs(family, {k: p.grad for k, p in hf.named_parameters()})
+    grads = {name: p.grad for name, p in ours.named_parameters()}
+    assert want.keys() == grads.keys()
+    differences = {name: float((grads[name] - want[name]).abs().max()) for name in want}
+    differences["loss"] = abs(float((total / count - loss).detach()))
+    differences["balance"] = abs(float((metrics["balance"][0] / count - 0.3 * balance).detach()))
+    print({name: f"{d:.1e}" for name, d in differences.items() if "router" in name or "." not in name})
+    assert all(want[f"blocks.{i}.mlp.router.weight"].abs().max() > 1e-3 for i in range(layers))
+    assert max(differences.values()) <= LIMIT
 
 
 @torch.no_grad()

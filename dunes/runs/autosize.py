@@ -15,12 +15,15 @@ import torch
 from torch import nn
 
 from dunes import measure, tree
+from dunes.augment import CHANGES
 from dunes.augment.adapted import sides
+from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
+from dunes.models.mixture import expert_width
 from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.config import Dtype, T
 from dunes.runs.memory import Build, Shape, describe_memory, process_memory, train_allocations
-from dunes.runs.train_config import TrainConfig, parse_size
+from dunes.runs.train_config import EXPERT_OPTIONS, TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
 
@@ -49,6 +52,8 @@ WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
+BIAS_RATE = 1e-3
+"""The step of the selection bias, that of https://arxiv.org/abs/2408.15664."""
 CONTEXT = 256
 
 
@@ -101,9 +106,13 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimates for a model: parameters, tokens/s, training tokens, epochs, validation bits/byte."""
+    """Estimates for a model: parameters, tokens/s, training tokens, epochs, validation bits/byte.
+
+    `active` are the parameters that compute a token: of a mixture, fewer.
+    """
 
     parameters: int
+    active: int
     rate: float
     tokens: float
     epochs: float
@@ -134,8 +143,10 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     )
     tokens = steps * config.batch * config.context_length
     unique = unique_tokens(config, size)
-    parameters = tree.count(model)
-    return Estimate(parameters, rate, tokens, tokens / unique, expected_bits(parameters, tokens, unique))
+    parameters, active = tree.count(model), active_parameters(model)
+    # A mixture is about as good as a dense model between its active and its total size: a rule of thumb.
+    bits = expected_bits(math.isqrt(parameters * active), tokens, unique)
+    return Estimate(parameters, active, rate, tokens, tokens / unique, bits)
 
 
 def size_warning(config: TrainConfig) -> str:
@@ -143,6 +154,12 @@ def size_warning(config: TrainConfig) -> str:
     count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
+    few = replace(config, experts=0, experts_per_token=0)
+    if config.experts and tree.count(meta_model(few)) < count:
+        raise ValueError(
+            f"--experts is {config.experts}, and with --size {config.size} the narrowest ones give a model of "
+            f"{format_count(count)} parameters; set fewer --experts, or a larger --size"
+        )
     return (
         f"warning: --size is {config.size}, but the smallest {config.family} model with a vocabulary "
         f"of {vocabulary(config)} has {format_count(count)} parameters; set a smaller --vocab-size"
@@ -162,8 +179,23 @@ def meta_model(config: TrainConfig) -> Decoder:
 
 def build_model(config: TrainConfig) -> Decoder:
     """The model of a config, before the text is tokenized."""
-    model: Decoder = FAMILIES[config.family].build(config_for(config, vocabulary(config)))
-    return model
+    return architecture_for(config, vocabulary(config)).build()
+
+
+def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
+    """The architecture of a new model; with shared experts or a selection bias, one that only dunes reads."""
+    plain = Architecture(config.family, config_for(config, vocab))
+    if not config.has_own_form:
+        return plain
+    bias_rate = BIAS_RATE if config.balancing == "bias" else 0.0
+    routing = CHANGES["routing"].decide(plain.outline(), shared=config.shared_experts, bias_rate=bias_rate)
+    return replace(plain, changes=(routing,))
+
+
+def active_parameters(model: nn.Module) -> int:
+    """The number of parameters that compute a token: all but the experts that were not chosen for it."""
+    idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
+    return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
 
 
 def vocabulary(config: TrainConfig) -> int:
@@ -176,6 +208,22 @@ def config_for(config: TrainConfig, vocab: int) -> Any:
 
     Widths are 32 or multiples of 64; among those of about that size, the aim is one layer per 64 of width.
     """
+    return _with_experts(_dense_config(config, vocab), config)
+
+
+def _with_experts(made: Any, config: TrainConfig) -> Any:
+    """A family's config with the run's number of experts, together as wide as those that it has."""
+    if not set(EXPERT_OPTIONS) & config.changed():
+        return made
+    sizes = {
+        "experts": config.expert_count,
+        "top_k": config.top_k,
+        "hidden": expert_width(made.dim, config.expert_count),
+    }
+    return replace(made, **sizes, **({"balance": 0.0} if config.balancing == "bias" else {}))
+
+
+def _dense_config(config: TrainConfig, vocab: int) -> Any:
     from_size = FAMILIES[config.family].Config.from_size
     if config.shape:
         layers, width = config.shape
@@ -275,12 +323,18 @@ def describe_machine(machine: Machine) -> str:
     )
 
 
+def format_parameters(total: int, active: int) -> str:
+    """Like "3.0m parameters", and how many are active in a mixture."""
+    few = f", {format_count(active)} active" if active < total else ""
+    return f"{format_count(total)} parameters{few}"
+
+
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
     """The chosen options, and the reason for the size if it was chosen (`why`)."""
     return [
         describe_machine(machine),
-        f"chosen for {config.length}: {format_count(expected.parameters)} parameters, batch size {config.batch}, "
-        f"context length {config.context_length}",
+        f"chosen for {config.length}: {format_parameters(expected.parameters, expected.active)}, "
+        f"batch size {config.batch}, context length {config.context_length}",
         f"at about {format_count(expected.rate)} tokens/s, trains on {format_count(expected.tokens)} tokens "
         f"({expected.epochs:.1f} epochs){why}; estimated: {expected.bits:.2f} bits/byte",
         memory_advice(config),

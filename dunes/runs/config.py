@@ -87,8 +87,9 @@ class RunConfig(Optimization, Hardware):
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
         "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,
+        "experts": 1, "experts_per_token": 1, "shared_experts": 0,
     }  # fmt: skip
-    AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch")
+    AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch", "experts", "experts_per_token")
     """Fields in which 0 means that the value is chosen."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
     """Fields that may change when resuming. All others determine the weights or the order of the data."""

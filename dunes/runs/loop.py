@@ -15,6 +15,7 @@ from dunes import checkpoint, measure
 from dunes.runs.autosize import flops
 from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
+from dunes.runs.expert_load import load_picture, with_violation
 from dunes.runs.json_lines import append_text
 from dunes.runs.picture import loss_picture, smooth
 from dunes.runs.progress import Display
@@ -41,6 +42,7 @@ from dunes.units import format_count, format_seconds, plural
 CHECK_TOKENS = 16_384
 FINAL_TOKENS = 262_144
 SAVE_SECONDS = 60.0
+LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 CLOSING = 3.0
 """Seconds that the end of a run takes besides the final validation: saving the model, plotting."""
@@ -184,7 +186,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     over = run.schedule.is_over(run.trainer.number)
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
-    for step in steps:
+    for step in map(with_violation, steps):
         run.elapsed = monotonic() - run.start_time
         _add_step_time(run, step)
         if clock is not None:
@@ -321,8 +323,11 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
     except OSError as error:
         display.line(f"not saved: {error}")
         return NOT_SAVED
+    drawn = False
     with run.timings("plot"), non_fatal("plotting"):
-        loss_picture(read_metrics(run.folder / METRICS, display.line), score, saved_step, run.folder / "loss.png")
+        records = read_metrics(run.folder / METRICS, display.line)
+        loss_picture(records, score, saved_step, run.folder / "loss.png")
+        drawn = load_picture(records, run.folder / LOAD_PICTURE)
     outcome = "stopped" if request.signal else "done"
     display.line(
         f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "
@@ -334,7 +339,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
     *lines, next_steps = report
     for line in lines:
         display.line(line)
-    display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md")
+    loads = f"   load of experts: {folder}/{LOAD_PICTURE}" if drawn else ""
+    display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}")
     resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
     display.line(resume if request.signal else next_steps)
     return status

@@ -12,12 +12,18 @@ from torch import Tensor
 from dunes import measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
-from dunes.checkpoint.forms.architecture import Architecture
 from dunes.data import Corpus, Windows
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.runs.augment import save_changed
-from dunes.runs.autosize import autosize_run, config_for, memory_advice, size_warning
+from dunes.runs.autosize import (
+    active_parameters,
+    architecture_for,
+    autosize_run,
+    format_parameters,
+    memory_advice,
+    size_warning,
+)
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, gather, tokenize
 from dunes.runs.evaluate import Score, evaluate
@@ -41,6 +47,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     Returns what `execute_run` does. Raises ValueError, before anything is written, for invalid options or data.
     """
     run_options, timings = RunOptions(**options), Timings()
+    config = config.with_family(run_options.asked)
     ready = begin_run(config, folder, display, run_options)
     if ready is None:
         return 0
@@ -76,6 +83,11 @@ def _choose_options(
         display.detail(line)
     if base is None and config.size and (warning := size_warning(chosen)):
         display.line(warning)
+    if chosen.has_own_form:
+        display.line(
+            "note: no Hugging Face config names shared experts or a selection bias; the model will be a folder "
+            "that dunes reads, and transformers does not"
+        )
     return chosen
 
 
@@ -86,7 +98,7 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: LoadedModel
     torch.set_num_threads(config.threads)
     device, dtype = measure.device(), getattr(torch, config.dtype)
     if base is None:
-        architecture = Architecture(config.family, config_for(config, tokens.tokenizer.vocab))
+        architecture = architecture_for(config, tokens.tokenizer.vocab)
         model = initialise(architecture.build(), config.seed).to(device)
         loaded = LoadedModel(model, tokens.tokenizer, config.context_length, {}, architecture)
     else:
@@ -149,7 +161,7 @@ class TrainTask:
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
         share = "" if total == trained else f"{format_count(trained)} of "
-        return f"{share}{format_count(total)} parameters"
+        return f"{share}{format_parameters(total, active_parameters(model))}"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         facts = card_facts(run, score, "trained")

@@ -1,7 +1,8 @@
 """Options of training from scratch, read by the command line without importing torch."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
 import tyro
@@ -15,7 +16,14 @@ WIDTH_STEP = 32
 """Widths are multiples of this, the smallest head."""
 
 Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
+MIXTURES = ("mixtral", "qwen3_moe")
+"""The families with experts."""
+EXPERTS, MAX_EXPERTS = 8, 4096
+"""The default number of experts, and the largest."""
 Tokenization = Literal["bpe", "bytes", "chars"]
+
+EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
+Balancing = Literal["loss", "bias"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,14 @@ class ModelShape:
     """With --from, the parameters to train: all, those that the last change added, or globs of their names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
+    experts: Annotated[int, flag("EXPERTS", "8 with mixtral and qwen3_moe, else none")] = 0
+    """Train a mixture of this many experts; the family is then mixtral unless --family is qwen3_moe."""
+    experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
+    """Experts that compute each token."""
+    shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
+    """Further experts that compute every token."""
+    balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
+    """Balance the load of experts by a loss, or by a bias of the router's choice (loss-free)."""
     size: Annotated[str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes, the text and this machine")] = ""
     """Number of parameters, like 500k or 3m, or number of layers and hidden size, like 4x256."""
     tokenizer: Annotated[Tokenization, flag("bpe|bytes|chars")] = "bpe"
@@ -81,7 +97,13 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
             )
         if self.size and not self.shape:
             parse_size(self.size)
-        shaped = [name for name in ("family", "size", "tokenizer", "vocab_size") if name in self.changed()]
+        if self.top_k > self.expert_count or self.expert_count > MAX_EXPERTS:
+            raise ValueError(
+                f"--experts-per-token is {self.top_k} and --experts {self.expert_count}; expected at most as many "
+                f"per token as there are, and at most {MAX_EXPERTS}"
+            )
+        names = (*EXPERT_OPTIONS, "family", "size", "tokenizer", "vocab_size")
+        shaped = [name for name in names if name in self.changed()]
         if self.base and shaped:
             raise ValueError(f"--{option(shaped[0])} describes a new model, and --from continues another; omit it")
 
@@ -89,6 +111,35 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
     def shape(self) -> tuple[int, int] | None:
         """Depth and width, if --size has the form LAYERSxWIDTH."""
         return parse_shape(self.size)
+
+    @property
+    def expert_count(self) -> int:
+        """The number of experts, if it is a mixture."""
+        return self.experts or EXPERTS
+
+    @property
+    def top_k(self) -> int:
+        """The experts of each token, if it is a mixture."""
+        return self.experts_per_token or min(2, self.expert_count)
+
+    @property
+    def has_own_form(self) -> bool:
+        """Whether the model has parts that no Hugging Face config names."""
+        return bool(self.shared_experts) or self.balancing == "bias"
+
+    def with_family(self, asked: Collection[str] | None) -> "TrainConfig":
+        """The config with mixtral as the family if it has options of experts, and no family was `asked` for.
+
+        Raises ValueError for such options and a family without experts.
+        """
+        options = [option(name) for name in EXPERT_OPTIONS if name in self.changed()]
+        if not options or self.family in MIXTURES:
+            return self
+        if self.family == TrainConfig.family and "family" not in (asked or ()):
+            return replace(self, family="mixtral")
+        raise ValueError(
+            f"--{options[0]}: {self.family} has no experts; use --family {' or '.join(MIXTURES)}, or omit it"
+        )
 
     @property
     def about(self) -> str:

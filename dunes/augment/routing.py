@@ -1,0 +1,67 @@
+"""Shared experts, loss-free balancing and a z-loss for the mixtures of a model, whose outputs stay the same."""
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment.change import Change
+from dunes.parts import MoE
+
+VERSION = 1
+
+
+def is_mixture(module: nn.Module) -> bool:
+    return isinstance(module, MoE)
+
+
+def decide(
+    model: nn.Module, *, where: str = "**", shared: int = 0, bias_rate: float = 0.0, z_loss: float = 0.0
+) -> Change:
+    """The record of `MoE.extend` with these arguments at the mixtures that `where` selects, not yet made.
+
+    `shared` is a number of experts, built like those that exist, whose output projections are zero at first.
+    Raises ValueError if `where` selects no mixture, for values below 0, all of which are 0, and for a mixture
+    with a selection bias or, where experts are to be added, with experts that are not plain.
+    """
+    values = {"shared": shared, "bias_rate": bias_rate, "z_loss": z_loss}
+    if not all(0 <= value < math.inf for value in values.values()) or not any(values.values()):
+        raise ValueError(f"routing: {values}; expected numbers of at least 0, one of them above it")
+    places = {}
+    for place in tree.find(model, where, is_mixture):
+        moe = cast(MoE, place.module)
+        if bias_rate and moe.selection_bias is not None:
+            raise ValueError(f"{place.name}: already has a selection bias")
+        linears = [m for m in moe.experts[0].modules() if tree.linear(m)]
+        if shared and not all(type(m) is nn.Linear for m in linears):
+            raise ValueError(f"{place.name}: its experts are adapted or quantized; add shared experts before that")
+        first = len(moe.shared or ())
+        places[place.name] = {"shared": [*range(first, first + shared)]}
+    new = tuple(f"{name}.shared.{i}.**" for name, decided in places.items() for i in decided["shared"])
+    return Change("routing", VERSION, {"where": where, **values}, places, new)
+
+
+def shape(model: nn.Module, change: Change) -> None:
+    """Add the shared experts and the buffers."""
+    for name, decided in change.places.items():
+        moe = _mixture(model, name)
+        shared = [deepcopy(moe.experts[0]) for _ in decided["shared"]]
+        moe.extend(change.request["z_loss"], change.request["bias_rate"], shared)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
+    """Zero the output projections of the new shared experts, which are copies of the first expert."""
+    for name, decided in change.places.items():
+        for i in decided["shared"]:
+            for p in cast(Any, _mixture(model, name).shared)[i].down.parameters():
+                p.zero_()
+
+
+def _mixture(model: nn.Module, name: str) -> MoE:
+    (place,) = tree.find(model, {name}, is_mixture)
+    return cast(MoE, place.module)
