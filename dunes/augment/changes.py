@@ -5,12 +5,17 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import expand, lora, routing, upcycle
+from dunes.augment import expand, experts, lora, routing, upcycle
 from dunes.augment.change import Change
 
 CHANGES: dict[str, Any] = {
-    "expand": expand, "lora": lora, "quantize": quantization, "routing": routing, "upcycle": upcycle,
-}  # fmt: skip
+    "expand": expand,
+    "experts": experts,
+    "lora": lora,
+    "quantize": quantization,
+    "routing": routing,
+    "upcycle": upcycle,
+}
 """The entries by name. Each is a module with
 
 - `VERSION`, which rises when an older record would give another model,
