@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
 
 from conftest import data
 from dunes import checkpoint
@@ -16,6 +17,9 @@ from dunes.data import collect_corpus, read_records
 from dunes.data.self_instruct import REQUEST, build_prompts, read_seed_tasks
 from dunes.models import llama
 from dunes.models.initialise import initialise
+from dunes.runs.progress import Display
+from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import text_before_cursor
 from dunes.text import Tokenizer
 
@@ -30,7 +34,7 @@ def recipe(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora", "mixtral_tiny"])
+@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny"])
 def test_a_recipe_is_short(name):
     lines = next(p for p in RECIPES if p.stem == name).read_text().split('"""', 2)[2].splitlines()
     assert sum(bool(line.strip()) for line in lines) < 40
@@ -75,6 +79,27 @@ def test_alpaca_lora(tmp_path, capsys):
     assert "validation loss of answers:" in said
     assert "List three things that a cat likes." in said
     assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
+
+
+def test_llama_moe_recovers(tmp_path, capsys):
+    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
+    (tmp_path / "play.txt").write_text(text)
+    tokenizer = Tokenizer.train("chars", [text], 0)
+    options = {"dtype": "float32", "threads": 1, "batch": 4, "context_length": 32, "lr": 0.01}
+    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 32)))
+    checkpoint.save(base, tmp_path / "new", tokenizer, 32)
+    play = str(tmp_path / "play.txt")
+    config = TrainConfig(sources=(play,), base=str(tmp_path / "new"), steps=60, **options)
+    assert train(config, tmp_path / "base", Display(quiet=True)) == 0
+    losses = recipe("llama_moe").main(str(tmp_path / "base"), play, 40, str(tmp_path / "run"), **options)
+    assert losses["before routers"] > losses["routers"] > losses["experts"]
+    assert losses["before dense"] < losses["before routers"]
+    assert checkpoint.load(tmp_path / "run" / "experts").architecture.family == "mixtral"
+    routers, split = (checkpoint.load(tmp_path / "run" / name).model.state_dict() for name in ("routers", "split"))
+    assert {name for name in split if not torch.equal(routers[name], split[name])} == {
+        f"blocks.{i}.mlp.router.weight" for i in (0, 1)
+    }
+    assert "against the dense model" in capsys.readouterr().out
 
 
 def test_mixtral_tiny(tmp_path, capsys):

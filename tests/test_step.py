@@ -6,17 +6,28 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from dunes import augment, checkpoint
 from dunes.bench import BENCHMARKS
 from dunes.bench.profile_modules import profile_work
 from dunes.bench.subject import Setting, of_shape
-from dunes.generate import PrefixCache, generate
-from dunes.generate.step import Step, export_step
+from dunes.generate import (
+    PrefixCache,
+    Request,
+    Sampler,
+    generate,
+    generate_all,
+    limit_vocab,
+    look_up,
+    sampler,
+)
+from dunes.generate.step import Scores, Step, export_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import cache_for
 from dunes.runs import step_package
@@ -80,12 +91,118 @@ def test_the_exported_step_gives_the_models_logits(name, capsys):
     for token in (7, 9, 11, 3) * 10:
         expected = model(torch.tensor([[token]]), cache=own)[0, 0]
         slot, positions = cache.start_one()
-        got = run(torch.tensor([token]), torch.tensor([slot]), positions, cache.keys, cache.values)
+        got, summary = run(torch.tensor([token]), torch.tensor([slot]), positions, cache.keys, cache.values)
+        best = got.argmax()
+        log_sum = got.double().logsumexp(-1) - got[best]
+        torch.testing.assert_close(summary, torch.stack([best, got[best], log_sum]).double(), rtol=0, atol=1e-6)
         cache.advance(torch.ones(1, dtype=torch.long))
         largest = max(largest, float((got - expected).abs().max() / expected.abs().max()))
     with capsys.disabled():
         print(f"\n  {name}: largest difference {largest:.1e} of the largest logit", end="")
     assert largest < 5e-6
+
+
+class PlainStep:
+    """What a CompiledStep computes, without a compiler."""
+
+    def __init__(self, model):
+        cache = cache_for(model, 1, 8)
+        with torch.no_grad():
+            model(torch.arange(3)[None], cache=cache)
+        self.step, self.state, self.calls = Step(model), model_state(model), 0
+        self.cache_dtypes = [t.dtype for t in cache.keys + cache.values]
+
+    @torch.no_grad()
+    def __call__(self, token, cache):
+        self.calls += 1
+        slot, positions = cache.start_one()
+        logits, summary = self.step(
+            torch.tensor([token]), torch.tensor([slot]), positions, cache.keys, cache.values
+        )
+        cache.advance(torch.ones(1, dtype=torch.long))
+        best, *others = summary.tolist()
+        return Scores(logits, int(best), *others)
+
+
+REQUESTS = {
+    "greedy": dict,
+    "alternatives": lambda: {"alternatives": 3},
+    "vocabulary": lambda: {"sample": Sampler((partial(limit_vocab, 40),))},
+    "penalty": lambda: {"sample": sampler(0, penalty=1.5)},
+    "drawn": lambda: {"sample": sampler(1.0, top_k=50, seed=3)},
+    "stop": lambda: {"stop": range(100, 200)},
+    "look-up": lambda: {"proposer": look_up},
+}
+
+
+def tokens_of(model, step, options, between=lambda requests, cache, n: None):
+    cache, requests, tokens = PrefixCache(model, step=step), [Request([5, 6, 7], 60, **options)], []
+    for (token,) in generate_all(model, requests, context_length=48, cache=cache):
+        tokens.append(token)
+        between(requests, cache, len(tokens))
+    return tokens
+
+
+def assert_equal_tokens(left, right):
+    assert [t.id for t in left] == [t.id for t in right]
+    for a, b in zip(left, right, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=2e-5)
+        assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_step_gives_the_tokens_of_the_model(name, window):
+    model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
+    step = PlainStep(model)
+    want = tokens_of(model, None, REQUESTS[name]())
+    assert_equal_tokens(tokens_of(model, step, REQUESTS[name]()), want)
+    assert len({t.id for t in want}) > 4
+    assert step.calls > (0 if name == "look-up" else len(want) // 2)
+
+
+def next_request(requests, cache, n):
+    if n == 9:
+        requests[0] = Request([8, 9], 20)
+
+
+def truncate(requests, cache, n):
+    if n == 9:
+        del requests[0].ids[6:]
+
+
+def edit(requests, cache, n):
+    if n == 9:
+        requests[0].ids[5] = 1
+
+
+@pytest.mark.parametrize("between", [next_request, truncate, edit])
+def test_what_changes_between_two_tokens_is_seen_by_the_next_step(between):
+    model = model_of(tied=False)
+    want = tokens_of(model, None, {}, between)
+    assert_equal_tokens(tokens_of(model, PlainStep(model), {}, between), want)
+    assert len({t.id for t in want}) > 4
+
+
+@pytest.mark.parametrize("of_module", [True, False])
+def test_a_hook_between_two_tokens_is_called(of_module):
+    register = nn.Module.register_forward_hook if of_module else register_module_forward_hook
+    model, calls, handles = model_of(tied=False), [], []
+    hooked = model.blocks[0]
+
+    def hook(module, *arguments):
+        if module is hooked:
+            calls.append(1)
+
+    def add(requests, cache, n):
+        if n == 9:
+            handles.append(register(*[hooked] * of_module, hook))
+
+    step = PlainStep(model)
+    tokens = tokens_of(model, step, {}, add)
+    handles[0].remove()
+    assert (len(tokens), step.calls, len(calls)) == (60, 8, 51)
+    assert_equal_tokens(tokens, tokens_of(model, None, {}))
 
 
 @needs_compiler
@@ -107,8 +224,7 @@ def logits_of(model, step=None):
     with torch.no_grad():
         rows.append(model(torch.arange(5)[None], cache=cache, last=1)[0, 0])
         for token in (7, 9, 11, 3) * 10:
-            forward = step or (lambda token, cache: model(torch.tensor([[token]]), cache=cache)[0, 0])
-            rows.append(forward(token, cache))
+            rows.append(step(token, cache).logits if step else model(torch.tensor([[token]]), cache=cache)[0, 0])
     return torch.stack(rows)
 
 

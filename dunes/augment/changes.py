@@ -5,10 +5,16 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import lora, routing, upcycle
+from dunes.augment import experts, lora, routing, upcycle
 from dunes.augment.change import Change
 
-CHANGES: dict[str, Any] = {"lora": lora, "quantize": quantization, "routing": routing, "upcycle": upcycle}
+CHANGES: dict[str, Any] = {
+    "experts": experts,
+    "lora": lora,
+    "quantize": quantization,
+    "routing": routing,
+    "upcycle": upcycle,
+}
 """The entries by name. Each is a module with
 
 - `VERSION`, which rises when an older record would give another model,

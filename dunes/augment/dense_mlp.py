@@ -74,12 +74,18 @@ def allocate(module: nn.Module, like: Any) -> nn.Module:
     return module.to(weight.dtype).to_empty(device=weight.device).train(like.training)
 
 
-def new_mixture(like: Any, widths: list[int], top_k: int, balance: float) -> MoE:
-    """A mixture with a linear router and experts of these widths; its weights are uninitialised."""
-    experts = [new_mlp(like, width) for width in widths]
+def new_mixture(
+    like: Any, widths: list[int], top_k: int, balance: float, shared: int = 0, gate: Any = None
+) -> MoE:
+    """A mixture of experts of these widths, of which the first `shared` ones get every token.
+
+    Its router is linear, or a `gate`, which balances by itself. The weights are uninitialised.
+    """
+    dim, experts = like.down.out_features, [new_mlp(like, width) for width in widths]
     with torch.device("meta"):
-        moe = mixture(like.down.out_features, experts, top_k, balance=balance)
-    moe.router = allocate(moe.router, like)
+        moe = mixture(dim, experts[shared:], top_k, balance=0.0 if gate else balance, shared=experts[:shared])
+        router = moe.router if gate is None else gate(dim, len(moe.experts), top_k, balance)
+    moe.router = allocate(router, like)
     return moe.train(like.training)
 
 

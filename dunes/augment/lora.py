@@ -31,7 +31,7 @@ from dunes.parts.context import undeclared_modules
 VERSION = 1
 Settings = Mapping[str, Any]
 Ranks = Mapping[str, int] | Sequence[tuple[str, int]]
-LINEARS = ("blocks.**", "!**.router")
+LINEARS = ("blocks.**", "!**.router", "!**.router.**")
 """All linear layers of the blocks but routers, whose choice of experts should not change."""
 NAME = "default"
 

@@ -196,7 +196,11 @@ Kind = Literal["int8", "nf4"]
 
 
 def decide(
-    model: nn.Module, *, where: tree.Where = ("blocks.**", "!**.router"), kind: Kind = "nf4", double: bool = False
+    model: nn.Module,
+    *,
+    where: tree.Where = ("blocks.**", "!**.router", "!**.router.**"),
+    kind: Kind = "nf4",
+    double: bool = False,
 ) -> Change:
     """The record of the change: every setting, the places and the dtype of each. Raises ValueError for others."""
     if kind not in ("int8", "nf4") or (double and kind != "nf4"):

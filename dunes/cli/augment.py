@@ -9,6 +9,9 @@ from dunes.runs.config import Dtype, flag
 
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "nf4"]
+Split = Literal["random", "cluster", "importance"]
+Gate = Literal["linear", "noisy"]
+Scale = Literal["unbiased", "official"]
 
 
 def merge(
@@ -94,6 +97,41 @@ def upcycle(
     print(f"next: dunes train SOURCE --from {out} --out RUN")
 
 
+def experts(
+    model: Model,
+    out: Out,
+    *,
+    experts: Count = 8,
+    top_k: Count = 2,
+    split: Annotated[Split, flag("|".join(get_args(Split)))] = "random",
+    calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
+    shared: Count = 0,
+    gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear",
+    scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased",
+    seed: Count = 0,
+) -> None:
+    """Split each MLP of a dense model into experts with a part of its neurons each (LLaMA-MoE).
+
+    The result is as large and computes less, but is much worse before it is trained on.
+
+    Example: dunes augment experts ~/models/llama ~/models/llama-moe --top-k 4
+
+    Args:
+        experts: Experts in each layer.
+        top_k: Experts that each token is routed to.
+        split: Neurons at random, by balanced k-means over the weights, or by importance for calibration text.
+        calibration: Text for --split importance.
+        shared: With --split importance, so many of the experts get every token: the neurons that matter most.
+        gate: Router: one layer, or the published one of two layers with noise.
+        scale: Of an expert's output: the number of routed experts, or as published that over --top-k.
+        seed: Random seed of the split and of the routers.
+    """
+    text = calibration if calibration or split == "importance" else None
+    options: dict[str, Any] = {"split": split, "shared": shared, "gate": gate, "scale": scale, "seed": seed}
+    _augment(model, out, "experts", experts=experts, top_k=top_k, calibration=text, **options)
+    print(f'next: dunes train SOURCE --from {out} --trainable "**.router.**" --out RUN   then without --trainable')
+
+
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
     """Make the change from folder to folder, and print its report."""
     from dunes import checkpoint
@@ -103,7 +141,12 @@ def _augment(model: str, out: Path, change: str, **request: Any) -> None:
         print(line)
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge, "quantize": quantize, "upcycle": upcycle}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "merge": merge,
+    "quantize": quantize,
+    "upcycle": upcycle,
+    "experts": experts,
+}
 
 ABOUT = """Modify models: each command reads a folder and writes another.
 

@@ -59,7 +59,7 @@ class Request:
         if len(self.ids) - self._start > context_length:
             grown = len(self.ids) > len(self.prompt)
             self._start = len(self.ids) - (max(1, context_length // 2) if grown else context_length)
-        return self.ids[self._start :]
+        return self.ids[self._start :] if self._start else self.ids
 
     def append(self, token: Token) -> Token | None:
         """The token as part of the text; None if the text ends instead."""
@@ -111,11 +111,26 @@ def generate_all(
         cache.reserve(min(context_length, max(r.end for r in active.values())))
         for i, request in active.items():
             cache.set_adapter(i, request.adapter)
+        if len(requests) == 1 and (token := _step_token(active[0], context_length, cache)):
+            if active[0].append(token):
+                yield [token]
+            continue
         texts = {i: r.window(context_length) for i, r in active.items()}
         proposals = {i: _propose(r, context_length - len(texts[i]), cache) for i, r in active.items()}
         last = {i: len(proposal.ids) + 1 for i, proposal in proposals.items()}
         logits = cache.logits({i: [*ids, *proposals[i].ids] for i, ids in texts.items()}, last)
         yield from _accept(requests, active, proposals, logits)
+
+
+def _step_token(request: Request, context_length: int, cache: PrefixCache) -> Token | None:
+    """The next token of the only row by the compiled step; None where it takes more, or the step does not fit."""
+    if request.proposer is not None or request.alternatives:
+        return None
+    if (scores := cache.scores(request.window(context_length))) is None:
+        return None
+    best, sample = scores.best, request.sample
+    id = best if sample.returns_best(best) else int(sample(scores.logits, request.ids))
+    return Token(id, scores.logprob(id))
 
 
 def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
 from dunes import tree
-from dunes.generate.step import CompiledStep, model_state
+from dunes.generate.step import CompiledStep, Scores, model_state
 from dunes.ops.float32_products import float32_products
 from dunes.parts import Cache, cache_for
 
@@ -40,7 +41,8 @@ class PrefixCache:
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
         self.step = step
-        self._step_fits = False
+        # The step that fitted the model, and how many hooks there had been until then.
+        self._fitting: tuple[CompiledStep | None, int] = None, 0
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -66,8 +68,8 @@ class PrefixCache:
         What a row holds of a text's beginning is not evaluated.
         """
         last = last or dict.fromkeys(texts, 1)
-        if self.step is not None and self._continues(texts, last):
-            return {0: self._step_forward(texts[0], self.step)}
+        if last == {0: 1} and (scores := self.scores(texts[0])):
+            return {0: scores.logits[None]}
         if self.cache is None:  # the model may mix tokens, so it reads whole texts
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
@@ -80,22 +82,25 @@ class PrefixCache:
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
         return {i: logits[i][-last[i] :] for i in texts}
 
-    def _continues(self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int]) -> bool:
-        """Whether the only row holds all ids of its text but one, and nobody watches the modules."""
-        grows = len(self.ids) == 1 and last[0] == 1 and self.ids[0] != [] and self.ids[0] == texts[0][:-1]
-        return grows and self._step_fits and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+    def scores(self, text: Sequence[int]) -> Scores | None:
+        """What follows the text by the step; None if it does not fit, or has more to compute than the last id."""
+        held = self.ids[0]
+        if self.step is None or self.cache is None or self._fitting != (self.step, RemovableHandle.next_id):
+            return None
+        if len(self.ids) > 1 or not held or held != text[:-1]:
+            return None
+        self.ids[0] = []  # an interrupted step leaves the row undefined
+        scores = self.step(text[-1], self.cache)
+        held.append(text[-1])
+        self.ids[0], self.forwards = held, self.forwards + 1
+        return scores
 
     def _fits(self, step: CompiledStep, cache: Cache) -> bool:
         """Whether the step is of the model as it is now, for its caches; rows with adapters need the model."""
+        if any(self.adapters) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return False
         dtypes = [t.dtype for t in cache.keys + cache.values]
-        return not any(self.adapters) and step.cache_dtypes == dtypes and step.state == model_state(self.model)
-
-    def _step_forward(self, ids: Sequence[int], step: CompiledStep) -> Tensor:
-        assert self.cache is not None, "the row holds ids"
-        self.ids[0] = []  # an interrupted step leaves the row undefined
-        logits = step(ids[-1], self.cache)[None]
-        self.ids[0], self.forwards = list(ids), self.forwards + 1
-        return logits
+        return step.cache_dtypes == dtypes and step.state == model_state(self.model)
 
     def _evaluate(
         self, texts: Mapping[int, Sequence[int]], rows: Sequence[int], last: Mapping[int, int]
@@ -120,7 +125,8 @@ class PrefixCache:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
-        self._step_fits = self.step is not None and self._fits(self.step, part)
+        fits = self.step is not None and self._fits(self.step, part)
+        self._fitting = self.step if fits else None, RemovableHandle.next_id
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:

@@ -58,6 +58,10 @@ class Sampler:
             logits = processor(logits, ids)
         return logits
 
+    def returns_best(self, best: int) -> bool:
+        """Whether the next id is certainly `best`, the first of the most probable ids."""
+        return self.choose is greedy and all(_keeps(processor, best) for processor in self.processors)
+
     def after(self, *processors: Processor) -> "Sampler":
         """The sampler with these processors before its own."""
         return Sampler((*processors, *self.processors), self.choose)
@@ -99,6 +103,11 @@ def sampler(
 def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
     """Keep ids below `count`: an embedding may have more rows than its tokenizer has ids."""
     return logits[:count]
+
+
+def _keeps(processor: Processor, id: int) -> bool:
+    """Whether it changes no order of ids, and keeps this one."""
+    return isinstance(processor, partial) and processor.func is limit_vocab and id < processor.args[0]
 
 
 def force_prefix(pieces: Sequence[bytes], prefix: bytes, start: int, logits: Tensor, ids: Sequence[int]) -> Tensor:

@@ -100,7 +100,7 @@ def _statement(node: fx.Node) -> str:
     """The line of a node; none for what has no effect."""
     target: Any = node.target
     if node.op == "output":
-        return f"return {_text(next(iter(node.all_input_nodes)))}"
+        return f"return {_text(node.args[0])}"
     if target is operator.getitem:
         return f"{node.name} = {node.args[0]}[{node.args[1]}]"
     if not isinstance(target, torch._ops.OpOverload):
@@ -129,7 +129,8 @@ def load_script(path: Path, weights: Mapping[str, Tensor]) -> Run:
         _pack(weights[name.removesuffix(PACKED)]) if name.endswith(PACKED) else weights[name].detach()
         for name in script["weights"]
     ]
-    return lambda inputs: [step(*arguments, *inputs)]
+    run: Run = lambda inputs: step(*arguments, *inputs)
+    return run
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Cache:
         # and all rows are equally long.
         self.max_length, self.equal_rows = 0, True
         self._in_order = False
+        self._slot_numbers = torch.arange(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -56,6 +57,10 @@ class Cache:
 
         Raises ValueError when they do not fit into the capacity.
         """
+        self._count(new)
+        return self._positions(new)
+
+    def _count(self, new: int | Tensor) -> None:
         self._in_order, self.equal_rows = self.equal_rows and isinstance(new, int), False
         self.max_length += new if isinstance(new, int) else new.shape[1]
         if self.max_length > self.capacity:  # the bound may be too high
@@ -65,13 +70,14 @@ class Cache:
                 f"{plural(self.max_length, 'token does', 'tokens do')} not fit into a cache of "
                 f"{self.capacity}; make it larger"
             )
-        return self._positions(new)
 
     def start_one(self) -> tuple[int, Tensor]:
         """Start one token of a single row: the slot to write, and the position (S,) in each slot to read."""
-        self.start(1)
+        self._count(1)
         n = int(self.length)
-        return n, torch.arange(n + 1, device=self.length.device)
+        if len(self._slot_numbers) <= n:
+            self._slot_numbers = torch.arange(2 * n + 2, device=self.length.device)
+        return n, self._slot_numbers[: n + 1]
 
     def _positions(self, new: int | Tensor) -> Tensor:
         if isinstance(new, int):
@@ -175,16 +181,19 @@ class RollingCache(Cache):
 
         They always fit.
         """
+        positions = super().start(new)
+        # A single token overwrites one that is out of every window. Of several, the first would still attend to
+        # what the last overwrites, so they are read next to the slots.
+        self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
+        return positions
+
+    def _count(self, new: int | Tensor) -> None:
+        self._new_positions = None
         self._empty = self.max_length == 0
         self.max_length += new if isinstance(new, int) else new.shape[1]
         self._wrapped = (self._wrapped and not self._empty) or self.max_length > self.capacity
         equal, self.equal_rows = self.equal_rows and isinstance(new, int), False
         self._in_order = equal and (self._empty or not self._wrapped)
-        positions = self._positions(new)
-        # A single token overwrites one that is out of every window. Of several, the first would still attend to
-        # what the last overwrites, so they are read next to the slots.
-        self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
-        return positions
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, K, T, D) at `positions`; return all readable ones (B, K, S, D)."""

@@ -1,5 +1,6 @@
 """Change the model of a folder and write another: measured, verified, with a report."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,25 @@ from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
+from dunes.runs.score import calibration_ids
 from dunes.units import format_bytes, plural
 
 
-def augment_folder(folder: Path, out: Path, name: str, **request: Any) -> list[str]:
+def augment_folder(
+    folder: Path, out: Path, name: str, *, calibration: Sequence[str] | None = None, **request: Any
+) -> list[str]:
     """Make the change of this name to the model in a folder, and write the result to `out`; returns a report.
 
-    `request` are arguments of the change's `decide`. The written model is loaded again and compared with the one
-    in memory. Raises ValueError if `out` exists, for a request that the change refuses, and, with nothing written,
-    if the comparison fails.
+    `request` are arguments of the change's `decide`, which also gets the ids of the `calibration` sources, if that
+    is not None; without sources, of the model's training text. The written model is loaded again and compared
+    with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and, with
+    nothing written, if the comparison fails.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
     loaded = checkpoint.load(folder)
+    if calibration is not None:
+        request["ids"] = calibration_ids(loaded, calibration)
     size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
     change = apply_change(loaded.model, name, **request)
     after = model_logits(loaded.model, loaded.context_length)

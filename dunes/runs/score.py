@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
@@ -12,6 +14,10 @@ from dunes.data import Document, PackedText, TokenIds, collect_corpus
 from dunes.runs.corpus import join_texts, tail_start
 from dunes.runs.evaluate import Score, evaluate
 from dunes.text import Tokenizer
+from dunes.units import plural
+
+SEQUENCES, CALIBRATION_TOKENS = 64, 128
+"""Calibration sequences, and tokens in each."""
 
 
 def score_folder(
@@ -46,6 +52,26 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     full = trained["split"] == "files"
     documents = corpus.valid if full else corpus.train + corpus.valid
     return _ids(tokenizer, documents, full, separate), len(documents)
+
+
+def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = ()) -> Tensor:
+    """Ids (sequences, tokens) of the context length, spread evenly over the sources but their last tenth.
+
+    Without sources, over the training split that the card records. Raises ValueError if it records none, or
+    if the text is shorter than one sequence.
+    """
+    trained = _trained(loaded.card)
+    recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
+    if not (sources or trained):
+        raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
+    corpus = collect_corpus(sources) if sources else collect_corpus(trained["sources"], **recorded)
+    documents = corpus.train or corpus.valid
+    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, True, False))
+    width = min(CALIBRATION_TOKENS, loaded.context_length)
+    if (last := tail_start(0, len(ids)) - width) < 0:
+        raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
+    starts = np.unique(np.linspace(0, last, min(SEQUENCES, 1 + last // width)).astype(int))
+    return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
 
 
 def _trained(card: Mapping[str, Any]) -> Mapping[str, Any]:

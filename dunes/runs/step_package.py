@@ -61,8 +61,9 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
     try:
         if not packages_folder().is_dir():
             return None
+        package_of = _packages(model)
         for choice in _dtypes(model) if dtype is None else [dtype]:
-            package = packages_folder() / _key(model, choice)
+            package = package_of(choice)
             if (file := _package_file(package)) is not None:
                 weights = step_weights(model, choice)
                 if choice in (dtype, _dtype(model)) or _record(package, weights).is_file():
@@ -104,7 +105,7 @@ def compile_step(
     own = _dtype(model)
     rounds = own == torch.float32 and (has_compiler() or (PACKS and torch.get_num_threads() <= PACKED_THREADS))
     choices = [dtype] if dtype else [torch.float16, own] if rounds else [own]
-    native = [_is_intact(packages_folder() / _key(model, choice), PACKAGE) for choice in choices]
+    native = [_is_intact(_packages(model)(choice), PACKAGE) for choice in choices]
     if not any(native) and has_compiler():
         make_step(model, own, SCRIPT)  # in a few seconds, for those who wait
     for choice in choices:
@@ -112,7 +113,7 @@ def compile_step(
         if choice in (dtype, own) or _same_greedy_ids(model, context_length, step):
             break
     _choose(model, choice)
-    return packages_folder() / _key(model, choice), choice
+    return _packages(model)(choice), choice
 
 
 def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledStep:
@@ -127,7 +128,7 @@ def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledS
     if dtype not in choices:
         names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
         raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
-    package = packages_folder() / _key(model, dtype)
+    package = _packages(model)(dtype)
     package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     package.mkdir(exist_ok=True, mode=0o700)
     with folder_lock(package):  # another process may be making it
@@ -151,8 +152,9 @@ def has_compiler() -> bool:
 
 def _choose(model: nn.Module, dtype: torch.dtype) -> None:
     """Let `load_step` use the package of this dtype for these weights."""
+    package_of = _packages(model)
     for choice in _dtypes(model):
-        if (package := packages_folder() / _key(model, choice)).is_dir():
+        if (package := package_of(choice)).is_dir():
             record = _record(package, step_weights(model, choice))
             if choice == dtype:
                 atomic.write_file(record, b"")
@@ -205,8 +207,8 @@ def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
     return package / f"chosen-{digest.hexdigest()[:32]}"
 
 
-def _key(model: nn.Module, dtype: torch.dtype) -> str:
-    """A digest of everything that the compiled code depends on."""
+def _packages(model: nn.Module) -> Callable[[torch.dtype], Path]:
+    """The folder of each dtype's package, named by a digest of everything that the compiled code depends on."""
     rows = [repr(tuple(row)) for row in module_rows(model)]
     dtypes = [str(t.dtype) for t in (*model.parameters(), *model.buffers())]
     internal = vars(nn.Module())
@@ -215,10 +217,16 @@ def _key(model: nn.Module, dtype: torch.dtype) -> str:
     attributes = [(k, _describe(v, files)) for k, v in plain]
     package = Path(dunes.__file__).parent
     sources = {*files, *(str(f) for pattern in SOURCES for f in package.glob(pattern))}
-    digests = [atomic.digest(Path(path)) for path in sorted(sources) if Path(path).is_file()]
+    digests = [_source_digest(path, os.stat(path).st_mtime_ns) for path in sorted(sources) if os.path.isfile(path)]
     machine = torch.__version__, sys.platform, platform.machine(), *_processor()
-    everything = FORMAT, dtype, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *attributes, *digests
-    return sha256(repr(everything).encode()).hexdigest()[:32]
+    everything = FORMAT, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *attributes, *digests
+    digest = sha256(repr(everything).encode())
+    return lambda dtype: packages_folder() / sha256(digest.digest() + str(dtype).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source_digest(path: str, mtime_ns: int) -> str:
+    return atomic.digest(Path(path))
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
@@ -246,6 +254,7 @@ def _without_addresses(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+@functools.cache
 def _processor() -> list[str]:
     """What identifies the instructions of this processor."""
     try:
@@ -274,23 +283,23 @@ def _is_intact(package: Path, name: str) -> bool:
 def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
     step = CompiledStep(file, weights, dtype)
-    cache = _short_cache(model)
+    cache, expected = _check_tokens(model)
+    cache.truncate(torch.tensor([CHECKED - 1]))
+    for tensor in cache.keys + cache.values:
+        tensor[:, :, CHECKED - 1 :] = torch.nan  # which the step has to replace
     step.state, step.cache_dtypes = model_state(model), [t.dtype for t in cache.keys + cache.values]
-    with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        expected = model(torch.arange(CHECKED)[None], last=1)[0, 0].float()
-    difference, largest = (step(CHECKED - 1, cache) - expected).abs().max(), expected.abs().max()
+    difference, largest = (step(CHECKED - 1, cache).logits - expected).abs().max(), expected.abs().max()
     if not difference <= TOLERANCE[dtype] * largest:
         raise ValueError(f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}")
     return step
 
 
-def _short_cache(model: nn.Module) -> Cache:
-    """A cache that holds different tokens. Raises ValueError for a model without one."""
+def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
+    """A cache that holds different tokens, and the logits (V,) after them. Raises ValueError if there is none."""
     if (cache := cache_for(model, 1, 8)) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        model(torch.arange(CHECKED - 1)[None], cache=cache)
-    return cache
+        return cache, model(torch.arange(CHECKED)[None], cache=cache, last=1)[0, 0].float()
 
 
 def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
@@ -318,7 +327,7 @@ def _export(
     model: nn.Module, dtype: torch.dtype, forms: Mapping[Any, Any] | None = None
 ) -> torch.export.ExportedProgram:
     buffers = [(name, b, b._version) for name, b in model.named_buffers()]
-    cache = _short_cache(model)
+    cache, _ = _check_tokens(model)
     for (name, before, version), now in zip(buffers, model.buffers(), strict=True):
         if now is not before or now._version != version:
             raise ValueError(f"{name}: a buffer that forward changes, which a compiled step cannot; remove it")

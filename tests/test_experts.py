@@ -1,0 +1,353 @@
+"""Dense MLPs split into experts: a partition of the neurons, the dense model with all of them on, and back."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adapters import difference
+from dunes import checkpoint, tree
+from dunes.augment import apply_change, make_change, quantize, repeat_structure, undo_change
+from dunes.augment.neurons import balanced_assignment, balanced_clusters, importances, shared_neurons
+from dunes.models import FAMILIES
+from dunes.parts import MoE
+from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
+from dunes.parts.gate import NoisyGate
+from dunes.runs.augment import augment_folder
+from dunes.runs.score import calibration_ids
+from dunes.text import Tokenizer
+from dunes.train import adamw
+from test_upcycle import IDS, dense
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
+TEXT = torch.randint(50, (24, 16), generator=torch.Generator().manual_seed(3))
+PARTITIONS = [{"split": "random"}, {"split": "cluster"}, {"split": "importance", "ids": TEXT, "shared": 2}]
+
+
+def mixtures(model):
+    return [m for m in model.modules() if isinstance(m, MoE)]
+
+
+def neurons(change):
+    return {place: torch.tensor(settings["neurons"]) for place, settings in change.places.items()}
+
+
+@pytest.mark.parametrize("request_", PARTITIONS, ids=lambda r: r["split"])
+def test_each_neuron_is_in_one_expert_and_all_experts_are_equally_large(request_):
+    change = apply_change(dense(hidden=96), "experts", experts=6, **request_)
+    for rows in neurons(change).values():
+        assert rows.shape == (6, 16)
+        assert rows.flatten().sort().values.tolist() == [*range(96)]
+        assert all(row.tolist() == sorted(row.tolist()) for row in rows)
+    places = [rows.tolist() for rows in neurons(change).values()]
+    assert places[0] != places[1]
+
+
+@pytest.mark.parametrize("scale", ["unbiased", "official"])
+@pytest.mark.parametrize("request_", PARTITIONS, ids=lambda r: r["split"])
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"hidden": 96}),
+        ("arcee", {"mlp_bias": True, "hidden": 96}),
+        ("gpt2", {}),
+        ("qwen3", {"hidden": 96}),
+    ],
+)
+@torch.no_grad()
+def test_all_experts_without_scores_are_the_dense_model(family, fields, request_, scale):
+    model = dense(family, **fields)
+    before = model(IDS)
+    top_k, routed = 3, 8 - request_.get("shared", 0)
+    apply_change(model, "experts", top_k=top_k, scale=scale, **request_)
+    factor = routed if scale == "unbiased" else routed / top_k
+
+    class AllOn(nn.Module):
+        def __init__(self, moe):
+            super().__init__()
+            self.moe = moe
+
+        def forward(self, x):
+            bias = 0 if self.moe.experts[0].down.bias is None else self.moe.experts[0].down.bias
+            y = sum(e(x) - bias for e in self.moe.experts) / factor + bias
+            return y + sum(e(x) for e in self.moe.shared or ())
+
+    assert difference(model(IDS), before) > 1e-2
+    tree.replace(model, "blocks.*.mlp", AllOn)
+    error = difference(model(IDS), before)
+    print(f"{family} {request_['split']} {scale}: {error:.1e}")
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize("request_", PARTITIONS, ids=lambda r: r["split"])
+@torch.no_grad()
+def test_uniform_scores_of_all_experts_are_the_dense_model_with_the_unbiased_scale(request_):
+    for scale, equal in (("unbiased", True), ("official", False)):
+        model = dense("gpt2")
+        before = model(IDS)
+        apply_change(model, "experts", scale=scale, **request_)
+        for moe in mixtures(model):
+            moe.router.weight.zero_()
+            moe.top_k = len(moe.experts)
+        assert (difference(model(IDS), before) <= 1e-5) == equal
+
+
+@pytest.mark.parametrize("gate", ["linear", "noisy"])
+@pytest.mark.parametrize("request_", [*PARTITIONS[:2], {**PARTITIONS[2], "experts": 6}], ids=lambda r: r["split"])
+def test_a_split_is_taken_back_bit_for_bit(request_, gate):
+    for family, dtype in (("llama", torch.bfloat16), ("gpt2", torch.float32)):
+        model = dense(family, hidden=96).to(dtype)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        change = apply_change(model, "experts", gate=gate, **request_)
+        for moe in mixtures(model):
+            moe.pack()
+        undo_change(model, change)
+        after = model.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[k], before[k]) and after[k].dtype == dtype for k in before)
+
+
+def test_what_cannot_be_taken_back_exactly_is_refused():
+    model = dense(hidden=96)
+    change = apply_change(model, "experts", split="importance", ids=TEXT)
+    with pytest.raises(ValueError, match="some neurons are in several experts or none"):
+        undo_change(model, change)
+    model = dense(hidden=96)
+    change = apply_change(model, "experts", experts=6, top_k=2)
+    with pytest.raises(ValueError, match="multiplied by 6 and rounded, and only a power of two"):
+        undo_change(model, change)
+
+
+def test_the_structure_is_repeated_without_values_and_without_random_numbers():
+    model, again = dense(hidden=96), dense(hidden=96)
+    change = apply_change(model, "experts", gate="noisy", split="importance", ids=TEXT, shared=1)
+    with torch.device("meta"):
+        outline = FAMILIES["llama"].build(FAMILIES["llama"].read(again, 32))
+    state = torch.get_rng_state()
+    repeat_structure(outline, change)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.is_meta for p in outline.parameters())
+    make_change(again, type(change).of(json.loads(json.dumps(change.record()))))
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
+    assert {k: v.shape for k, v in outline.state_dict().items()} == {
+        k: v.shape for k, v in model.state_dict().items()
+    }
+
+
+def test_transformers_opens_an_even_split(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = dense(hidden=96)
+    checkpoint.save(model, tmp_path / "dense", None, 32)
+    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster", top_k=4)
+    print(*lines, sep="\n")
+    assert any("mixtral" in line for line in lines)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
+    loaded = checkpoint.load(tmp_path / "moe")
+    assert difference(theirs(IDS).logits, loaded.model(IDS)) <= 1e-5
+    assert theirs.config.intermediate_size == 12
+
+
+@pytest.mark.parametrize(
+    ("family", "request_"), [("arcee", {}), ("gpt2", {"split": "cluster"}), ("llama", {"gate": "noisy"})]
+)
+def test_other_splits_keep_a_form_of_their_own(family, request_, tmp_path):
+    model = dense(family)
+    checkpoint.save(model, tmp_path / "dense", None, 32)
+    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", experts=4, **request_)
+    assert any("form of its own" in line for line in lines)
+    apply_change(model, "experts", experts=4, **request_)
+    assert torch.equal(checkpoint.load(tmp_path / "moe").model(IDS), model.eval()(IDS))
+
+
+def test_the_noise_is_there_in_training_alone_and_the_gate_learns():
+    torch.manual_seed(0)
+    gate = NoisyGate(16, 4, 2)
+    x = torch.randn(512, 16)
+    assert torch.equal(gate.eval()(x), gate(x))
+    assert not torch.equal(gate.train()(x), gate(x))
+    nn.init.zeros_(gate.noise.weight)
+    deviation = (gate(x) - gate.eval()(x)).detach().std()
+    assert float(deviation) == pytest.approx(float(F.softplus(torch.zeros(()))) + 0.01, rel=0.05)
+
+
+def test_the_load_is_the_chance_of_being_chosen_again():
+    torch.manual_seed(0)
+    from dunes.parts.gate import _chances
+
+    logits, deviation = torch.randn(6, 5), torch.rand(6, 5) + 0.5
+    noisy = logits + torch.randn(6, 5) * deviation
+    chances = _chances(logits, noisy, deviation, 2)
+    for expert in range(5):
+        drawn = noisy.repeat(20_000, 1, 1)
+        drawn[..., expert] = logits[:, expert] + torch.randn(20_000, 6) * deviation[:, expert]
+        chosen = (drawn.topk(2).indices == expert).any(-1).float().mean(0)
+        assert difference(chosen, chances[:, expert]) < 0.02
+
+
+def test_padding_does_not_count_in_the_balance_of_the_gate():
+    torch.manual_seed(0)
+    gate = NoisyGate(16, 4, 2).train()
+    rows = torch.stack([torch.randn(10, 4), torch.randn(10, 4), torch.rand(10, 4) + 0.1], 1)
+    padded = torch.cat([rows, torch.full((3, 3, 4), torch.nan)]).requires_grad_()
+    real = torch.arange(13) < 10
+    losses = gate.auxiliary_losses([rows], None)["balance"], gate.auxiliary_losses([padded], real)["balance"]
+    assert difference(*losses) <= 1e-6
+    losses[1].backward()
+    assert padded.grad.isfinite().all()
+    load, count = gate.auxiliary_losses([rows, rows], None)["expert_load"]
+    assert (load.sum(), count) == (40, 20)
+    even = torch.stack([torch.zeros(8, 4), torch.eye(4).repeat(2, 1), torch.ones(8, 4)], 1)
+    skewed = torch.stack([torch.zeros(8, 4), torch.eye(4)[[0] * 8], torch.ones(8, 4)], 1)
+    assert gate.auxiliary_losses([even], None)["balance"] < gate.auxiliary_losses([skewed], None)["balance"]
+
+
+@pytest.mark.parametrize("gate", ["linear", "noisy"])
+def test_the_routers_learn_from_the_loss_and_the_balance(gate):
+    model = dense()
+    change = apply_change(model, "experts", gate=gate)
+    routers = [p for n, p in model.named_parameters() if tree.matches(change.new, n)]
+    assert len(routers) == (2 if gate == "linear" else 6)
+    model.train()
+    with record_auxiliary(model) as recorded:
+        loss = F.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        balance = auxiliary_losses(recorded)[0]["balance"]
+    for each in (loss, balance):
+        assert all(g is not None and float(g.abs().max()) > 0 for g in
+                   torch.autograd.grad(each, routers, retain_graph=True, allow_unused=True))  # fmt: skip
+
+
+def test_a_split_recovers_in_training_with_fixed_tokens():
+    model = dense(hidden=96)
+    apply_change(model, "experts", top_k=2)
+    optimizer, losses = adamw(model.train(), 3e-3), []
+    for _ in range(40):
+        loss = F.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_planted_clusters_are_found_with_equal_sizes():
+    torch.manual_seed(0)
+    directions = torch.eye(8)[:4]
+    labels = torch.arange(4).repeat_interleave(10)[torch.randperm(40)]
+    rows = (directions[labels] + 0.05 * torch.randn(40, 8)) * torch.rand(40, 1).add(0.1)
+    clusters = min(
+        (balanced_clusters(rows, 4, torch.Generator().manual_seed(seed)) for seed in range(4)),
+        key=lambda c: len({*zip(c.tolist(), labels.tolist(), strict=True)}),
+    )
+    assert torch.bincount(clusters).tolist() == [10] * 4
+    assert len({*zip(clusters.tolist(), labels.tolist(), strict=True)}) == 4
+    assert torch.bincount(balanced_assignment(torch.randn(11, 3))).sort().values.tolist() in ([3, 4, 4], [3, 3, 5])
+
+
+def test_importance_is_activation_times_gradient():
+    model = dense(hidden=32)
+    for p in model.parameters():
+        p.requires_grad_(False)  # a frozen model has importances too
+    mlps = {p.name: p.module for p in tree.find(model, "blocks.*.mlp")}
+    total = importances(model, mlps, TEXT, 1, torch.Generator().manual_seed(0))
+    place = "blocks.0.mlp"
+    mlp, seen = mlps[place], []
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            seen.append(nn.Parameter(torch.ones_like(x)))
+            return mlp.down_(x * seen[-1])
+
+    mlp.down_, mlp.down = mlp.down, Scaled()
+    loss = F.cross_entropy(model(TEXT)[:, :-1].flatten(0, 1), TEXT[:, 1:].flatten(), reduction="sum")
+    # the gradient of a factor of one on an activation is activation times gradient
+    expected = torch.autograd.grad(loss, seen)[0].abs().sum((0, 1))
+    assert difference(total[place][0], expected) <= 1e-4 * expected.max()
+    assert [*total] == [*mlps]
+
+
+def test_neurons_that_all_groups_want_are_shared():
+    scores = torch.rand(3, 16) * 0.1
+    scores[:, [2, 5, 7, 11]] = 5.0
+    for group, own in enumerate(([0, 1, 3, 4], [6, 8, 9, 10], [12, 13, 14, 15])):
+        scores[group, own] += 1.0
+    rows = shared_neurons(scores, 4)
+    assert sorted(rows[0].tolist()) == [2, 5, 7, 11]
+    assert [sorted(row.tolist()) for row in rows[1:]] == [[0, 1, 3, 4], [6, 8, 9, 10], [12, 13, 14, 15]]
+
+
+REFUSED = [
+    (
+        {"experts": 5},
+        r"blocks.0.mlp: experts is 5, which does not divide its 96 hidden neurons; 3 or 4 or 6 would",
+    ),
+    ({"top_k": 9}, "top_k is 9; expected 2 to 8"),
+    ({"top_k": 1}, "top_k is 1; expected 2 to 8"),
+    ({"split": "alphabet"}, "split is 'alphabet'; expected random, cluster, importance"),
+    ({"gate": "x"}, "gate is 'x'; expected linear, noisy"),
+    ({"scale": "x"}, "scale is 'x'; expected unbiased, official"),
+    ({"shared": 1}, "shared is 1 of 8 experts, split 'random'; expected 0, or with 'importance' up to 6"),
+    ({"shared": 7, "split": "importance", "ids": TEXT}, "shared is 7 of 8 experts"),
+    ({"split": "importance"}, "calibration text goes with 'importance'"),
+    ({"ids": TEXT}, "split is 'random'; calibration text goes with 'importance', and only with it"),
+    (
+        {"split": "importance", "ids": TEXT[:7]},
+        r"the calibration text is too short: .*\(7, 16\); expected at least 8",
+    ),
+    ({"where": "layers.*"}, "selects nothing; the places of that kind are: blocks.0.mlp"),
+]
+
+
+@pytest.mark.parametrize(("request_", "message"), REFUSED)
+def test_what_cannot_be_is_refused_before_any_change(request_, message):
+    model = dense(hidden=96)
+    with pytest.raises(ValueError, match=message):
+        apply_change(model, "experts", **request_)
+    assert not mixtures(model)
+
+
+def test_a_model_that_was_split_already_is_refused():
+    model = dense(hidden=96)
+    apply_change(model, "experts")
+    for name in ("experts", "upcycle"):
+        with pytest.raises(ValueError, match=r"blocks\.0\.mlp: already a mixture of experts"):
+            apply_change(model, name)
+
+
+def test_calibration_text_is_the_training_text_or_a_file(tmp_path):
+    text = "Before we proceed any further, hear me speak.\n" * 300
+    (tmp_path / "play.txt").write_text(text)
+    tokenizer = Tokenizer.train("chars", [text], 0)
+    play = str(tmp_path / "play.txt")
+    trained = {"trained": {"sources": [play], "split": "tails"}}
+    checkpoint.save(dense(hidden=96), tmp_path / "dense", tokenizer, 32, trained)
+    loaded = checkpoint.load(tmp_path / "dense")
+    ids = calibration_ids(loaded)
+    assert ids.shape == (64, 32)
+    assert torch.equal(ids, calibration_ids(loaded, [play]))
+    whole = tokenizer.encode(text)
+    assert ids[0].tolist() == whole[:32]
+    assert ids[-1].tolist() in (whole[i : i + 32] for i in range(len(whole) * 8 // 10, len(whole) * 9 // 10))
+    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", calibration=(), split="importance")
+    assert "importance" in lines[0]
+    (tmp_path / "short.txt").write_text("Speak, speak.")
+    short = str(tmp_path / "short.txt")
+    with pytest.raises(ValueError, match="the calibration text is too short: 14 tokens; pass more of it"):
+        augment_folder(tmp_path / "dense", tmp_path / "x", "experts", calibration=[short], split="importance")
+    checkpoint.save(dense(hidden=96), tmp_path / "bare", tokenizer, 32)
+    with pytest.raises(ValueError, match=r"does not record its training text; pass one with --calibration FILE"):
+        augment_folder(tmp_path / "bare", tmp_path / "x", "experts", calibration=(), split="importance")
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_noisy_gate_stays_dense_and_without_adapters(tmp_path):
+    model = dense(hidden=96)
+    changes = [apply_change(model, "experts", gate="noisy", split="importance", ids=TEXT, shared=2)]
+    changes += [quantize(model, kind="nf4"), apply_change(model, "lora", rank=2)]
+    assert not [p for change in changes[1:] for p in change.places if "router" in p]
+    assert any("mlp.shared.0" in p for p in changes[1].places)
+    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(hidden=96), 32), tuple(changes))
+    checkpoint.save(model.eval(), tmp_path / "all", None, 32, architecture=architecture)
+    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))
