@@ -102,8 +102,8 @@ def row(shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype) -> di
         return other | {
             "plain_ms": round(times["plain"] * 1e3, 2),
             "grouped_ms": round(times["grouped"] * 1e3, 2),
-            "moe_ktok_s": round(tokens / mixed / 1e3, 1),
-            "dense_ktok_s": round(tokens / times["dense"] / 1e3, 1),
+            "moe_ktok_s": round(tokens / mixed / 1e3, 3),
+            "dense_ktok_s": round(tokens / times["dense"] / 1e3, 3),
         }
 
     return {
