@@ -5,12 +5,13 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import experts, lora, routing, upcycle
+from dunes.augment import experts, lora, lora_experts, routing, upcycle
 from dunes.augment.change import Change
 
 CHANGES: dict[str, Any] = {
     "experts": experts,
     "lora": lora,
+    "lora-experts": lora_experts,
     "quantize": quantization,
     "routing": routing,
     "upcycle": upcycle,

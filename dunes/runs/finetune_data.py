@@ -262,9 +262,9 @@ def prepare_model(model: Decoder, config: FinetuneConfig) -> list[Change]:
 
 
 def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
-    """Cast frozen weights to the dtype of matrix products."""
+    """Cast frozen weights to the dtype of matrix products, unless they are to be saved."""
     assert config.dtype, "chosen before"
-    if METHODS[config.method].adapter is not None:
+    if not METHODS[config.method].saves_model:
         cast_frozen(model, getattr(torch, config.dtype))
 
 
