@@ -55,7 +55,7 @@ class ExpertAdapter(Adapter):
         """(..., I) -> (..., O), in the adapter's dtype or autocast's."""
         weights = self.route(x.to(self.A.dtype))
         x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
-        low = F.linear(x, self.A.flatten(0, 1)).unflatten(-1, self.A.shape[:2])
+        low = F.linear(x, self.A.flatten(0, 1)).view(*x.shape[:-1], *self.A.shape[:2])
         low = low * weights.to(low.dtype)[..., None]
         return F.linear(low.flatten(-2), self.B.flatten(1)) * self.config.scale
 
