@@ -191,7 +191,7 @@ def lora_experts(
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
     options |= {"experts": experts, "top_k": top_k, "rank": rank, "alpha": alpha, "seed": seed}
     _augment(model, out, "lora-experts", **options)
-    print(f'next: dunes train SOURCE --from {out} --trainable "**.adapters.**" --out RUN')
+    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
 
 
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
