@@ -34,7 +34,7 @@ def recipe(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny"])
+@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny", "expand"])
 def test_a_recipe_is_short(name):
     lines = next(p for p in RECIPES if p.stem == name).read_text().split('"""', 2)[2].splitlines()
     assert sum(bool(line.strip()) for line in lines) < 40
@@ -79,6 +79,20 @@ def test_alpaca_lora(tmp_path, capsys):
     assert "validation loss of answers:" in said
     assert "List three things that a cat likes." in said
     assert checkpoint.load(f"{out}-merged").card["template"] == "alpaca"
+
+
+def test_expand(code, tmp_path, capsys):
+    (tmp_path / "old.txt").write_text("We are accounted poor citizens, the patricians good.\n" * 40)
+    tokenizer = Tokenizer.train("bytes", ())
+    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 64)))
+    checkpoint.save(base, tmp_path / "base", tokenizer, 64)
+    options = {"steps": 8, "batch": 4, "context_length": 32, "lr": 0.01, "dtype": "float32", "threads": 1}
+    texts = str(code), str(tmp_path / "old.txt")
+    assert recipe("expand").main(str(tmp_path / "base"), *texts, out=str(tmp_path / "run"), **options) == 0
+    before, trained, after = capsys.readouterr().out.splitlines()[-3:]
+    assert before.partition(": ")[2] == after.partition(": ")[2] != trained.partition(": ")[2]
+    weights = "model.safetensors"
+    assert (tmp_path / "run-restored" / weights).read_bytes() == (tmp_path / "base" / weights).read_bytes()
 
 
 def test_llama_moe_recovers(tmp_path, capsys):
@@ -215,9 +229,14 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, capsys):
-    needed = {"alpaca_lora": 2, "self_instruct": 3, "shakespeare": 1, "zig": 1, "mixtral_tiny": 1}.get(
-        path.stem, 0
-    )
+    needed = {
+        "alpaca_lora": 2,
+        "expand": 3,
+        "self_instruct": 3,
+        "shakespeare": 1,
+        "zig": 1,
+        "mixtral_tiny": 1,
+    }.get(path.stem, 0)
     for given in ([], ["a"] * (needed - 1), ["a"] * 9, ["a", "--help"]):
         if given or needed:
             monkeypatch.setattr(sys, "argv", [str(path), *given])
@@ -236,6 +255,7 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
         ("shakespeare", ["nowhere"], "nowhere"),
         ("shakespeare", ["nowhere", "many"], "'many'"),
         ("zig", ["nowhere"], "nowhere: no such file or folder"),
+        ("expand", ["nowhere", "new", "old"], "nowhere: no such folder"),
         ("self_instruct", ["nowhere", "out", "model"], "model is not a model folder"),
         ("demo", ["soon"], "'soon'"),
     ],

@@ -67,6 +67,37 @@ def quantize(
     print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
 
 
+def expand(
+    model: Model,
+    out: Out,
+    *,
+    blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None,
+    after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = (),
+    undo: bool = False,
+) -> None:
+    """Add blocks that change nothing until they are trained (LLaMA Pro), and take them out again.
+
+    Example: dunes augment expand ~/models/llama ~/models/llama-pro
+
+    Example: dunes augment expand --undo runs/legal ~/models/llama-again
+
+    Args:
+        blocks: Number of new blocks, spread evenly.
+        after: The blocks, counted from 0, behind which the new ones may stand.
+        undo: Take the new blocks out again, which gives back the original weights bit for bit.
+    """
+    if undo and (after or blocks is not None):
+        raise ValueError("--undo takes out all new blocks; omit --blocks and --after")
+    if not undo:
+        _augment(model, out, "expand", blocks=blocks, after=after)
+        print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
+        return
+    from dunes import checkpoint
+    from dunes.runs.augment import undo_folder
+
+    print(undo_folder(checkpoint.locate_model(model).folder, out, "expand"))
+
+
 Count = Annotated[int, flag("N")]
 
 
@@ -142,6 +173,7 @@ def _augment(model: str, out: Path, change: str, **request: Any) -> None:
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "expand": expand,
     "merge": merge,
     "quantize": quantize,
     "upcycle": upcycle,

@@ -15,7 +15,7 @@ from dunes.parts import Decoder
 from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
-from dunes.runs.finetune_method import METHODS, unused_options
+from dunes.runs.finetune_method import METHODS, resolve_targets, unused_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import next_token_loss
@@ -64,7 +64,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, text, stored)
     before = _baseline(task, folder / BASELINE, display)
-    changes, base = _apply_method(model, config)
+    changes, base = _apply_method(model, resolve_targets(config, data.base))
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
     schedule = build_schedule(config)

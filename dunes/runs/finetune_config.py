@@ -52,7 +52,8 @@ class Adapter:
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks; full: all weights")
     ] = ()
-    """Modules that get an adapter or, with full, are trained; ! excludes, the last match wins."""
+    """Modules that get an adapter or, with full, are trained; new: what the last change added; ! excludes, the
+    last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0

@@ -33,6 +33,7 @@ from dunes.runs.finetune_method import (
     choose_template,
     learning_rate,
     main_records,
+    resolve_targets,
 )
 from dunes.runs.memory import (
     Shape,
@@ -246,7 +247,7 @@ def _meta_model(data: FinetuneData) -> Decoder:
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
     model = build_with_dtype(dtype, data.base.architecture.build)
-    apply_method(model, data.config, fill=False)
+    apply_method(model, resolve_targets(data.config, data.base), fill=False)
     cast_frozen_weights(model, data.config)
     return model
 

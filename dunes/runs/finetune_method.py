@@ -4,7 +4,7 @@ LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,8 +12,10 @@ from torch import nn
 from dunes import tree
 from dunes.augment import CHANGES, Change, lora, make_change, repeat_structure
 from dunes.augment.quantize import Quantized
+from dunes.checkpoint import LoadedModel
 from dunes.data.examples import Records
 from dunes.parts import Decoder
+from dunes.runs.augment import resolve_new
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.text import Tokenizer, templates
 
@@ -109,6 +111,11 @@ def _request(config: FinetuneConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"where": config.target_modules} if config.target_modules else {}
     options |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
     return options | {"adapter": ADAPTER, "seed": config.seed}
+
+
+def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
+    """The config with the parameters that the base's last change added in place of `new` in its target modules."""
+    return replace(config, target_modules=resolve_new(config.target_modules, base))
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
