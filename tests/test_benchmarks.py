@@ -267,3 +267,17 @@ def test_nearness_is_timed_beside_rouge_score(tmp_path):
     ]
     (tmp_path / "seeds.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert last_line("rouge.py", tmp_path / "seeds.jsonl", "--earlier", 50)["50"]["factor"] > 0
+
+
+@pytest.mark.slow
+def test_new_blocks_lora_and_full_finetuning_are_compared_on_both_texts(tmp_path):
+    (tmp_path / "old.txt").write_text("We are accounted poor citizens, the patricians good.\n" * 60)
+    (tmp_path / "new.txt").write_text("def task(value):\n    return value * 2\n" * 80)
+    picture = tmp_path / "figures" / "expansion.svg"
+    sizes = ("--base-steps", 8, "--steps", 4, "--seeds", 0, 1, "--picture", picture)
+    rows = last_line("expand.py", tmp_path / "old.txt", tmp_path / "new.txt", *sizes)["summary"]
+    methods = ["before", "new blocks", "new blocks", "LoRA", "LoRA", "full", "full"]
+    assert [row["method"] for row in rows] == methods
+    assert all(row["new"] < rows[0]["new"] for row in rows[1:])
+    assert [row["restored"] for row in rows] == [row["method"] != "full" for row in rows]
+    assert picture.read_text().startswith("<?xml")

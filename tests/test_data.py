@@ -707,6 +707,19 @@ def test_a_document_of_many_blocks_has_the_ids_of_the_whole(tmp_path):
     assert shard.tokens.tolist() == [*tokenizer.encode(lines), tokenizer.eos]
 
 
+def test_tokenizers_that_differ_in_the_end_of_a_text_alone_have_shards_of_their_own(documents, tmp_path):
+    for eos in ("<a>", "<b>"):
+        tokenizer = Tokenizer.train("bpe", ["def main()"], 300)
+        tokenizer.inner.add_special_tokens(["<a>", "<b>"])
+        (tmp_path / eos).mkdir()
+        tokenizer.save(tmp_path / eos)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+        (tmp_path / eos / "tokenizer_config.json").write_text(json.dumps(config))
+        loaded = Tokenizer.load(tmp_path / eos)
+        assert loaded.eos == loaded.inner.token_to_id(eos)
+        assert token_shard(documents, loaded, tmp_path / "cache").tokens[-1] == loaded.eos
+
+
 def test_a_shard_of_a_foreign_tokenizer_has_its_bos_and_ids_of_whole_texts(tmp_path):
     tokenizer = metaspace_tokenizer()
     texts = {"a.txt": "def v\n" * 12_000, "b.txt": "v d"}

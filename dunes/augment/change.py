@@ -1,7 +1,7 @@
 """The record of a change to a model, which a checkpoint saves and repeats."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -14,7 +14,7 @@ class Change:
 
     `name` and `version` are those of its entry in CHANGES. `request` has every argument of its `decide` with the
     defaults bound, `places` the changed modules with what was decided for each, `new` globs of the parameters that
-    it added.
+    it added. `before` identifies the weights that it was made to, if it can give them back.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Change:
     request: Mapping[str, Any]
     places: Mapping[str, Mapping[str, Any]]
     new: tuple[str, ...] = ()
+    before: Mapping[str, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -34,13 +35,14 @@ class Change:
             name, version, request, places = (record[key] for key in ("name", "version", "request", "places"))
             if isinstance(places, list):  # of quantization before format 3
                 places = {place: {} for place in places}
+            new, before = tuple(record.get("new", ())), record.get("before", {})
             valid = isinstance(name, str) and type(version) is int and all(map(_is_object, (request, places)))
-            new = tuple(record.get("new", ()))
+            words = [*new, *before.values()]
         except (KeyError, TypeError, AttributeError):
             valid = False
-        if not valid or not all(map(_is_object, places.values())) or not all(isinstance(n, str) for n in new):
+        if not valid or not all(map(_is_object, places.values())) or not all(isinstance(w, str) for w in words):
             raise ValueError("the record of a change is damaged; expected name, version, request and places")
-        return cls(name, version, request, places, new)
+        return cls(name, version, request, places, new, before)
 
 
 def float_dtype(name: Any) -> torch.dtype:

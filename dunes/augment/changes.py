@@ -5,12 +5,14 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import experts, lora, routing, upcycle
+from dunes.augment import expand, experts, lora, lora_experts, routing, upcycle
 from dunes.augment.change import Change
 
 CHANGES: dict[str, Any] = {
+    "expand": expand,
     "experts": experts,
     "lora": lora,
+    "lora-experts": lora_experts,
     "quantize": quantization,
     "routing": routing,
     "upcycle": upcycle,
@@ -22,7 +24,7 @@ CHANGES: dict[str, Any] = {
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
 - if new weights are computed, `fill(model, change, weights)`, from the state dict before the change,
 - if a user should see what was decided, `describe(change) -> str`, one sentence,
-- and if it can be taken back, `undo(model, change)`.
+- and if it can be taken back, `undo(model, change)`; with `RESTORES = True`, it gives back the very weights.
 """
 
 

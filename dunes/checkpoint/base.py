@@ -70,6 +70,12 @@ def weights_digest(model: nn.Module) -> str:
     return BaseWeights(model, adapters=True).sha256(None)[0]
 
 
+def weights_identity(model: nn.Module) -> dict[str, str]:
+    """The `kind` of all weights, as in `base_identity`, and their digest."""
+    weights = BaseWeights(model, adapters=True)
+    return {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
+
+
 def base_identity(model: nn.Module) -> dict[str, Any]:
     """Digests of the base's weights without adapters, as stored in an adapter's card.
 

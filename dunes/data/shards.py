@@ -133,7 +133,8 @@ def _card(documents: Sequence[Document], tokenizer: Tokenizer) -> dict[str, str 
 
 
 def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    seen = blake2b(f"{FORMAT} {tokenizer.text_start}\n{tokenizer.json()}".encode(), digest_size=20)
+    specials = f"{tokenizer.text_start} {tokenizer.eos}"  # which a tokenizer.json does not have
+    seen = blake2b(f"{FORMAT} {specials}\n{tokenizer.json()}".encode(), digest_size=20)
     for document in documents:
         seen.update(document.digest.encode())
     return seen.hexdigest()

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from dunes import checkpoint
-from dunes.augment import CHANGES, Change, apply_change
+from dunes.augment import CHANGES, Change, apply_change, undo_change
+from dunes.checkpoint.base import DTYPES, weights_identity
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
@@ -17,6 +18,9 @@ from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
 from dunes.runs.score import calibration_ids
 from dunes.units import format_bytes, plural
+
+LEARNED = ("trained", "finetuned", "measured", "timings")
+"""Keys of a card that are not true of the model before its last change."""
 
 
 def augment_folder(
@@ -35,18 +39,11 @@ def augment_folder(
     if calibration is not None:
         request["ids"] = calibration_ids(loaded, calibration)
     size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
-    change = apply_change(loaded.model, name, **request)
+    identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
+    change = replace(apply_change(loaded.model, name, **request), before=identity)
     after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
-
-    def check(staged: Path) -> dict[str, Any]:
-        written = model_logits(load_decoder(open_source(staged)), loaded.context_length)
-        if not (difference := distance(after, written)) <= EXACT:
-            raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
-        return {"augmented": {"change": name, **effect, "verified": difference}}
-
-    with exclusive_folder(out):
-        save_changed(loaded, (change,), out, check)
+    _write(loaded, (change,), out, after, {"change": name, **effect})
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *([] if describe is None else [describe(change)]),
@@ -56,6 +53,68 @@ def augment_folder(
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
         f"written as {describe_form(loaded)}",
     ]
+
+
+def undo_folder(folder: Path, out: Path, name: str) -> str:
+    """Undo the last change of a folder, which has this name, and write the model from before to `out`.
+
+    Returns a report. Raises ValueError, with nothing written, if the last change is another one, or the result is
+    not equal bit for bit to the model from before.
+    """
+    folder = readable_folder(folder)
+    require_new_folder(folder, out)
+    loaded = checkpoint.load(folder)
+    made = records(loaded)
+    if (names := [str(record.get("name")) for record in made])[-1:] != [name]:
+        reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
+        raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
+    change, own = Change.of(made[-1]), loaded.architecture.changes[:-1]
+    undo_change(loaded.model, change)
+    # Training from a folder casts weights to float32, and saves them so.
+    loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
+    if weights_identity(loaded.model) != change.before:
+        raise ValueError(
+            f"{folder}: cannot undo {name}: the weights from before it were trained or rounded since; train with "
+            "--trainable new to keep them"
+        )
+    card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
+    loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
+    _write(loaded, (), out, model_logits(loaded.model, loaded.context_length), {"undone": name})
+    return (
+        f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
+        "the SHA-256 of before; the written folder is equal"
+    )
+
+
+def _write(
+    loaded: LoadedModel, changes: tuple[Change, ...], out: Path, expected: Tensor, facts: dict[str, Any]
+) -> None:
+    """Save a model with these logits. Raises ValueError, and leaves nothing, if the written one has others."""
+
+    def check(staged: Path) -> dict[str, Any]:
+        written = model_logits(load_decoder(open_source(staged)), loaded.context_length)
+        if not (difference := distance(expected, written)) <= EXACT:
+            raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
+        return {"augmented": {**facts, "verified": difference}}
+
+    with exclusive_folder(out):
+        save_changed(loaded, changes, out, check)
+
+
+def records(loaded: LoadedModel) -> list[Any]:
+    """The records of all changes, in their order."""
+    return [*history(loaded), *(change.record() for change in loaded.architecture.changes)]
+
+
+def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
+    """The globs, with those of the parameters that the model's last change added in place of `new`.
+
+    Raises ValueError for `new` if it added none.
+    """
+    new = Change.of(made[-1]).new if "new" in globs and (made := records(loaded)) else ()
+    if "new" in globs and not new:
+        raise ValueError("new: the model's last change added no parameters; name them, or train all")
+    return tuple(g for each in globs for g in (new if each == "new" else (each,)))
 
 
 def describe_form(loaded: LoadedModel) -> str:

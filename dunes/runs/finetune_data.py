@@ -33,6 +33,7 @@ from dunes.runs.finetune_method import (
     choose_template,
     learning_rate,
     main_records,
+    resolve_targets,
 )
 from dunes.runs.memory import (
     Shape,
@@ -84,7 +85,7 @@ class FinetuneData:
         if METHODS[config.method].adapter is not None and (active := active_adapter(base.model)) is not None:
             raise ValueError(
                 f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
-                f"dunes augment merge {folder} OUT"
+                f"dunes augment merge {folder} OUT, or train a mixture on with --method full --target-modules new"
             )
         records = main_records([*files, *val_files])
         template = choose_template(config, records, tokenizer, base.card)
@@ -246,7 +247,7 @@ def _meta_model(data: FinetuneData) -> Decoder:
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
     model = build_with_dtype(dtype, data.base.architecture.build)
-    apply_method(model, data.config, fill=False)
+    apply_method(model, resolve_targets(data.config, data.base), fill=False)
     cast_frozen_weights(model, data.config)
     return model
 
@@ -262,9 +263,9 @@ def prepare_model(model: Decoder, config: FinetuneConfig) -> list[Change]:
 
 
 def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
-    """Cast frozen weights to the dtype of matrix products."""
+    """Cast frozen weights to the dtype of matrix products, unless they are to be saved."""
     assert config.dtype, "chosen before"
-    if METHODS[config.method].adapter is not None:
+    if not METHODS[config.method].saves_model:
         cast_frozen(model, getattr(torch, config.dtype))
 
 

@@ -4,7 +4,7 @@ LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,12 +12,16 @@ from torch import nn
 from dunes import tree
 from dunes.augment import CHANGES, Change, lora, make_change, repeat_structure
 from dunes.augment.quantize import Quantized
+from dunes.checkpoint import LoadedModel
 from dunes.data.examples import Records
 from dunes.parts import Decoder
+from dunes.runs.augment import resolve_new
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.text import Tokenizer, templates
 
 ADAPTER = lora.NAME
+EXPERTS = {"experts": "experts", "experts_per_token": "top_k"}
+"""Options of --method lora-experts, and their names in its change."""
 
 TOKENS, STEPS = 4096, 32
 """Tokens per step, and minimum steps per epoch: LoRA learns less well with large batches
@@ -38,10 +42,16 @@ PLAIN_KINDS = ("completion", "text")
 
 @dataclass(frozen=True)
 class Method:
-    """How the base weights are stored, and which adapter is trained, if any."""
+    """How the base weights are stored, and which adapter is trained, if any, by which change."""
 
     adapter: Mapping[str, Any] | None = None
     quantize: Mapping[str, Any] | None = None
+    change: str = "lora"
+
+    @property
+    def saves_model(self) -> bool:
+        """Whether a run leaves a whole model, and not an adapter in PEFT's layout."""
+        return self.adapter is None or self.change != "lora"
 
 
 _NF4 = {"kind": "nf4", "double": True}
@@ -54,16 +64,15 @@ METHODS = {
     "qlora": Method({}, _NF4),
     "qdora": Method({"dora": True}, _NF4),
     "qlora-int8": Method({}, {"kind": "int8"}),
+    "lora-experts": Method({}, change="lora-experts"),
 }
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
-    """Adapter options that were set although the method has no adapter."""
-    return (
-        [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
-        if METHODS[config.method].adapter is None
-        else []
-    )
+    """Options that were set although they belong to another method."""
+    method = METHODS[config.method]
+    others = () if method.adapter is not None else ("rank", "alpha", "ranks", "dropout")
+    return [n for n in (*others, *(EXPERTS if method.change != "lora-experts" else ())) if n in asked]
 
 
 def main_records(files: Sequence[Records]) -> Records:
@@ -96,7 +105,7 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
     if method.adapter is None:
         set_trainable(model, config.target_modules or ("**",))
         return changes
-    requests = {"quantize": method.quantize, "lora": _request(config) | {**method.adapter}}
+    requests = {"quantize": method.quantize, method.change: _request(config) | {**method.adapter}}
     for name, request in requests.items():
         if request is not None:
             changes.append(CHANGES[name].decide(model, **request))
@@ -108,7 +117,14 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
 def _request(config: FinetuneConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"where": config.target_modules} if config.target_modules else {}
     options |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
+    if METHODS[config.method].change == "lora-experts":
+        options |= {key: getattr(config, option) for option, key in EXPERTS.items()}
     return options | {"adapter": ADAPTER, "seed": config.seed}
+
+
+def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
+    """The config with the parameters that the base's last change added in place of `new` in its target modules."""
+    return replace(config, target_modules=resolve_new(config.target_modules, base))
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:

@@ -105,7 +105,7 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: LoadedModel
         fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
         tokens = replace(tokens, fingerprints=fingerprints)
         model = base.model.float().to(device)  # updates are smaller than bfloat16's precision
-        select_trainable(model, config.trainable, base.architecture.changes)
+        select_trainable(model, config.trainable, base)
         loaded = replace(base, context_length=max(config.context_length, base.context_length))
     schedule = build_schedule(config)
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)

@@ -7,9 +7,9 @@ from functools import partial
 from torch import nn
 
 from dunes import checkpoint
-from dunes.augment import Change
 from dunes.checkpoint.loading import is_adapter
 from dunes.parts import Decoder
+from dunes.runs.augment import resolve_new
 from dunes.runs.autosize import CONTEXT, describe_machine, estimate_memory, with_machine
 from dunes.runs.finetune_method import set_trainable
 from dunes.runs.memory import Build, describe_memory
@@ -51,20 +51,17 @@ def memory_advice(config: TrainConfig, base: checkpoint.LoadedModel) -> str:
 
 def _trainable_outline(config: TrainConfig, base: checkpoint.LoadedModel) -> Decoder:
     model = base.architecture.build()
-    select_trainable(model, config.trainable, base.architecture.changes)
+    select_trainable(model, config.trainable, base)
     return model
 
 
-def select_trainable(model: nn.Module, trainable: Sequence[str], changes: Sequence[Change]) -> None:
-    """Train the parameters that match the globs; `new` is those of the last change, `all` is every one.
+def select_trainable(model: nn.Module, trainable: Sequence[str], base: checkpoint.LoadedModel) -> None:
+    """Train the parameters that match the globs; `new` is those of the base's last change, `all` is every one.
 
-    Raises ValueError if nothing matches, or `new` is asked for and no change added parameters.
+    Raises ValueError if nothing matches, or `new` is asked for and the last change added no parameters.
     """
-    new = changes[-1].new if changes else ()
-    if "new" in trainable and not new:
-        raise ValueError("--trainable new: the model's last change added no parameters; use all, or names")
-    expanded = {"new": new, "all": ("**",)}
-    set_trainable(model, [glob for each in trainable or ("all",) for glob in expanded.get(each, (each,))])
+    globs = ["**" if each == "all" else each for each in trainable or ("all",)]
+    set_trainable(model, resolve_new(globs, base))
 
 
 def score_base(run: Run, display: Display) -> None:

@@ -1,0 +1,411 @@
+"""Block expansion: nothing changes before training, only new blocks learn, and without them all is as before."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from adapters import IDS, difference
+from conftest import display
+from dunes import checkpoint, tree
+from dunes.augment import Change, apply_change, expand, repeat_structure, undo_change
+from dunes.checkpoint import Architecture
+from dunes.cli import augment as commands
+from dunes.models import FAMILIES
+from dunes.parts import Checkpointed, cache_for
+from dunes.runs.augment import augment_folder, undo_folder
+from dunes.runs.export import export
+from dunes.runs.finetune import finetune
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.run import read_metrics
+from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
+from dunes.runs.train_from import select_trainable
+from dunes.text import Tokenizer
+from dunes.train import Trainer, adamw, next_token
+from test_cli import dunes
+from test_runs import stopping_at
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
+TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
+
+
+def model_of(family, depth=3, vocab=50, **changes):
+    """A model none of whose weights is zero, biases included."""
+    module = FAMILIES[family]
+    config = replace(module.Config.from_size(vocab, 32, depth, 64), **changes)
+    torch.manual_seed(7)
+    model = module.build(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2).add_(1.0 if p.dim() == 1 else 0.0)
+    return model
+
+
+def copied(model):
+    return {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def equal_states(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+@torch.no_grad()
+def all_logits(model):
+    cache = cache_for(model, 2, 20)
+    cached = [model(part, cache=cache) for part in IDS.split([11, 1, 8], 1)]
+    return torch.cat([model(IDS), *cached], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_are_equal_bit_for_bit_with_and_without_a_cache_and_so_is_what_is_given_back(family, dtype):
+    model = model_of(family).to(dtype)
+    state, logits = copied(model), all_logits(model)
+    change = apply_change(model, "expand", blocks=2)
+    assert len(model.blocks) == 5
+    assert torch.equal(all_logits(model), logits)
+    assert checkpoint.hf_config_of(model, 64).family == checkpoint.hf_config_of(build_again(model), 64).family
+    undo_change(model, change)
+    assert equal_states(model.state_dict(), state)
+    assert torch.equal(all_logits(model), logits)
+
+
+def build_again(model):
+    described = checkpoint.hf_config_of(model, 64)
+    return described.build()
+
+
+def test_biases_too_are_zero_and_norms_are_not():
+    model = model_of("gpt2")
+    change = apply_change(model, "expand", blocks=1)
+    (place,) = change.places
+    zero = {n for n, p in model.get_submodule(place).named_parameters() if not p.any()}
+    assert zero == {f"{linear}.{kind}" for linear in ("attn.out", "mlp.down") for kind in ("weight", "bias")}
+
+
+def test_every_expert_of_a_mixture_is_silent():
+    model = model_of("mixtral")
+    change = apply_change(model, "expand", blocks=1)
+    (place,) = change.places
+    zero = {n for n, p in model.get_submodule(place).named_parameters() if not p.any()}
+    assert zero == {"attn.out.weight", *(f"mlp.experts.{e}.down.weight" for e in range(8))}
+
+
+@pytest.mark.parametrize(
+    ("depth", "request_", "copies"),
+    [
+        (8, {}, [3, 7]),  # one after every fourth, as LLaMA Pro
+        (3, {}, [2]),
+        (10, {"blocks": 3}, [3, 6, 9]),
+        (2, {"blocks": 5}, [0, 0, 1, 1, 1]),
+        (4, {"after": (2, 0)}, [0, 2]),
+        (4, {"after": (1, 1)}, [1, 1]),
+        (9, {"blocks": 2, "after": (0, 1, 2, 3)}, [1, 3]),
+    ],
+)
+def test_any_number_of_blocks_stands_anywhere(depth, request_, copies):
+    model = model_of("llama", depth)
+    old, logits = list(model.blocks), all_logits(model)
+    change = apply_change(model, "expand", **request_)
+    assert [s["of"] for s in change.places.values()] == copies
+    for number, (place, of) in enumerate(zip(change.places, copies, strict=True), 1):
+        assert place == f"blocks.{of + number}"
+        new = model.get_submodule(place)
+        assert torch.equal(new.mlp.up.weight, old[of].mlp.up.weight)
+        assert new.mlp.up.weight.data_ptr() != old[of].mlp.up.weight.data_ptr()
+    assert torch.equal(all_logits(model), logits)
+    assert Change.of(json.loads(json.dumps(change.record()))) == change
+    with torch.device("meta"):
+        outline = FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(50, 32, depth, 64))
+    repeat_structure(outline, change)
+    assert outline.state_dict().keys() == model.state_dict().keys()
+    undo_change(model, change)
+    assert all(a is b for a, b in zip(model.blocks, old, strict=True))
+
+
+class Loud(nn.Module):
+    """An mlp with an output that is no linear layer."""
+
+    supports_packing = True
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_a_part_without_an_output_projection_is_refused_and_nothing_has_changed():
+    model = model_of("llama")
+    model.blocks[1].mlp = Loud()
+    state, modules = copied(model), list(model.modules())
+    with pytest.raises(ValueError, match=r"would change the model's outputs: .* attn\.out and mlp\.down"):
+        apply_change(model, "expand", after=(1,))
+    assert equal_states(model.state_dict(), state)
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert torch.equal(all_logits(model), all_logits(model))
+    apply_change(model, "expand", after=(0, 2))
+
+
+@pytest.mark.parametrize("forgotten", ["attn.out", "mlp.down"])
+def test_the_check_sees_what_is_not_zero(forgotten, monkeypatch):
+    monkeypatch.setattr(expand, "OUTPUTS", (*expand.OUTPUTS, f"!{forgotten}"))
+    with pytest.raises(ValueError, match="would change the model's outputs"):
+        apply_change(model_of("gpt2"), "expand")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "request_", "words"),
+    [
+        (lambda m: None, {"blocks": 0}, "blocks is 0; expected 1 or more"),
+        (lambda m: None, {"after": (0, 3)}, "after is 0, 3; this model's blocks are 0 to 2"),
+        (lambda m: None, {"after": (-1,)}, "after is -1; this model's blocks are 0 to 2"),
+        (lambda m: apply_change(m, "lora", rank=2), {}, r"blocks\.0\.attn\.q: it has adapters; merge them first"),
+        (
+            lambda m: apply_change(m, "quantize", kind="int8"),
+            {},
+            r"blocks\.0\.attn\.q: quantized; expand the dense model",
+        ),
+    ],
+)
+def test_what_cannot_be_expanded_is_refused_by_name(prepare, request_, words):
+    model = model_of("llama")
+    prepare(model)
+    state = copied(model)
+    with pytest.raises(ValueError, match=words):
+        apply_change(model, "expand", **request_)
+    assert equal_states(model.state_dict(), state)
+    with pytest.raises(ValueError, match="a Linear without blocks; expected a decoder"):
+        apply_change(nn.Linear(2, 2), "expand")
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ({"blocks.9": {}}, r"blocks\.9: the model has only 3 blocks to stand behind"),
+        ({"blocks.0": {}}, r"blocks\.0: the model has only 3 blocks"),
+        ({"head": {}}, "head: not a block; expected places like"),
+    ],
+)
+def test_a_record_of_another_model_is_refused(places, words):
+    model = model_of("llama")
+    with pytest.raises(ValueError, match=words):
+        repeat_structure(model, Change("expand", 1, {}, places))
+    with pytest.raises(ValueError, match="blocks"):
+        undo_change(model, Change("expand", 1, {}, {"blocks.7": {}}))
+
+
+def test_checkpointed_blocks_are_expanded_too():
+    model = model_of("llama")
+    tree.replace(model, "blocks.*", Checkpointed)
+    logits = all_logits(model)
+    apply_change(model, "expand", blocks=2)
+    assert torch.equal(all_logits(model), logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("gpt2", {}), ("mixtral", {}), ("qwen3_moe", {}), ("arcee", {"tied": True})],
+)
+def test_at_first_only_the_output_projections_of_new_blocks_get_gradients_then_all(family, changes):
+    """Not so in a mixture's experts: those that no token chose have none."""
+    model = model_of(family, **changes)
+    change = apply_change(model, "expand", blocks=2)
+    loaded = checkpoint.LoadedModel(model, None, 64, {"changes": [change.record()]})
+    select_trainable(model, ("new",), loaded)
+    state = copied(model)
+    moved = []
+    for _ in zip(
+        range(2), Trainer(model, adamw(model, 0.01, decay=0.0), next_token).run(iter([IDS] * 3)), strict=False
+    ):
+        moved.append({n for n, t in model.state_dict().items() if not torch.equal(t, state[n])})
+        state = copied(model)
+    new = {n for n, _ in model.named_parameters() if tree.matches(change.new, n)}
+    outputs = {n for n in new if n.rpartition(".")[0].endswith(("attn.out", ".down"))}
+    assert {n for n in moved[0] if ".experts." not in n} == {n for n in outputs if ".experts." not in n}
+    assert moved[0] <= outputs, "B2, B4"
+    silent = {n for n in new - moved[1] if ".experts." not in n}
+    assert all(n.endswith("attn.k.bias") for n in silent), "a key's bias has no effect: softmax cancels it"
+    assert moved[1] <= new
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base in two bytes, and what it was expanded to."""
+    root = tmp_path_factory.mktemp("expanded")
+    checkpoint.save(model_of("llama", vocab=TOKENIZER.vocab).to(torch.bfloat16), root / "base", TOKENIZER, 64)
+    lines = augment_folder(root / "base", root / "pro", "expand", blocks=2)
+    assert lines[0] == "2 new blocks, copies that add nothing until they are trained: 2 of 1, 4 of 2"
+    assert lines[2].startswith("logits moved by 0.0e+00 (relative norm); top-1 tokens agree at 100%")
+    return root
+
+
+def going_on(base, code, **changes):
+    fixed = {"batch": 4, "context_length": 32, "steps": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
+    return TrainConfig(sources=(str(code),), base=str(base), trainable=("new",), **fixed | changes)
+
+
+def test_new_blocks_learn_alone_and_taken_out_give_back_the_original(folders, code, tmp_path):
+    assert train(going_on(folders / "pro", code), tmp_path / "run", display()[0]) == 0
+    scores = [
+        r["validation_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation_loss" in r
+    ]
+    assert scores[-1] < scores[0], "it learned"
+    was, now = (checkpoint.load(folder).model.state_dict() for folder in (folders / "pro", tmp_path / "run"))
+    changed = {n for n in was if not torch.equal(was[n].float(), now[n])}
+    assert changed
+    assert all(n.startswith(("blocks.2.", "blocks.4.")) for n in changed)
+    report = undo_folder(tmp_path / "run", tmp_path / "again", "expand")
+    assert "of tensors with the SHA-256 of before; the written folder is equal" in report
+    name = "model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (folders / "base" / name).read_bytes()
+    base, again = checkpoint.load(folders / "base"), checkpoint.load(tmp_path / "again")
+    assert torch.equal(all_logits(base.model), all_logits(again.model))
+    assert again.card["changes"] == []
+    assert "trained" not in again.card
+    with pytest.raises(ValueError, match="cannot undo expand: it was never made; its changes: none"):
+        undo_folder(tmp_path / "again", tmp_path / "more", "expand")
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_with_the_new_blocks_alone(folders, code, tmp_path, monkeypatch):
+    straight, halves = tmp_path / "a", tmp_path / "b"
+    assert train(going_on(folders / "pro", code), straight, display()[0]) == 0
+    with monkeypatch.context() as patch:
+        stopping_at(2, patch)
+        assert train(going_on(folders / "pro", code), halves, display()[0]) == 130
+    state = checkpoint.load_state(checkpoint.latest_state(halves))
+    assert {n.split(".")[1] for n in state["weights"]} == {"2", "4"}
+    assert train(TrainConfig(), halves, display()[0], resume=True) == 0
+    assert (straight / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
+    again = train(going_on(straight, code), tmp_path / "c", display()[0])
+    assert again == 0, "the record of the expansion survives training"
+    undo_folder(tmp_path / "c", tmp_path / "base", "expand")
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_finetuning_reaches_the_new_blocks_alone(method, folders, tmp_path):
+    rows = [{"prompt": f"def task_{i}", "completion": f"(value):\n    return value * {i}\n"} for i in range(40)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    options = {"steps": 3, "batch": 4, "micro_batch": 2, "lr": 0.01, "dtype": "float32", "threads": 1}
+    options |= {"rank": 2, "dtype": "bfloat16"} if method == "lora" else {}
+    config = FinetuneConfig(
+        model=str(folders / "pro"),
+        data=str(tmp_path / "rows.json"),
+        method=method,
+        target_modules=("new",),
+        **options,
+    )
+    assert finetune(config, tmp_path / "run", display()[0]) == 0
+    loaded = checkpoint.load(tmp_path / "run")
+    if method == "lora":
+        assert {p.split(".")[1] for p in loaded.architecture.changes[-1].places} == {"2", "4"}
+        with pytest.raises(ValueError, match="lora came later and stands on it"):
+            undo_folder(tmp_path / "run", tmp_path / "base", "expand")
+        return
+    was, now = checkpoint.load(folders / "pro").model.state_dict(), loaded.model.state_dict()
+    assert {n.split(".")[1] for n in was if not torch.equal(was[n], now[n])} == {"2", "4"}
+    undo_folder(tmp_path / "run", tmp_path / "base", "expand")
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == (
+        folders / "base" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_what_was_trained_in_its_old_blocks_or_changed_later_is_not_taken_back(folders, tmp_path):
+    loaded = checkpoint.load(folders / "pro")
+    with torch.no_grad():
+        loaded.model.blocks[0].attn.q.weight[0, 0] += 1
+    checkpoint.save(loaded.model, tmp_path / "other", TOKENIZER, 64, {"changes": loaded.card["changes"]})
+    augment_folder(folders / "pro", tmp_path / "int8", "quantize", kind="int8")
+    export(tmp_path / "int8", tmp_path / "plain")
+    augment_folder(folders / "pro", tmp_path / "twice", "expand", blocks=1)
+    for folder, words in (
+        ("other", "the weights from before it were trained or rounded since"),
+        ("int8", r"quantize came later and stands on it; its changes: expand, quantize"),
+        ("plain", r"merge came later and stands on it; its changes: expand, quantize, merge"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot undo expand: {words}") as caught:
+            undo_folder(tmp_path / folder, tmp_path / "out", "expand")
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "out").exists()
+    undo_folder(tmp_path / "twice", tmp_path / "once", "expand")
+    undo_folder(tmp_path / "once", tmp_path / "none", "expand")
+    name = "model.safetensors"
+    assert (tmp_path / "once" / name).read_bytes() == (folders / "pro" / name).read_bytes()
+    assert (tmp_path / "none" / name).read_bytes() == (folders / "base" / name).read_bytes()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_it_with_more_layers(family, tmp_path):
+    """Also with its cache, which needs each layer's own index."""
+    model = model_of(family, vocab=TOKENIZER.vocab)
+    logits = model(IDS)
+    checkpoint.save(model, tmp_path / "base", TOKENIZER, 64)
+    augment_folder(tmp_path / "base", tmp_path / "pro", "expand", blocks=2)
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "pro", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert theirs.config.num_hidden_layers == 5
+    limit = 1e-5 * max(1.0, float(logits.abs().max()))
+    assert difference(theirs.eval()(IDS).logits, logits) <= limit
+    first = theirs(IDS[:, :11], use_cache=True)
+    rest = theirs(IDS[:, 11:], past_key_values=first.past_key_values)
+    assert difference(rest.logits, logits[:, 11:]) <= limit
+
+
+def own(depth):
+    model = FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(50, 32, depth, 64))
+    model.blocks[0].mlp.act = torch.sin
+    return model
+
+
+def test_a_model_of_ones_own_function_is_expanded_saved_and_loaded(tmp_path):
+    model = own(3).eval()
+    change = apply_change(model, "expand", blocks=2)
+    architecture = Architecture.of_function(own, depth=3)
+    checkpoint.save(model, tmp_path, None, 64, architecture=replace(architecture, changes=(change,)))
+    loaded = checkpoint.load(tmp_path, build=own)
+    assert torch.equal(loaded.model(IDS), model(IDS))
+    select_trainable(loaded.model, ("new",), loaded)
+    assert {n.split(".")[1] for n, p in loaded.model.named_parameters() if p.requires_grad} == {"2", "4"}
+
+
+@pytest.mark.parametrize("kind", ["quantize", "lora"])
+def test_an_expanded_model_takes_other_changes_and_is_saved_and_exported(kind, folders, tmp_path):
+    request = {"kind": "nf4"} if kind == "quantize" else {"rank": 2}
+    loaded = checkpoint.load(folders / "pro")
+    loaded.model.float()
+    change = apply_change(loaded.model, kind, **request)
+    made = replace(loaded.architecture, changes=(change,))
+    facts = {"changes": loaded.card["changes"]}
+    checkpoint.save(loaded.model, tmp_path / "own", TOKENIZER, 64, facts, architecture=made)
+    again = checkpoint.load(tmp_path / "own")
+    assert torch.equal(again.model(IDS), loaded.model(IDS))
+    export(tmp_path / "own", tmp_path / "plain")
+    plain = checkpoint.load(tmp_path / "plain")
+    assert len(plain.model.blocks) == 5
+    assert [c["name"] for c in plain.card["changes"]] == ["expand", kind, "merge"]
+
+
+def test_the_command_says_what_it_chose_and_what_comes_next(folders, tmp_path):
+    done = dunes("augment", "expand", folders / "base", tmp_path / "pro")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 new block, copies that add nothing until they are trained: 3 of 2\n")
+    assert f"next: dunes train SOURCE --from {tmp_path / 'pro'} --trainable new" in done.stdout
+    done = dunes("augment", "expand", "--undo", tmp_path / "pro", tmp_path / "base")
+    assert done.returncode == 0, done.stderr
+    name = "model.safetensors"
+    assert (tmp_path / "base" / name).read_bytes() == (folders / "base" / name).read_bytes()
+    done = dunes("augment", "expand", tmp_path / "base", tmp_path / "x", "--after", "1", "7")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "after is 1, 7; this model's blocks are 0 to 2" in done.stderr
+    with pytest.raises(ValueError, match="omit --blocks and --after"):
+        commands.expand(str(tmp_path / "pro"), tmp_path / "x", blocks=2, undo=True)
+    with pytest.raises(ValueError, match="cannot undo expand: it was never made; its changes: none"):
+        commands.expand(str(tmp_path / "base"), tmp_path / "x", undo=True)
+    assert not (tmp_path / "x").exists()
