@@ -252,7 +252,7 @@ def _describe(value: Any, files: set[str], depth: int = 4) -> str:
         defaults = _describe([value.__defaults__, value.__kwdefaults__], files, depth - 1)
         return f"{value.__qualname__} {value.__code__.co_code!r} {constants} {cells} {defaults}"
     if inspect.ismethod(value):
-        return _describe([value.__func__, value.__self__], files, depth - 1)
+        return f"{_describe(value.__func__, files, depth)} {_describe(value.__self__, files, depth)}"
     if hasattr(value, "__dict__") and not isinstance(value, type):
         files.update(filter(None, [sys.modules[type(value).__module__].__dict__.get("__file__")]))
         return f"{type(value).__qualname__} {_describe(vars(value), files, depth - 1)}"
