@@ -167,6 +167,37 @@ def experts(
     print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN   then without --trainable")
 
 
+def lora_experts(
+    model: Model,
+    out: Out,
+    *,
+    experts: Count = 8,
+    top_k: Count = 2,
+    rank: Count = 16,
+    alpha: Annotated[float, flag("ALPHA")] = 32.0,
+    target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks")] = (),
+    seed: Count = 0,
+) -> None:
+    """Put an untrained mixture of low-rank experts beside each linear layer, which changes no output.
+
+    To train one on examples at once, use dunes finetune --method lora-experts.
+
+    Example: dunes augment lora-experts ~/models/llama ~/models/mixture --experts 4
+
+    Args:
+        experts: Low-rank pairs at each place.
+        top_k: Experts that compute a token; all of them: a dense mixture.
+        rank: Rank of each expert.
+        alpha: Scaling: an expert's output is multiplied by alpha / rank.
+        target_modules: Modules that get experts; ! excludes, the last match wins.
+        seed: Random seed of experts and routers.
+    """
+    options: dict[str, Any] = {"where": target_modules} if target_modules else {}
+    options |= {"experts": experts, "top_k": top_k, "rank": rank, "alpha": alpha, "seed": seed}
+    _augment(model, out, "lora-experts", **options)
+    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
+
+
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
     """Make the change from folder to folder, and print its report."""
     from dunes import checkpoint
@@ -190,6 +221,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
     "upcycle": upcycle,
     "experts": experts,
+    "lora-experts": lora_experts,
 }
 
 ABOUT = """Modify models: each command reads a folder and writes another.
