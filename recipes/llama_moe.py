@@ -24,7 +24,7 @@ def main(
     losses: dict[str, float] = {}
 
     def continued(name: str, model: Path, steps: int, *trainable: str) -> Path:
-        config = TrainConfig(sources=(source,), base=str(model), steps=steps, trainable=trainable)
+        config = TrainConfig(sources=(source,), base=str(model), steps=steps, lr=0.02, trainable=trainable)
         train(TrainConfig.of({**vars(config), **changes}), Path(out) / name, Display())
         records = read_metrics(Path(out) / name / METRICS)
         before, *_, after = (r["validation_loss"] for r in records if "validation_loss" in r)
