@@ -17,8 +17,6 @@ from dunes.runs.run import METRICS, read_metrics
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
-ROUTERS = "**.router.**"
-
 
 def main(
     base: str, source: str, steps: int = 150, out: str = "runs/llama-moe", top_k: int = 2, **changes: object
@@ -26,7 +24,7 @@ def main(
     losses: dict[str, float] = {}
 
     def continued(name: str, model: Path, steps: int, *trainable: str) -> Path:
-        config = TrainConfig(sources=(source,), base=str(model), steps=steps, trainable=trainable)
+        config = TrainConfig(sources=(source,), base=str(model), steps=steps, lr=0.02, trainable=trainable)
         train(TrainConfig.of({**vars(config), **changes}), Path(out) / name, Display())
         records = read_metrics(Path(out) / name / METRICS)
         before, *_, after = (r["validation_loss"] for r in records if "validation_loss" in r)
@@ -36,7 +34,7 @@ def main(
 
     dense, routers = checkpoint.locate_model(base).folder, max(1, steps // 10)
     print(*augment_folder(dense, Path(out) / "split", "experts", experts=8, top_k=top_k), sep="\n")
-    continued("experts", continued("routers", Path(out) / "split", routers, ROUTERS), steps - routers)
+    continued("experts", continued("routers", Path(out) / "split", routers, "new"), steps - routers)
     continued("dense", dense, steps)
     for name, loss in losses.items():
         print(f"{name}: {loss:.3f} nats/token, {loss - losses['before dense']:+.3f} against the dense model")

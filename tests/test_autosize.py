@@ -201,8 +201,12 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
 
 
 @pytest.mark.slow
-def test_the_estimate_is_what_a_run_takes(code, tmp_path):
-    """In a process of its own, with saves on the way; it promises a tenth once the heap has its holes."""
+@pytest.mark.parametrize(("family", "within"), [("arcee", 0.1), ("mixtral", 0.15)])
+def test_the_estimate_is_what_a_run_takes(family, within, code, tmp_path):
+    """In a process of its own, with saves on the way; it promises a tenth once the heap has its holes.
+
+    For a mixture it is an eighth too high: its heap has fewer of them.
+    """
     script = """
         import sys, torch
         from pathlib import Path
@@ -212,15 +216,15 @@ def test_the_estimate_is_what_a_run_takes(code, tmp_path):
         from dunes.runs.train_config import TrainConfig, parse_size
         from dunes.runs.progress import Display
         train.SAVE_SECONDS = 1.0
-        shape = {"size": "3m", "vocab_size": 300, "batch": 16, "context_length": 256}
+        shape = {"size": "3m", "vocab_size": 300, "batch": 16, "context_length": 256, "family": sys.argv[3]}
         plan = TrainConfig(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
         said = sum(estimate_memory(plan).values())
         assert train.train(plan, Path(sys.argv[2]), Display()) == 0
         print(said / measure.peak_memory(torch.device("cpu")))
     """
-    command = [sys.executable, "-c", dedent(script), str(code), str(tmp_path / "run")]
+    command = [sys.executable, "-c", dedent(script), str(code), str(tmp_path / "run"), family]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert float(done.stdout.split()[-1]) == pytest.approx(1, abs=0.1)
+    assert float(done.stdout.split()[-1]) == pytest.approx(1, abs=within)
 
 
 def test_a_reading_rate_is_bytes_over_time(monkeypatch):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dunes.augment import attach, quantize
+from dunes.augment import apply_change, attach, quantize
 from dunes.models import FAMILIES
 from dunes.ops import cross_entropy, experts
 from dunes.parts import Checkpointed
@@ -104,6 +104,19 @@ def test_a_compiled_model_trains_with_its_loss_in_the_graph():
     assert torch.ops.dunes.linear_cross_entropy in {getattr(op, "overloadpacket", op) for op in operations}
     assert torch.tensor(losses[1]).allclose(torch.tensor(losses[0]), rtol=0, atol=LIMIT)
     assert losses[0][2][0] < losses[0][0][0]
+
+
+def test_a_compiled_loss_counts_the_load_that_moves_the_selection_bias():
+    torch.compiler.reset()
+    biases = []
+    for compiled in (False, True):
+        model = build("mixtral")
+        apply_change(model, "routing", shared=1, bias_rate=0.25, z_loss=0.1)
+        function = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+        list(Trainer(model, muon(model), function).run([tokens()] * 3))
+        biases.append(torch.cat([block.mlp.selection_bias for block in model.blocks]))
+    assert torch.equal(*biases)
+    assert biases[0].abs().max() >= 0.25
 
 
 @pytest.mark.timeout(600)

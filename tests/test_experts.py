@@ -15,7 +15,8 @@ from dunes.models import FAMILIES
 from dunes.parts import MoE
 from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
 from dunes.parts.gate import NoisyGate
-from dunes.runs.augment import augment_folder
+from dunes.runs.augment import augment_folder, save_changed, undo_folder
+from dunes.runs.export import export
 from dunes.runs.score import calibration_ids
 from dunes.text import Tokenizer
 from dunes.train import adamw
@@ -107,6 +108,38 @@ def test_a_split_is_taken_back_bit_for_bit(request_, gate):
         after = model.state_dict()
         assert after.keys() == before.keys()
         assert all(torch.equal(after[k], before[k]) and after[k].dtype == dtype for k in before)
+
+
+def test_the_folder_of_a_split_is_taken_back_until_it_is_trained(tmp_path):
+    checkpoint.save(dense(hidden=96).bfloat16(), tmp_path / "dense", None, 32)
+    augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster")
+    undo_folder(tmp_path / "moe", tmp_path / "again", "experts")
+    assert checkpoint.load(tmp_path / "again").architecture.family == "llama"
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dense", "again")]
+    assert files[0] == files[1]
+    loaded = checkpoint.load(tmp_path / "moe")
+    loaded.model.blocks[0].mlp.experts[3].up.weight.data[0, 0] += 1
+    save_changed(loaded, (), tmp_path / "trained", lambda staged: {})
+    with pytest.raises(ValueError, match="cannot undo experts: the weights from before it were trained"):
+        undo_folder(tmp_path / "trained", tmp_path / "no", "experts")
+    with pytest.raises(ValueError, match="cannot undo experts: it was never made"):
+        undo_folder(tmp_path / "dense", tmp_path / "no", "experts")
+
+
+def test_expanded_split_quantized_and_adapted(tmp_path):
+    model = dense(hidden=96)
+    before = model(IDS)
+    changes = [apply_change(model, "expand", blocks=1)]
+    assert torch.equal(model(IDS), before)
+    changes += [apply_change(model, "experts", gate="noisy", split="cluster"), apply_change(model, "lora", rank=2)]
+    changes += [apply_change(model, "quantize", kind="int8")]
+    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(hidden=96), 32), tuple(changes))
+    checkpoint.save(model.eval(), tmp_path / "all", None, 32, architecture=architecture)
+    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp: already a mixture of experts"):
+        apply_change(model, "upcycle")
+    with pytest.raises(ValueError, match="no Hugging Face config describes this model"):
+        export(tmp_path / "all", tmp_path / "hf")
 
 
 def test_what_cannot_be_taken_back_exactly_is_refused():

@@ -106,7 +106,7 @@ def test_each_method_learns_and_leaves_what_was_measured(method, base, examples,
     again = score_of(folder, config)
     print(f"{method}: measured {card['measured']['loss']}, read back {again.loss}")
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
-    assert (folder / "adapter_config.json").is_file() == (method != "full")
+    assert (folder / "adapter_config.json").is_file() != METHODS[method].saves_model
     assert (folder / "chat_template.jinja").is_file()
     assert "dunes chat" in out.splitlines()[-1]
 
@@ -137,7 +137,9 @@ def test_products_in_bfloat16(method, base, examples, tmp_path):
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora", pytest.param("pissa", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize(
+    "method", ["lora", "qlora", pytest.param("pissa", marks=pytest.mark.slow), "full", "lora-experts"]
+)
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
     config = asked(
         base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, micro_batch=2
@@ -155,7 +157,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
     assert all(torch.equal(one[k], two[k]) for k in one)
     exact = [[(r["step"], r["loss_hex"]) for r in read_metrics(f / "metrics.jsonl")] for f in (straight, halves)]
     assert exact[0] == exact[1]
-    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    file = "model.safetensors" if METHODS[method].saves_model else "adapter_model.safetensors"
     assert (straight / file).read_bytes() == (halves / file).read_bytes()
     before = [json.loads((f / "state" / "baseline.json").read_text()) for f in (straight, halves)]
     assert before[0] == before[1]
@@ -365,7 +367,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples,
 
 def test_an_adapter_s_option_is_refused_where_there_is_none(base, examples, tmp_path):
     config = asked(base, examples, method="full")
-    with pytest.raises(ValueError, match="--rank applies to adapters, and --method full trains none; omit it"):
+    with pytest.raises(ValueError, match="--rank has no effect with --method full; omit it"):
         finetune(config, tmp_path / "run", display()[0], asked={"method": "full", "rank": 4})
 
 

@@ -293,6 +293,15 @@ def test_linear_scaling_without_some_of_its_keys(keys, factor):
     assert (rope.get("rope_type"), rope.get("factor")) == ("linear" if factor else None, factor)
 
 
+def test_yarn_without_some_of_its_keys():
+    hf = {"hidden_size": 64, "num_attention_heads": 2}
+    for keys, factor in (({}, 1.0), ({"rope.scale_linear": 4.0}, 4.0), ({"rope.scaling.factor": 0.0}, 1.0)):
+        scaling = form._rope_scaling(hf, {"rope.scaling.type": "yarn", **keys}, {})
+        assert (scaling["rope_scaling"]["rope_type"], scaling["rope_scaling"]["factor"]) == ("yarn", factor)
+    with pytest.raises(ValueError, match="factor is '4'"):
+        form._rope_scaling(hf, {"rope.scaling.type": "yarn", "rope.scaling.factor": "4"}, {})
+
+
 def test_divisors_of_another_scaling_are_refused(tmp_path, tokenizer):
     _, path = written(tmp_path, "llama", tokenizer, scaling=Llama3(8.0, 2.0, 4.0, 32))
     with pytest.raises(ValueError, match=r"llama\.gguf: rope_freqs\.weight is not LLaMA 3's scaling"):

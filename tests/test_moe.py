@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dunes import tree
+from dunes.augment import attach
 from dunes.generate import Request, generate, generate_all
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -305,6 +306,8 @@ def test_the_bias_follows_the_load_of_the_whole_step_and_a_skipped_one_leaves_it
     assert all(torch.equal(v, before[k]) for k, v in whole.state_dict().items())
     tree.freeze(whole, "**.router.*")
     next(Trainer(whole, adamw(whole), next_token_loss).run([ids_of(3)]))
+    attach(whole, where="**.router", rank=2)
+    next(Trainer(whole, adamw(whole), next_token_loss).run([ids_of(4)]))
     assert torch.equal(whole.blocks[0].mlp.selection_bias, before["blocks.0.mlp.selection_bias"])
     assert not whole.blocks[0].mlp.load.any()
 

@@ -13,6 +13,7 @@ import torch
 
 from conftest import data
 from dunes import checkpoint
+from dunes.augment import undo_change
 from dunes.data import collect_corpus, read_records
 from dunes.data.self_instruct import REQUEST, build_prompts, read_seed_tasks
 from dunes.models import llama
@@ -34,7 +35,9 @@ def recipe(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny", "expand"])
+@pytest.mark.parametrize(
+    "name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny", "expand", "lora_experts"]
+)
 def test_a_recipe_is_short(name):
     lines = next(p for p in RECIPES if p.stem == name).read_text().split('"""', 2)[2].splitlines()
     assert sum(bool(line.strip()) for line in lines) < 40
@@ -93,6 +96,23 @@ def test_expand(code, tmp_path, capsys):
     assert before.partition(": ")[2] == after.partition(": ")[2] != trained.partition(": ")[2]
     weights = "model.safetensors"
     assert (tmp_path / "run-restored" / weights).read_bytes() == (tmp_path / "base" / weights).read_bytes()
+
+
+def test_lora_experts(tmp_path, capsys):
+    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    tokenizer = Tokenizer.train("bpe", [json.dumps(rows)], 300)
+    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 256)))
+    checkpoint.save(base, tmp_path / "base", tokenizer, 256)
+    options = {"dtype": "float32", "threads": 1, "steps": 12, "lr": 0.02, "out": str(tmp_path / "run")}
+    losses = recipe("lora_experts").main(str(tmp_path / "base"), str(tmp_path / "rows.json"), **options)
+    assert losses.keys() == {"lora-experts", "lora"}
+    assert max(losses.values()) < checkpoint.load(tmp_path / "run" / "lora").card["measured"]["before"]
+    assert "trained parameters" in capsys.readouterr().out
+    trained, before = checkpoint.load(tmp_path / "run" / "lora-experts"), checkpoint.load(tmp_path / "base").model
+    undo_change(trained.model, trained.architecture.changes[-1])
+    state = trained.model.state_dict()
+    assert all(torch.equal(state[n], t) for n, t in before.state_dict().items())
 
 
 def test_llama_moe_recovers(tmp_path, capsys):
@@ -232,6 +252,7 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
     needed = {
         "alpaca_lora": 2,
         "expand": 3,
+        "lora_experts": 2,
         "self_instruct": 3,
         "shakespeare": 1,
         "zig": 1,
@@ -256,6 +277,7 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
         ("shakespeare", ["nowhere", "many"], "'many'"),
         ("zig", ["nowhere"], "nowhere: no such file or folder"),
         ("expand", ["nowhere", "new", "old"], "nowhere: no such folder"),
+        ("lora_experts", ["nowhere", "data"], "nowhere: no such folder"),
         ("self_instruct", ["nowhere", "out", "model"], "model is not a model folder"),
         ("demo", ["soon"], "'soon'"),
     ],

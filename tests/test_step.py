@@ -1,9 +1,11 @@
 """The step of one token: the same logits as the model, exported, compiled, kept, and refused."""
 
+import copy
 import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from functools import partial
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from dunes import augment, checkpoint
+from dunes.augment.lora import row_adapters
 from dunes.bench import BENCHMARKS
 from dunes.bench.profile_modules import profile_work
 from dunes.bench.subject import Setting, of_shape
@@ -124,7 +127,15 @@ class PlainStep:
         return Scores(logits, int(best), *others)
 
 
+class Fresh(Sampler):
+    """Never repeats an id."""
+
+    def process(self, logits, ids):
+        return logits.index_fill(0, torch.tensor(ids), -torch.inf)
+
+
 REQUESTS = {
+    "own": lambda: {"sample": Fresh()},
     "greedy": dict,
     "alternatives": lambda: {"alternatives": 3},
     "vocabulary": lambda: {"sample": Sampler((partial(limit_vocab, 40),))},
@@ -263,6 +274,117 @@ def test_float16_weights_are_packed_once_and_exact(family, no_compiler, recwarn)
     step = make_step(rounded, torch.float16)
     assert (logits_of(rounded, step) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert not [w for w in recwarn if "fbgemm" in str(w.message)]
+
+
+def test_a_step_is_of_the_adapters_that_are_active_in_its_forward():
+    model = changed("lora")
+    step, (name,) = PlainStep(model), {m.active for m in model.modules() if hasattr(m, "active")}
+    for adapter in (None, name):
+        texts = []
+        for used in (None, step):
+            cache = PrefixCache(model, activate=partial(row_adapters, model), step=used)
+            requests = [Request([5, 6, 7], 20, adapter=adapter)]
+            texts.append([t.id for (t,) in generate_all(model, requests, context_length=48, cache=cache)])
+        assert texts[0] == texts[1]
+
+
+def test_a_step_waits_while_autocast_is_on():
+    model = model_of(tied=False)
+    step = PlainStep(model)
+    cache = PrefixCache(model, step=step)
+    tokens = generate(model, [5, 6, 7], limit=9, context_length=48, cache=cache)
+    calls = []
+    for on in (False, False, True, True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            next(tokens)
+        calls.append(step.calls)
+    assert calls == [0, 1, 1, 1, 2]
+
+
+def test_autocast_does_not_change_what_a_step_computes(no_compiler):
+    model = model_of()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = make_step(model, torch.float32)
+        assert load_step(model) is not None
+    assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
+
+
+def test_threads_and_copies_have_their_own_numbers(no_compiler):
+    model = model_of(tied=False)
+    step, want = make_step(model, torch.float32), ids_of(model)
+    assert ids_of(model, copy.deepcopy(step)) == want
+    run, other = step._run, partial(ids_of, model, step, limit=3, prompt=(8, 9))
+
+    def interrupted(inputs):  # as a script is, between the writing of its inputs and their reading
+        if threading.current_thread() is threading.main_thread():
+            (thread := threading.Thread(target=other)).start()
+            thread.join()
+        return run(inputs)
+
+    step._run = interrupted
+    assert ids_of(model, step) == want
+
+
+def test_weights_too_large_for_float16_stay_in_float32(no_compiler):
+    model = model_of()
+    for block in model.blocks:
+        block.mlp.up.weight.data *= 1e6
+        block.mlp.down.weight.data *= 1e-6
+    assert compile_step(model, 64)[1] == torch.float32
+    assert ids_of(model, load_step(model)) == ids_of(model)
+    with pytest.raises(ValueError, match="from the model's"):
+        compile_step(model, 64, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_script_of_layer_norms_in_half(dtype, no_compiler):
+    model = model_of("gpt2").to(dtype)
+    expected = logits_of(model_of("gpt2").to(dtype).float())
+    difference = (logits_of(model, make_step(model, dtype))[1:] - expected[1:]).abs().max()
+    assert difference < {torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("vocab", [2, 5])
+def test_a_small_vocabulary_has_a_step(vocab, no_compiler):
+    torch.manual_seed(0)
+    module = FAMILIES["llama"]
+    model = module.build(module.Config.from_size(vocab=vocab, dim=64, depth=2, context_length=64)).eval()
+    compile_step(model, 64)
+    prompt = (0, 1, 1)
+    assert ids_of(model, load_step(model), prompt=prompt) == ids_of(model, prompt=prompt)
+
+
+class Scaled(nn.Module):
+    """An MLP whose output a function scales."""
+
+    supports_packing = True
+
+    def __init__(self, inner, scale):
+        super().__init__()
+        self.inner, self.scale = inner, scale
+
+    def forward(self, x):
+        return self.scale(self.inner(x))
+
+
+class Factor:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def times(self, x):
+        return x * self.factor
+
+
+def by_default(factor):
+    return lambda x, factor=factor: x * factor
+
+
+@pytest.mark.parametrize("scale", [by_default, lambda factor: Factor(factor).times])
+def test_defaults_of_functions_and_objects_of_methods_are_part_of_a_package(scale, no_compiler):
+    for factor in (1.0, 3.0):
+        model = model_of()
+        model.blocks[0].mlp = Scaled(model.blocks[0].mlp, scale(factor))
+        assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
 
 
 def test_a_script_is_kept_refused_and_replaced_as_native_code_is(no_compiler, monkeypatch):
@@ -472,6 +594,13 @@ class Tempered(nn.Module):
             options["attn_mask"] = mask[:, None]
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask is None, **options)
         return a.out(y.transpose(1, 2).flatten(2))
+
+
+@needs_compiler
+def test_a_folder_with_spaces_holds_packages(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "my 'own' folder"))
+    model = model_of()
+    assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
 
 
 @needs_compiler

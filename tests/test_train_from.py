@@ -82,10 +82,14 @@ def changed(base, folder, *kinds, **options):
 
 @pytest.mark.parametrize(
     ("names", "trainable"),
-    [((), ()), ((), ("blocks.1.**",)), (("nf4", "lora"), ("new",)), (("expand",), ("new",))],
-)
+    [
+        ((), ()), ((), ("blocks.1.**",)), (("nf4", "lora"), ("new",)), (("expand",), ("new",)),
+        (("noisy",), ("new",)),
+    ],
+)  # fmt: skip
 def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted, code, tmp_path, monkeypatch):
     monkeypatch.setitem(CHANGES, "expand", expansion)
+    monkeypatch.setitem(KINDS, "noisy", ("experts", {"experts": 4, "gate": "noisy"}))
     base = changed(converted, tmp_path / "base", *names)
     config, straight, halves = going_on(base, code, trainable=trainable), tmp_path / "a", tmp_path / "b"
     assert "this run needs about" in memory_advice(config, checkpoint.load(base)), "estimated on fake tensors"
@@ -103,7 +107,10 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     differing = {name for name in before if not torch.equal(before[name], after[name])}
     assert differing, "it learned"
     if trainable:
-        parts = {"blocks.1.**": "blocks.1.", "new": "adapters" if "lora" in names else "blocks.1."}
+        parts = {
+            "blocks.1.**": "blocks.1.",
+            "new": {("expand",): "blocks.1.", ("noisy",): "router"}.get(names, "adapters"),
+        }
         assert all(parts[trainable[0]] in n or ".3." in n for n in differing), "nothing else changed"
     assert checkpoint.load(straight).architecture == checkpoint.load(base).architecture
 

@@ -47,6 +47,7 @@ class Adapter(nn.Module):
     A0: Tensor | None
     B0: Tensor | None
     supports_packing = True
+    depends_on_input = False  # whether the update is more than a matrix, and cannot be merged
 
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -5,13 +5,14 @@ from typing import Any
 from torch import nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import expand, experts, lora, routing, upcycle
+from dunes.augment import expand, experts, lora, lora_experts, routing, upcycle
 from dunes.augment.change import Change
 
 CHANGES: dict[str, Any] = {
     "expand": expand,
     "experts": experts,
     "lora": lora,
+    "lora-experts": lora_experts,
     "quantize": quantization,
     "routing": routing,
     "upcycle": upcycle,

@@ -71,7 +71,10 @@ def new_mlp(like: Any, hidden: int) -> Any:
 def allocate(module: nn.Module, like: Any) -> nn.Module:
     """The module, built on the meta device, with uninitialised weights of the dtype and device of this MLP."""
     weight = like.down.weight
-    return module.to(weight.dtype).to_empty(device=weight.device).train(like.training)
+    for part in module.modules():
+        for name, p in part.named_parameters(recurse=False):  # `to_empty` fails for fake tensors
+            setattr(part, name, nn.Parameter(torch.empty(p.shape, dtype=weight.dtype, device=weight.device)))
+    return module.train(like.training)
 
 
 def new_mixture(

@@ -120,9 +120,11 @@ def _important(
 def describe(change: Change) -> str:
     """The experts, in one sentence."""
     experts, top_k, shared, split = (change.request[k] for k in ("experts", "top_k", "shared", "split"))
-    always = f", {shared} of them for every token" if shared else ""
+    always = f", {shared} of them for every token and" if shared else ","
     width = len(next(iter(change.places.values()))["neurons"][0])
-    return f"{experts} experts of {width} neurons in each layer{always}, {top_k} for each token: split {split}"
+    return (
+        f"{experts} experts of {width} neurons in each layer{always} {top_k} chosen for each token: split {split}"
+    )
 
 
 def shape(model: nn.Module, change: Change) -> None:

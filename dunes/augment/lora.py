@@ -5,7 +5,7 @@ An entry of CHANGES, see `changes.py`.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
@@ -62,11 +62,16 @@ def decide(
     request = {k: v for k, v in locals().items() if k != "model"}
     request["where"] = [where] if isinstance(where, str) else list(where)
     request["ranks"] = [list(pair) for pair in _pairs(ranks)]
-    selected = _select(model, request["where"])
-    places = {p.name: {"rank": _rank(p.name, rank, ranks), "alpha": alpha} for p in selected}
-    change = Change("lora", VERSION, request, places, (f"**.adapters.{adapter}.*",))
+    change = Change("lora", VERSION, request, adapter_places(model, request), (f"**.adapters.{adapter}.*",))
     check(model, change)
     return change
+
+
+def adapter_places(model: nn.Module, request: Settings) -> dict[str, dict[str, Any]]:
+    """The rank and alpha of each place that `where` of the request selects."""
+    rank, alpha, ranks = (request[key] for key in ("rank", "alpha", "ranks"))
+    selected = _select(model, request["where"])
+    return {p.name: {"rank": _rank(p.name, rank, ranks), "alpha": alpha} for p in selected}
 
 
 def _pairs(ranks: Ranks) -> Iterable[tuple[str, int]]:
@@ -89,33 +94,43 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
 def check(model: nn.Module, change: Change) -> None:
     """Raise ValueError, with the place and the remedy, if the change cannot be made to this model."""
     request = change.request
+    if request["init"] not in ("lora", "pissa"):
+        raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
+    for place, module in check_places(model, change):
+        if is_embedding(module):
+            _check_embedding(model, place, request)
+
+
+def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
+    """The places with their modules. Raises ValueError if no adapter of this name, rank and dtype fits there."""
+    request = change.request
     name, dropout = request["adapter"], request["dropout"]
     if not re.fullmatch(r"\w+", name) or hasattr(nn.ModuleDict, name):
         raise ValueError(f"adapter name {name!r}; expected letters, digits and _, and no method of ModuleDict")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout!r}; it must be from 0 to below 1")
-    if request["init"] not in ("lora", "pissa"):
-        raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
     float_dtype(request["dtype"])
     modules = {p.name: p.module for p in tree.places(model)}
     for place, settings in change.places.items():
         if place not in modules:
             raise ValueError(f"{place}: this model has no such place; was the change made to another model?")
-        _check_place(model, place, modules[place], settings, request)
+        _check_place(place, modules[place], settings, name)
+    return [(place, modules[place]) for place in change.places]
 
 
-def _check_place(model: nn.Module, place: str, module: nn.Module, settings: Settings, request: Settings) -> None:
+def _check_place(place: str, module: nn.Module, settings: Settings, name: str) -> None:
     rank, alpha, largest = settings["rank"], settings["alpha"], min(sides(module))
     if type(rank) is not int or not 1 <= rank <= largest:
         raise ValueError(f"{place}: rank {rank!r}; expected 1 to {largest}, the smaller side of its matrix")
     if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
         raise ValueError(f"{place}: alpha {alpha!r}; expected a positive number")
-    if isinstance(module, Adapted) and (name := request["adapter"]) in module.adapters:
+    if isinstance(module, Adapted) and name in module.adapters:
         raise ValueError(
             f"{place}: it already has an adapter {name!r}; choose another name, or detach that one first"
         )
-    if not is_embedding(module):
-        return
+
+
+def _check_embedding(model: nn.Module, place: str, request: Settings) -> None:
     if request["dora"] or request["init"] != "lora":
         raise ValueError(
             f"{place}: an embedding supports plain LoRA only; exclude it, or give it an adapter of its own"
@@ -132,16 +147,22 @@ def shape(model: nn.Module, change: Change) -> None:
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
     check(model, change)
-    name, dtype = change.request["adapter"], float_dtype(change.request["dtype"])
+    dtype = float_dtype(change.request["dtype"])
 
-    def wrap(place: tree.Place) -> nn.Module:
-        outer = place.module if isinstance(place.module, Adapted) else adapted(place.module)
-        cls = EmbeddingAdapter if is_embedding(outer) else Adapter
-        outer.adapters[name] = cls(outer.base, _lora_config(change.request, change.places[place.name]), dtype)
-        return outer.train(place.module.training)
+    def make(base: nn.Module, settings: Settings) -> Adapter:
+        cls = EmbeddingAdapter if is_embedding(base) else Adapter
+        return cls(base, _lora_config(change.request, settings), dtype)
 
+    add_adapters(model, change, make)
+
+
+def add_adapters(model: nn.Module, change: Change, make: Callable[[nn.Module, Settings], Adapter]) -> None:
+    """Wrap the places of the change with `make(base, settings)`, and make these adapters active."""
+    name = change.request["adapter"]
     for place in [p for p in tree.places(model) if p.name in change.places]:
-        setattr(place.parent, place.key, wrap(place))
+        outer = place.module if isinstance(place.module, Adapted) else adapted(place.module)
+        outer.adapters[name] = make(outer.base, change.places[place.name])
+        setattr(place.parent, place.key, outer.train(place.module.training))
     set_adapter(model, name)
 
 
@@ -189,7 +210,7 @@ def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -
         b.copy_(torch.randn(b.shape, generator=generator))
     else:
         # kaiming_uniform_(a=sqrt(5)), as in the paper's code
-        a.copy_(torch.empty(a.shape).uniform_(-1, 1, generator=generator) / a.shape[1] ** 0.5)
+        a.copy_(torch.empty(a.shape).uniform_(-1, 1, generator=generator) / a.shape[-1] ** 0.5)
         b.zero_()
 
 

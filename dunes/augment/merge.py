@@ -33,6 +33,11 @@ def merge(
     """
     selected = adapted_modules(model, adapter)
     for place, outer in selected.items():
+        if mixtures := [n for n, a in outer.adapters.items() if a.depends_on_input and adapter in (None, n)]:
+            raise ValueError(
+                f"{place}: {mixtures[0]!r} is a mixture of LoRA experts, which depend on the input: no matrix "
+                "equals it; use the model as it is"
+            )
         if len(outer.adapters) > 1:
             raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach all but the one to merge")
     if adapter is None and len(names := {n for m in selected.values() for n in m.adapters}) > 1:

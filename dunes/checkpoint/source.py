@@ -192,7 +192,7 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
 
 def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
     architecture = Architecture.of_card(card, folder / cards.CARD, build)
-    adapters = [change.request.get("adapter") for change in architecture.changes if change.name == "lora"]
+    adapters = [change.request.get("adapter") for change in architecture.changes]
     if (active := card.get("adapter")) is not None and active not in adapters:
         raise ValueError(
             f"{folder / cards.CARD}: adapter is {header.quote(active)}; expected one of its adapters, or null"

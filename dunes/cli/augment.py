@@ -92,10 +92,7 @@ def expand(
         _augment(model, out, "expand", blocks=blocks, after=after)
         print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
         return
-    from dunes import checkpoint
-    from dunes.runs.augment import undo_folder
-
-    print(undo_folder(checkpoint.locate_model(model).folder, out, "expand"))
+    _undo(model, out, "expand")
 
 
 Count = Annotated[int, flag("N")]
@@ -140,12 +137,15 @@ def experts(
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear",
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased",
     seed: Count = 0,
+    undo: bool = False,
 ) -> None:
     """Split each MLP of a dense model into experts with a part of its neurons each (LLaMA-MoE).
 
     The result is as large and computes less, but is much worse before it is trained on.
 
     Example: dunes augment experts ~/models/llama ~/models/llama-moe --top-k 4
+
+    Example: dunes augment experts --undo ~/models/llama-moe ~/models/llama-again
 
     Args:
         experts: Experts in each layer.
@@ -156,11 +156,46 @@ def experts(
         gate: Router: one layer, or the published one of two layers with noise.
         scale: Of an expert's output: the number of routed experts, or as published that over --top-k.
         seed: Random seed of the split and of the routers.
+        undo: Put the experts of an untrained split together again, which gives back the weights bit for bit.
     """
+    if undo:
+        _undo(model, out, "experts")
+        return
     text = calibration if calibration or split == "importance" else None
     options: dict[str, Any] = {"split": split, "shared": shared, "gate": gate, "scale": scale, "seed": seed}
     _augment(model, out, "experts", experts=experts, top_k=top_k, calibration=text, **options)
-    print(f'next: dunes train SOURCE --from {out} --trainable "**.router.**" --out RUN   then without --trainable')
+    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN   then without --trainable")
+
+
+def lora_experts(
+    model: Model,
+    out: Out,
+    *,
+    experts: Count = 8,
+    top_k: Count = 2,
+    rank: Count = 16,
+    alpha: Annotated[float, flag("ALPHA")] = 32.0,
+    target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks")] = (),
+    seed: Count = 0,
+) -> None:
+    """Put an untrained mixture of low-rank experts beside each linear layer, which changes no output.
+
+    To train one on examples at once, use dunes finetune --method lora-experts.
+
+    Example: dunes augment lora-experts ~/models/llama ~/models/mixture --experts 4
+
+    Args:
+        experts: Low-rank pairs at each place.
+        top_k: Experts that compute a token; all of them: a dense mixture.
+        rank: Rank of each expert.
+        alpha: Scaling: an expert's output is multiplied by alpha / rank.
+        target_modules: Modules that get experts; ! excludes, the last match wins.
+        seed: Random seed of experts and routers.
+    """
+    options: dict[str, Any] = {"where": target_modules} if target_modules else {}
+    options |= {"experts": experts, "top_k": top_k, "rank": rank, "alpha": alpha, "seed": seed}
+    _augment(model, out, "lora-experts", **options)
+    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
 
 
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
@@ -172,12 +207,21 @@ def _augment(model: str, out: Path, change: str, **request: Any) -> None:
         print(line)
 
 
+def _undo(model: str, out: Path, change: str) -> None:
+    """Take the change back from folder to folder, and print the report."""
+    from dunes import checkpoint
+    from dunes.runs.augment import undo_folder
+
+    print(undo_folder(checkpoint.locate_model(model).folder, out, change))
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "expand": expand,
     "merge": merge,
     "quantize": quantize,
     "upcycle": upcycle,
     "experts": experts,
+    "lora-experts": lora_experts,
 }
 
 ABOUT = """Modify models: each command reads a folder and writes another.

@@ -87,7 +87,7 @@ class PrefixCache:
         held = self.ids[0]
         if self.step is None or self.cache is None or self._fitting != (self.step, RemovableHandle.next_id):
             return None
-        if len(self.ids) > 1 or not held or held != text[:-1]:
+        if len(self.ids) > 1 or not held or held != text[:-1] or torch.is_autocast_enabled("cpu"):
             return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
         scores = self.step(text[-1], self.cache)
@@ -121,11 +121,11 @@ class PrefixCache:
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, kept, strict=True)]
         with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
             logits = self._forward(pending, max(last[i] for i in texts), part)
+            fits = self.step is not None and self._fits(self.step, part)
         if not whole:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
-        fits = self.step is not None and self._fits(self.step, part)
         self._fitting = self.step if fits else None, RemovableHandle.next_id
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 

@@ -60,7 +60,8 @@ class Sampler:
 
     def returns_best(self, best: int) -> bool:
         """Whether the next id is certainly `best`, the first of the most probable ids."""
-        return self.choose is greedy and all(_keeps(processor, best) for processor in self.processors)
+        plain = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
+        return plain and all(_keeps(processor, best) for processor in self.processors)
 
     def after(self, *processors: Processor) -> "Sampler":
         """The sampler with these processors before its own."""

@@ -42,6 +42,13 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> T
     return torch.mean(x, dim, keepdim, **kwargs) if dim != -1 or kwargs else x.sum(-1, keepdim) * (1 / x.shape[-1])
 
 
+def _layer_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    weight, bias = (t if t is None else t.to(x.dtype) for t in (weight, bias))  # those of a half model are half
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(query.to(key.dtype), key, value, *args, **kwargs).float()
 
@@ -49,6 +56,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
 SCRIPT_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
     F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
     Tensor.mean: _mean,
     F.scaled_dot_product_attention: _attention,
 }

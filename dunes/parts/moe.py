@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dunes import tree
 from dunes.ops import experts as forms
 from dunes.parts.mlp import GatedMLP
 
@@ -121,12 +122,12 @@ class MoE(nn.Module):
         return losses
 
     def after_step(self) -> None:
-        """Adjust the selection bias by the loads since the last step, if the router is trained."""
+        """Adjust the selection bias by the loads since the last step, if the router itself is trained."""
         if self.selection_bias is None:
             return
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.load)
-        if any(p.requires_grad for p in self.router.parameters()):
+        if any(p.requires_grad for p in tree.innermost(self.router).parameters()):
             below_mean = self.load.sum() - len(self.experts) * self.load
             self.selection_bias += self.bias_rate * below_mean.sign()
         self.load.zero_()

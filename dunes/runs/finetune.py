@@ -12,7 +12,7 @@ from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
-from dunes.runs.config import RunOptions
+from dunes.runs.config import RunOptions, option
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_method import METHODS, resolve_targets, unused_options
@@ -36,7 +36,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     """
     run_options, timings = RunOptions(**options), Timings()
     if unused := unused_options(config, run_options.asked or ()):
-        raise ValueError(f"--{unused[0]} applies to adapters, and --method {config.method} trains none; omit it")
+        raise ValueError(f"--{option(unused[0])} has no effect with --method {config.method}; omit it")
     ready = begin_run(config, folder, display, run_options)
     if ready is None:
         return 0
@@ -81,7 +81,8 @@ def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[list[Change],
         return prepare_model(model, config), checkpoint.base_identity(model)
     base = checkpoint.base_identity(model)
     changes = prepare_model(model, config)
-    peft_factors(model)
+    if not METHODS[config.method].saves_model:
+        peft_factors(model)
     if len(changes) > 1:  # the base was changed before the adapter was added
         base |= checkpoint.base_identity(model)
     return changes, base

@@ -7,7 +7,7 @@ import tyro
 
 from dunes.runs.config import Optimization, RunConfig, flag
 
-Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8"]
+Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
 TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
 TrainOn = Literal["answers", "all"]
 
@@ -62,6 +62,10 @@ class Adapter:
     """Ranks of some modules that differ from --rank."""
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
+    experts: Annotated[int, flag("EXPERTS")] = 8
+    """With lora-experts: low-rank pairs beside each linear layer, each of --rank."""
+    experts_per_token: Annotated[int, flag("EXPERTS")] = 2
+    """With lora-experts: how many of them compute a token."""
 
 
 @dataclass(frozen=True, kw_only=True)

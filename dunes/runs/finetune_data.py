@@ -85,7 +85,7 @@ class FinetuneData:
         if METHODS[config.method].adapter is not None and (active := active_adapter(base.model)) is not None:
             raise ValueError(
                 f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
-                f"dunes augment merge {folder} OUT"
+                f"dunes augment merge {folder} OUT, or train a mixture on with --method full --target-modules new"
             )
         records = main_records([*files, *val_files])
         template = choose_template(config, records, tokenizer, base.card)
@@ -263,9 +263,9 @@ def prepare_model(model: Decoder, config: FinetuneConfig) -> list[Change]:
 
 
 def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
-    """Cast frozen weights to the dtype of matrix products."""
+    """Cast frozen weights to the dtype of matrix products, unless they are to be saved."""
     assert config.dtype, "chosen before"
-    if METHODS[config.method].adapter is not None:
+    if not METHODS[config.method].saves_model:
         cast_frozen(model, getattr(torch, config.dtype))
 
 

@@ -20,6 +20,8 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.text import Tokenizer, templates
 
 ADAPTER = lora.NAME
+EXPERTS = {"experts": "experts", "experts_per_token": "top_k"}
+"""Options of --method lora-experts, and their names in its change."""
 
 TOKENS, STEPS = 4096, 32
 """Tokens per step, and minimum steps per epoch: LoRA learns less well with large batches
@@ -40,10 +42,16 @@ PLAIN_KINDS = ("completion", "text")
 
 @dataclass(frozen=True)
 class Method:
-    """How the base weights are stored, and which adapter is trained, if any."""
+    """How the base weights are stored, and which adapter is trained, if any, by which change."""
 
     adapter: Mapping[str, Any] | None = None
     quantize: Mapping[str, Any] | None = None
+    change: str = "lora"
+
+    @property
+    def saves_model(self) -> bool:
+        """Whether a run leaves a whole model, and not an adapter in PEFT's layout."""
+        return self.adapter is None or self.change != "lora"
 
 
 _NF4 = {"kind": "nf4", "double": True}
@@ -56,16 +64,15 @@ METHODS = {
     "qlora": Method({}, _NF4),
     "qdora": Method({"dora": True}, _NF4),
     "qlora-int8": Method({}, {"kind": "int8"}),
+    "lora-experts": Method({}, change="lora-experts"),
 }
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
-    """Adapter options that were set although the method has no adapter."""
-    return (
-        [n for n in ("rank", "alpha", "ranks", "dropout") if n in asked]
-        if METHODS[config.method].adapter is None
-        else []
-    )
+    """Options that were set although they belong to another method."""
+    method = METHODS[config.method]
+    others = () if method.adapter is not None else ("rank", "alpha", "ranks", "dropout")
+    return [n for n in (*others, *(EXPERTS if method.change != "lora-experts" else ())) if n in asked]
 
 
 def main_records(files: Sequence[Records]) -> Records:
@@ -98,7 +105,7 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
     if method.adapter is None:
         set_trainable(model, config.target_modules or ("**",))
         return changes
-    requests = {"quantize": method.quantize, "lora": _request(config) | {**method.adapter}}
+    requests = {"quantize": method.quantize, method.change: _request(config) | {**method.adapter}}
     for name, request in requests.items():
         if request is not None:
             changes.append(CHANGES[name].decide(model, **request))
@@ -110,6 +117,8 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
 def _request(config: FinetuneConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"where": config.target_modules} if config.target_modules else {}
     options |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
+    if METHODS[config.method].change == "lora-experts":
+        options |= {key: getattr(config, option) for option, key in EXPERTS.items()}
     return options | {"adapter": ADAPTER, "seed": config.seed}
 
 

@@ -209,7 +209,7 @@ class FinetuneTask:
 
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
         loaded, context = self.loaded, self.loaded.context_length
-        if METHODS[self.config.method].adapter is None:
+        if METHODS[self.config.method].saves_model:
             checkpoint.save(
                 run.model, run.folder, loaded.tokenizer, context, about, architecture=loaded.architecture
             )
@@ -233,7 +233,8 @@ class FinetuneTask:
             }
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
-        return about | {"changes": [change.record() for change in self.changes] or history(self.data.base)}
+        whole = METHODS[self.config.method].saves_model
+        return about | {"changes": history(self.data.base) if whole else [c.record() for c in self.changes]}
 
     def _lines(self, after: Baseline) -> list[str]:
         """The final report: validation loss, forgetting, and answers before and after."""
@@ -256,7 +257,7 @@ class FinetuneTask:
 
     def _next(self, folder: Path) -> list[str]:
         run = shlex.quote(str(folder))
-        if METHODS[self.config.method].adapter is None:
+        if METHODS[self.config.method].saves_model:
             return [f"model: {run}", f"try: dunes chat {run}"]
         return [f"adapter: {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
 

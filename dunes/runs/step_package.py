@@ -11,13 +11,16 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -107,11 +110,14 @@ def compile_step(
     choices = [dtype] if dtype else [torch.float16, own] if rounds else [own]
     native = [_is_intact(_packages(model)(choice), PACKAGE) for choice in choices]
     if not any(native) and has_compiler():
-        make_step(model, own, SCRIPT)  # in a few seconds, for those who wait
+        with suppress(ValueError):  # native code may be possible where a script is not
+            make_step(model, own, SCRIPT)  # in a few seconds, for those who wait
     for choice in choices:
-        step = make_step(model, choice)
-        if choice in (dtype, own) or _same_greedy_ids(model, context_length, step):
-            break
+        last = choice in (dtype, own)
+        with nullcontext() if last else suppress(ValueError):  # weights may be too large for float16
+            step = make_step(model, choice)
+            if last or _same_greedy_ids(model, context_length, step):
+                break
     _choose(model, choice)
     return _packages(model)(choice), choice
 
@@ -243,7 +249,10 @@ def _describe(value: Any, files: set[str], depth: int = 4) -> str:
         files.add(value.__code__.co_filename)
         cells = [_describe(cell.cell_contents, files, depth - 1) for cell in value.__closure__ or ()]
         constants = _without_addresses(value.__code__.co_consts)
-        return f"{value.__qualname__} {value.__code__.co_code!r} {constants} {cells}"
+        defaults = _describe([value.__defaults__, value.__kwdefaults__], files, depth - 1)
+        return f"{value.__qualname__} {value.__code__.co_code!r} {constants} {cells} {defaults}"
+    if inspect.ismethod(value):
+        return f"{_describe(value.__func__, files, depth)} {_describe(value.__self__, files, depth)}"
     if hasattr(value, "__dict__") and not isinstance(value, type):
         files.update(filter(None, [sys.modules[type(value).__module__].__dict__.get("__file__")]))
         return f"{type(value).__qualname__} {_describe(vars(value), files, depth - 1)}"
@@ -288,18 +297,25 @@ def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: to
     for tensor in cache.keys + cache.values:
         tensor[:, :, CHECKED - 1 :] = torch.nan  # which the step has to replace
     step.state, step.cache_dtypes = model_state(model), [t.dtype for t in cache.keys + cache.values]
-    difference, largest = (step(CHECKED - 1, cache).logits - expected).abs().max(), expected.abs().max()
+    with torch.autocast("cpu", enabled=False):
+        scores = _attempt("run", lambda: step(1, cache))
+    difference, largest = (scores.logits - expected).abs().max(), expected.abs().max()
     if not difference <= TOLERANCE[dtype] * largest:
         raise ValueError(f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}")
     return step
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
-    """A cache that holds different tokens, and the logits (V,) after them. Raises ValueError if there is none."""
+    """A cache that holds tokens, the last of which is 1, and the logits (V,) after them.
+
+    The tokens differ where there are enough. Raises ValueError for a model without a cache.
+    """
     if (cache := cache_for(model, 1, 8)) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
+    vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), CHECKED + 1)
+    ids = torch.arange(CHECKED, 0, -1) % vocab
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        return cache, model(torch.arange(CHECKED)[None], cache=cache, last=1)[0, 0].float()
+        return cache, model(ids[None], cache=cache, last=1)[0, 0].float()
 
 
 def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
@@ -315,7 +331,10 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             from torch._inductor.utils import fresh_cache
 
             options: Any = {"package_path": str(path), "inductor_configs": {**OPTIONS}}
-            with fresh_cache(dir=str(staged)):  # others may be writing files of these names into the usual one
+            # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
+            plain = shlex.quote(str(staged)) == str(staged)
+            place = nullcontext(str(staged)) if plain else TemporaryDirectory()
+            with place as folder, fresh_cache(dir=folder):
                 _attempt("compiled", lambda: compile_graph(graph, **options))
         os.replace(path, file)
     names = [name for name in (PACKAGE, SCRIPT) if name == file.name or _is_intact(file.parent, name)]
@@ -333,7 +352,8 @@ def _export(
             raise ValueError(f"{name}: a buffer that forward changes, which a compiled step cannot; remove it")
     with tree.mode(model, False):
         step = Step(outline(model, dtype)).eval()
-    graph = _attempt("exported", lambda: export_step(step, cache, forms))
+    with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
+        graph = _attempt("exported", lambda: export_step(step, cache, forms))
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
     return graph

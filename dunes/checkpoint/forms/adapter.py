@@ -171,7 +171,12 @@ def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, 
     Raises ValueError for what `save_adapter` could not write; call it before training.
     """
     base = adapter_base_of(model)
-    factors = {module: _factors(outer, name) for module, outer in lora.adapted_modules(model, name).items()}
+    modules = lora.adapted_modules(model, name)
+    if any(outer[name].depends_on_input for outer in modules.values()):
+        raise ValueError(
+            f"{name!r} is a mixture of LoRA experts, which PEFT has no layout for; save the whole model"
+        )
+    factors = {module: _factors(outer, name) for module, outer in modules.items()}
     return [(target, join_factors(target, factors, base.sizes)) for target in _peft_targets(base, factors)]
 
 

@@ -22,7 +22,7 @@ from dunes.checkpoint.files.mapped_file import MappedFile, shape_error
 from dunes.checkpoint.forms.architecture import Architecture
 from dunes.checkpoint.forms.native import to_halves
 from dunes.extra import extra
-from dunes.models import FAMILIES
+from dunes.models import FAMILIES, config_values
 from dunes.models.config_values import quotient
 from dunes.models.names import Names, identity, name, to_ours, to_theirs
 from dunes.models.rope import scaling_to_hf, yarn_scale
@@ -312,15 +312,15 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
     length = known.get("rope.scaling.original_context_length")
     if FREQUENCIES in files:
         return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
-    # As in llama.cpp: without a type it is linear, without a factor (or under its old key) there is none.
+    # As in llama.cpp: without a type it is linear, without a factor (or under its old key) it changes nothing.
     kind = known.get("rope.scaling.type", "linear")
-    linear = known.get("rope.scaling.factor") or known.get("rope.scale_linear") or 1.0
-    if kind == "none" or (kind == "linear" and linear == 1.0):
+    given = known.get("rope.scaling.factor") or known.get("rope.scale_linear") or 1.0
+    factor = config_values.number({"rope.scaling.factor": given}, "rope.scaling.factor")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return rotated
-    factor = linear if kind == "linear" else known["rope.scaling.factor"]
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
     if kind == "yarn":
-        multiple = known.get("rope.scaling.attn_factor", 1.0)  # in float32
+        multiple = config_values.number(known, "rope.scaling.attn_factor", 1.0)  # in float32
         rope["attention_factor"] = yarn_scale(factor) if multiple == 1 else round(multiple * yarn_scale(factor), 6)
     return rotated | {"rope_scaling": rope}
 

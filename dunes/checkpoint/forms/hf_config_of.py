@@ -30,6 +30,8 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
     """The number of equal modules before the first that differs, and the difference."""
     actual, expected = list(module_rows(model)), list(module_rows(rebuilt))
     for i, (a, b) in enumerate(zip(actual, expected, strict=False)):
+        if a.place != b.place:
+            return i, f"it has a module {a.place} before {b.place}"
         if a != b:
             changed, original = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
             return i, f"{a.place or 'the model'} is {changed}, not {original}"

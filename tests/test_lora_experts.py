@@ -1,0 +1,246 @@
+"""Mixtures of LoRA experts: the sum they compute, what reaches the router, and that they are saved and removed."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adapters import IDS, build, difference, trained
+from dunes import checkpoint, tree
+from dunes.augment import Adapted, apply_change, attach, make_change, merge, quantize, undo_change
+from dunes.augment.adapted import Adapter, LoraConfig
+from dunes.augment.lora_experts import ExpertAdapter
+from dunes.augment.quantize import Quantized
+from dunes.checkpoint.forms.adapter import peft_factors
+from dunes.parts.moe import load_balance
+from dunes.runs.augment import augment_folder
+from dunes.runs.memory import next_token_loss
+from dunes.train import Trainer, adamw, next_token
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
+CONFIG = LoraConfig(rank=3, alpha=6.0)
+
+
+def trained_layer(experts=5, top_k=2, balance=0.0, seed=0):
+    """A linear layer, its experts with weights as after training, and inputs (40, 12)."""
+    draw = torch.Generator().manual_seed(seed)
+    base = nn.Linear(12, 9)
+    adapter = ExpertAdapter(base, CONFIG, torch.float32, experts, top_k, balance)
+    for p in adapter.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * 0.5
+    return base, adapter, torch.randn(40, 12, generator=draw)
+
+
+def naive(adapter, base, x):
+    """A loop over tokens and experts, each one a plain adapter."""
+    outputs = []
+    for token in x:
+        y, probs = base(token), F.softmax(F.linear(token, adapter.router), -1)
+        best = sorted(range(len(probs)), key=lambda e: (-probs[e].item(), e))[: adapter.top_k]
+        total = sum(probs[e] for e in best) if adapter.top_k > 1 else 1.0
+        for e in best:
+            single = Adapter(base, CONFIG, torch.float32)
+            single.A, single.B = nn.Parameter(adapter.A[e]), nn.Parameter(adapter.B[:, e])
+            y = y + probs[e] / total * single.update(token)
+        outputs.append(y)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_it_is_the_weighted_sum_of_single_adapters(top_k):
+    """With all experts, this is the dense mixture."""
+    base, adapter, x = trained_layer(top_k=top_k)
+    y = adapter(x, base(x), base)
+    expected = naive(adapter, base, x)
+    assert difference(y, base(x)) > 1
+    assert difference(y, expected) < 1e-6 * expected.abs().max().item()
+    assert torch.equal(adapter(x.view(4, 10, 12), base(x).view(4, 10, 9), base).view(40, 9), y)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_the_task_loss_alone_reaches_the_router(top_k):
+    base, adapter, x = trained_layer(top_k=top_k)
+    adapter(x, base(x), base).square().sum().backward()
+    assert adapter.router.grad.abs().max() > 1e-2
+    base, fresh, x = trained_layer(top_k=top_k)
+    fresh.B.data.zero_()
+    fresh(x, base(x), base).square().sum().backward()
+    assert not fresh.router.grad.any(), "before B is trained, nothing does"
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_an_expert_that_no_token_chose_gets_no_gradient(top_k):
+    base, adapter, x = trained_layer(top_k=top_k)
+    x = x.abs()
+    with torch.no_grad():
+        adapter.router[3] = -9.0
+    adapter(x, base(x), base).square().sum().backward()
+    assert not adapter.A.grad[3].any()
+    assert not adapter.B.grad[:, 3].any()
+    assert all(adapter.A.grad[e].any() for e in (0, 1, 2, 4) if (adapter.route(x)[:, e] > 0).any())
+    assert adapter.A.grad.any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "arcee"])
+@pytest.mark.parametrize("request_", [{}, {"top_k": 1}, {"experts": 3, "top_k": 3}, {"experts": 1, "top_k": 1}])
+@torch.no_grad()
+def test_it_begins_as_nothing_and_is_removed_again_bit_for_bit(family, request_):
+    model = build(family)
+    before, weights = model(IDS), deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    change = apply_change(model, "lora-experts", rank=4, **request_)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(model(IDS), before)
+    new = [n for n, _ in model.named_parameters() if any(tree.matches(g, n) for g in change.new)]
+    assert len(weights) + len(new) == len(model.state_dict())
+    trained(model)
+    assert difference(model(IDS), before) > 0.02
+    undo_change(model, change)
+    assert torch.equal(model(IDS), before)
+    assert model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(t, weights[n]) for n, t in model.state_dict().items())
+
+
+def run_steps(model, change, steps=5):
+    tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])
+    model.train()
+    losses = []
+    for step in Trainer(model, adamw(model, 0.01), next_token_loss).run(IDS for _ in range(steps)):
+        losses.append(step.loss)
+    return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_a_single_expert_is_plain_lora_bit_for_bit():
+    one, plain = build(), build()
+    losses, weights = run_steps(one, apply_change(one, "lora-experts", experts=1, top_k=1, rank=4))
+    plain_losses, plain_weights = run_steps(plain, attach(plain, rank=4))
+    assert losses == plain_losses
+    assert losses[-1] < losses[0]
+    assert weights.keys() == plain_weights.keys()
+    assert all(torch.equal(w, plain_weights[n]) for n, w in weights.items())
+    base, adapter, x = trained_layer(experts=1, top_k=1)
+    lora = Adapter(base, CONFIG, torch.float32)
+    lora.A, lora.B = nn.Parameter(adapter.A[0]), nn.Parameter(adapter.B[:, 0])
+    assert torch.equal(adapter(x, base(x), base), lora(x, base(x), base)), "the probability is 1"
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_training_moves_experts_and_routers_alone(quantized):
+    model = build()
+    if quantized:
+        quantize(model)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    change = apply_change(model, "lora-experts", rank=4, experts=4)
+    losses, weights = run_steps(model, change, 12)
+    assert losses[-1] < losses[0] - 0.1
+    fresh = build()
+    if quantized:
+        quantize(fresh)
+    make_change(fresh, change)
+    start = dict(fresh.named_parameters())
+    moved = {n for n, w in weights.items() if not torch.equal(w, start[n])}
+    assert moved == {n for n in weights if ".adapters." in n}
+    undo_change(model, change)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out():
+    model = build()
+    change = apply_change(model, "lora-experts", rank=2, experts=4, balance=0.5)
+    trained(model).train()
+    torch.manual_seed(0)
+    ids = torch.randint(50, (2, 12))
+    total, count, metrics = model(ids, targets=ids)
+    assert metrics["balance"][0] > 0
+    model.eval()
+    logits = []
+
+    def watch(module, args):
+        logits.append(F.linear(args[0], module.active_adapter.router).flatten(0, -2))
+
+    hooks = [m.register_forward_pre_hook(watch) for m in model.modules() if isinstance(m, Adapted)]
+    without = model(ids, targets=ids)[0]
+    expected = torch.stack([0.5 * load_balance(x, 2) for x in logits]).mean()
+    assert len(logits) == len(hooks) == len(change.places)
+    assert abs(metrics["balance"][0] - count * expected) < 1e-5 * metrics["balance"][0]
+    assert abs(total - without - count * expected) < 1e-5 * total
+    padded, positions = F.pad(ids, (0, 5)), F.pad(torch.arange(12).expand(2, 12), (0, 5), value=-1)
+    model.train()
+    again = model(padded, positions, targets=F.pad(ids, (0, 5), value=-100))
+    assert abs(again[2]["balance"][0] - metrics["balance"][0]) < 1e-5 * metrics["balance"][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_saved_and_loaded_as_it_is(tmp_path, dtype):
+    checkpoint.save(build().to(dtype), tmp_path / "base", None, 32)
+    lines = augment_folder(tmp_path / "base", tmp_path / "q", "quantize", kind="int8")
+    lines = augment_folder(tmp_path / "q", tmp_path / "out", "lora-experts", rank=4, experts=4)
+    assert "logits moved by 0.0e+00" in " ".join(lines)
+    assert "a form of its own" in lines[-1]
+    loaded = checkpoint.load(tmp_path / "out")
+    assert isinstance(loaded.model.blocks[0].attn.q.active_adapter, ExpertAdapter)
+    trained(loaded.model)
+    logits = loaded.model(IDS)
+    checkpoint.save(loaded.model, tmp_path / "trained", None, 32, architecture=loaded.architecture)
+    again = checkpoint.load(tmp_path / "trained")
+    assert torch.equal(again.model(IDS), logits)
+    assert [c.name for c in again.architecture.changes] == ["quantize", "lora-experts"]
+    assert again.architecture.changes[1].request["balance"] == 0.001
+    undo_change(again.model, again.architecture.changes[1])
+    assert torch.equal(again.model(IDS), checkpoint.load(tmp_path / "q").model(IDS))
+
+
+def test_it_stacks_with_lora_and_quantization_in_any_order():
+    model = build()
+    apply_change(model, "lora-experts", rank=2, experts=3, adapter="mixture")
+    trained(model, "mixture")
+    mixture = model(IDS)
+    change = attach(model, rank=2, adapter="plain")
+    trained(model, "plain")
+    assert difference(model(IDS), mixture) > 0.01
+    undo_change(model, change)
+    quantize(model, kind="int8")
+    assert difference(model(IDS), build()(IDS)) > 0
+    assert not any("adapters" in n for n, m in model.named_modules() if isinstance(m, Quantized))
+
+
+def test_it_cannot_be_merged_or_written_for_peft():
+    model = build()
+    apply_change(model, "lora-experts", rank=2)
+    with pytest.raises(ValueError, match=r"^blocks\.0\.attn\.q: 'default' is a mixture of LoRA experts"):
+        merge(model)
+    with pytest.raises(ValueError, match="PEFT has no layout"):
+        peft_factors(model)
+    with pytest.raises(ValueError, match="depends on the input"):
+        model.blocks[0].attn.q.dense()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [({"experts": 0}, "experts is 0"), ({"experts": True}, "experts is True"),
+     ({"top_k": 9}, "top_k is 9; expected 1 to 8"),
+     ({"top_k": 0}, "top_k is 0"), ({"balance": -1.0}, "balance is -1.0"),
+     ({"balance": float("nan")}, "balance is nan"),
+     ({"rank": 0}, "rank 0; expected 1 to"), ({"rank": 99}, "rank 99"), ({"where": "nothing"}, "selects nothing"),
+     ({"where": ["embed.token"]}, "embed.token: an embedding"), ({"dtype": "int8"}, "dtype is 'int8'"),
+     ({"dropout": 1.0}, "dropout is 1.0"), ({"alpha": 0.0}, "alpha 0.0"), ({"adapter": "a b"}, "adapter name"),
+     ({"where": ["blocks.*.mlp.experts.**"]}, r"mlp.experts.0.gate: an expert of a mixture")],
+)  # fmt: skip
+def test_a_mistake_is_refused_before_anything_changes(request_, message):
+    model = build("mixtral" if "experts" in message and "where" in request_ else "llama")
+    before = [*model.state_dict()]
+    with pytest.raises(ValueError, match=message):
+        apply_change(model, "lora-experts", **request_)
+    assert [*model.state_dict()] == before
+
+
+def test_experts_of_a_mixture_get_them_without_balance():
+    model = build("mixtral")
+    where = ("blocks.**", "!**.router")
+    apply_change(model, "lora-experts", where=where, balance=0.0, rank=2, experts=2, top_k=1)
+    model.train()
+    total, _ = next_token(model, IDS)
+    total.backward()
+    assert any(isinstance(m, ExpertAdapter) for m in model.blocks[0].mlp.experts.modules())
