@@ -451,7 +451,7 @@ def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, m
     (data := tmp_path / "data.jsonl").write_text(
         "".join(f'{{"instruction": "Say {i}", "output": "b"}}\n' for i in range(40))
     )
-    options = ("--data", data, "--method", method, "--steps", 2, "--lr", 0.1)
+    options = ("--data", data, "--method", method, "--steps", 2, "--lr", 0.02)
     assert dunes(monkeypatch, "finetune", path, *options, "--out", home / "run") == 0
     alone = (home / "run").rename(tmp_path / "alone")  # the base has its absolute path
     assert dunes(monkeypatch, "augment", "merge", alone, tmp_path / "merged") == 0
