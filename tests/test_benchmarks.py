@@ -80,6 +80,7 @@ def test_whole_processes_are_measured_beside_the_import_of_torch():
     assert min(row[f"{side}, cpu"] for side in ("import torch", "generate", "complete")) > 0
 
 
+@pytest.mark.slow
 def test_experts_are_measured_in_both_forms_and_beside_a_dense_mlp():
     rows = last_line("experts.py", "--quick")["rows"]
     assert all(r[phase]["moe_ktok_s"] > 0 for r in rows for phase in ("inference", "training"))

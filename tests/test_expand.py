@@ -392,6 +392,7 @@ def test_an_expanded_model_takes_other_changes_and_is_saved_and_exported(kind, f
     assert [c["name"] for c in plain.card["changes"]] == ["expand", kind, "merge"]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_chose_and_what_comes_next(folders, tmp_path):
     done = dunes("augment", "expand", folders / "base", tmp_path / "pro")
     assert done.returncode == 0, done.stderr

@@ -138,7 +138,8 @@ def test_products_in_bfloat16(method, base, examples, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method", ["lora", "qlora", pytest.param("pissa", marks=pytest.mark.slow), "full", "lora-experts"]
+    "method",
+    ["lora", "qlora", "full", *(pytest.param(m, marks=pytest.mark.slow) for m in ("pissa", "lora-experts"))],
 )
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
     config = asked(

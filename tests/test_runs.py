@@ -715,9 +715,9 @@ def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"experts": 4, "experts_per_token": 1},
+        pytest.param({"experts": 4, "experts_per_token": 1}, marks=pytest.mark.slow),
         {"experts": 4, "family": "qwen3_moe"},
-        {"experts_per_token": 3, "balancing": "bias"},
+        pytest.param({"experts_per_token": 3, "balancing": "bias"}, marks=pytest.mark.slow),
         {"experts": 3, "shared_experts": 2, "balancing": "bias"},
     ],
 )

@@ -411,6 +411,7 @@ def test_a_script_is_kept_refused_and_replaced_as_native_code_is(no_compiler, mo
         assert load_step(model) is None
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -83,8 +83,8 @@ def changed(base, folder, *kinds, **options):
 @pytest.mark.parametrize(
     ("names", "trainable"),
     [
-        ((), ()), ((), ("blocks.1.**",)), (("nf4", "lora"), ("new",)), (("expand",), ("new",)),
-        (("noisy",), ("new",)),
+        ((), ()), ((), ("blocks.1.**",)), pytest.param(("nf4", "lora"), ("new",), marks=pytest.mark.slow),
+        (("expand",), ("new",)), pytest.param(("noisy",), ("new",), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted, code, tmp_path, monkeypatch):
