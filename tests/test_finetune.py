@@ -29,7 +29,7 @@ from dunes.runs.finetune_data import FinetuneData, memory, optimizer
 from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.memory import Shape, TrainSetup, next_token_loss, train_allocations
-from dunes.runs.run import Run, read_metrics, trainable_state
+from dunes.runs.run import METRICS, Run, read_metrics, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
 from test_runs import stopping_at, weights
@@ -135,6 +135,17 @@ def test_products_in_bfloat16(method, base, examples, tmp_path):
     )
     assert card["measured"]["loss"] < card["measured"]["before"] * 0.99
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=0.02)
+
+
+def test_a_half_base_learns_in_float32_like_its_float32_copy(base, examples, tmp_path):
+    loaded, losses = checkpoint.load(base), []
+    for dtype in (torch.bfloat16, torch.float32):
+        checkpoint.save(loaded.model.to(dtype), tmp_path / f"{dtype}", loaded.tokenizer, loaded.context_length)
+        config = asked(tmp_path / f"{dtype}", examples, dtype="float32", steps=4, target_modules=("blocks.0.**",))
+        finetuned(config, run := tmp_path / f"run-{dtype}")
+        losses.append([step["loss"] for step in read_metrics(run / METRICS) if "loss" in step])
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

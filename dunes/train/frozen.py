@@ -10,10 +10,14 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
     """Cast frozen linear layers to the dtype that autocast would cast them to at each use; returns how many.
 
     Results of training under autocast are equal bit for bit. The weights are rounded in place, so a digest of the
-    base or a save must come before. A quantized layer only changes the dtype of its dense form. Norms, embeddings
-    and trainable weights are not changed.
+    base or a save must come before. A quantized layer only changes the dtype of its dense form. Trainable weights
+    are not changed, and norms and embeddings only to float32: without autocast all of a forward has one dtype.
     """
     count = 0
+    if dtype == torch.float32:
+        others = [m for m in model.modules() if not tree.linear(tree.innermost(m))]
+        for p in [p for m in others for p in m.parameters(recurse=False) if not p.requires_grad]:
+            p.data = p.data.to(dtype)
     for place in tree.places(model):
         base = tree.innermost(place.module)
         weight = getattr(base, "weight", None)
