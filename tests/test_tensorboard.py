@@ -22,7 +22,10 @@ TAGS = {
     "lr_scale": lambda r: r["lr_scale"],
     "grad_norm": lambda r: r["grad_norm"],
     "tokens_per_second": lambda r: r["count"] / r["seconds"],
-    "metrics/balance": lambda r: r["metrics"]["balance"] if "metrics" in r else None,
+    **{
+        f"metrics/{name}": lambda r, name=name: r["metrics"][name] if "metrics" in r else None
+        for name in ("balance", "MaxVio")
+    },
 }
 
 
