@@ -9,7 +9,7 @@ MixLoRA https://arxiv.org/abs/2404.15159
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ VERSION = 1
 LINEARS = (*lora.LINEARS, "!**.experts.**")
 """All linear layers of the blocks but routers, and but the experts of a mixture."""
 ROUTER_DEVIATION = 0.02
-ROUTERS = ("linear", "shared", "mlp")
+Router = Literal["linear", "shared", "mlp"]
 MLPS = (MLP, GatedMLP)
 SHARING = (Attention, *MLPS)
 """Modules whose linear layers can share a router: they call them in the order in which they hold them."""
@@ -159,7 +159,7 @@ def decide(
     model: nn.Module,
     *,
     where: tree.Where = LINEARS,
-    router: Literal["linear", "shared", "mlp"] = "linear",
+    router: Router = "linear",
     experts: int = 8,
     top_k: int = 2,
     rank: int = 16,
@@ -209,8 +209,8 @@ def check(model: nn.Module, change: Change) -> None:
             raise ValueError(
                 f"{place}: an expert of a mixture, whose padding is not known; set balance=0, or exclude it"
             )
-    if (router := _router(change)) not in ROUTERS:
-        raise ValueError(f"router is {router!r}; expected {', '.join(ROUTERS)}")
+    if (router := _router(change)) not in get_args(Router):
+        raise ValueError(f"router is {router!r}; expected {', '.join(get_args(Router))}")
     if router == "mlp":
         _check_mlps(router_groups(model, change))
 
