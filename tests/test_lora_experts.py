@@ -27,10 +27,13 @@ from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.forms.adapter import peft_factors
+from dunes.cli import augment as commands
 from dunes.parts import MLP, GatedMLP
 from dunes.parts.moe import load_balance
 from dunes.runs.augment import augment_folder
 from dunes.runs.export import export
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.finetune_method import apply_method, unused_options
 from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, next_token
 
@@ -419,3 +422,14 @@ def test_experts_of_a_mixture_get_them_without_balance():
     total, _ = next_token(model, IDS)
     total.backward()
     assert any(isinstance(m, ExpertAdapter) for m in model.blocks[0].mlp.experts.modules())
+
+
+def test_the_commands_take_a_router(tmp_path):
+    checkpoint.save(build(), tmp_path / "base", None, 32)
+    commands.lora_experts(str(tmp_path / "base"), tmp_path / "out", router="mlp", experts=3, rank=2)
+    change = checkpoint.load(tmp_path / "out").architecture.changes[-1]
+    assert (change.request["router"], change.request["experts"], change.request["rank"]) == ("mlp", 3, 2)
+    model, config = build(), FinetuneConfig(method="lora-experts", router="shared", experts=3, rank=2)
+    assert apply_method(model, config)[-1].request["router"] == "shared"
+    assert sum(n.endswith(".router") for n, _ in model.named_parameters()) == 4
+    assert unused_options(FinetuneConfig(), ["router"]) == ["router"]

@@ -204,11 +204,17 @@ def lora_experts(
 
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
     """Make the change from folder to folder, and print its report."""
+    from rich.console import Console
+
     from dunes import checkpoint
     from dunes.runs.augment import augment_folder
+    from dunes.runs.progress import Display
 
-    for line in augment_folder(checkpoint.locate_model(model).folder, out, change, **request):
-        print(line)
+    console = Console(stderr=True)
+    with Display(console, quiet=not console.is_terminal) as display:
+        folder = checkpoint.locate_model(model).folder
+        lines = augment_folder(folder, out, change, show=display.state, **request)
+    print("\n".join(lines))
 
 
 def _undo(model: str, out: Path, change: str) -> None:
