@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import zipfile
 from functools import partial
 
 import pytest
@@ -228,6 +229,9 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     assert dtype in (torch.float16, torch.float32)
     assert ids_of(model, step) == ids_of(model)
     assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
+    with zipfile.ZipFile(package / "step.pt2") as archive:
+        (code,) = (archive.read(name) for name in archive.namelist() if name.endswith("wrapper.cpp"))
+    assert b"_storage[" in code, "its buffers lie on the stack"
 
 
 def logits_of(model, step=None):
