@@ -231,7 +231,7 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
     with zipfile.ZipFile(package / "step.pt2") as archive:
         (code,) = (archive.read(name) for name in archive.namelist() if name.endswith("wrapper.cpp"))
-    assert b"_storage[" in code, "its buffers lie on the stack"
+    assert (b"_storage[" in code) == (name != "mixtral"), "buffers lie on the stack"
 
 
 def logits_of(model, step=None):
