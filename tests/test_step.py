@@ -30,6 +30,7 @@ from dunes.generate import (
     look_up,
     sampler,
 )
+from dunes.generate.prefix_cache import MAX_STEPS
 from dunes.generate.step import Scores, Step, export_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import cache_for
@@ -170,6 +171,24 @@ def test_a_step_gives_the_tokens_of_the_model(name, window):
     assert_equal_tokens(tokens_of(model, step, REQUESTS[name]()), want)
     assert len({t.id for t in want}) > 4
     assert step.calls > (0 if name == "look-up" else len(want) // 2)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("length", [8, 50])
+def test_a_few_ids_after_what_the_cache_holds_are_computed_by_the_step(window, length):
+    model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
+    step = PlainStep(model)
+    cache, text = PrefixCache(model, step=step), [*range(5, 5 + length)]
+    for dropped, new in ((0, 1), (2, 3), (0, MAX_STEPS), (0, MAX_STEPS + 1), (4, 1), (length - 1, MAX_STEPS)):
+        cache.reserve(64)
+        cache.logits({0: text})
+        text = [*text[: len(text) - dropped], *range(200, 200 + new)]
+        calls, fresh = step.calls, PrefixCache(model)
+        fresh.reserve(64)
+        torch.testing.assert_close(cache.logits({0: text})[0], fresh.logits({0: text})[0], atol=1e-5, rtol=0)
+        emptied = window and length == 50 and dropped > 16
+        assert step.calls - calls == (0 if new > MAX_STEPS or emptied else new)
+        assert cache.ids == [text] and cache.cache.length.tolist() == [len(text)]
 
 
 def next_request(requests, cache, n):

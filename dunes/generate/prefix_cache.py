@@ -18,6 +18,8 @@ from dunes.parts import Cache, cache_for
 
 CHUNK = 2048
 """Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
+MAX_STEPS = 4
+"""Ids after what a cache holds that a step computes one by one, in less time than a forward of all of them."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 
@@ -83,16 +85,23 @@ class PrefixCache:
         return {i: logits[i][-last[i] :] for i in texts}
 
     def scores(self, text: Sequence[int]) -> Scores | None:
-        """What follows the text by the step; None if it does not fit, or has more to compute than the last id."""
+        """What follows the text by the step; None if it does not fit, or has more than MAX_STEPS ids to compute."""
         held = self.ids[0]
         if self.step is None or self.cache is None or self._fitting != (self.step, RemovableHandle.next_id):
             return None
-        if len(self.ids) > 1 or not held or held != text[:-1] or torch.is_autocast_enabled("cpu"):
+        kept = _common(held, text, 1)
+        if len(self.ids) > 1 or not 0 < kept >= len(text) - MAX_STEPS or torch.is_autocast_enabled("cpu"):
             return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
-        scores = self.step(text[-1], self.cache)
-        held.append(text[-1])
-        self.ids[0], self.forwards = held, self.forwards + 1
+        if kept < len(held):
+            del held[kept:]
+            if not self.cache.truncate(torch.tensor([kept])):
+                return None  # a rolling cache that had to drop everything
+        for id in text[kept:]:
+            scores = self.step(id, self.cache)
+            held.append(id)
+            self.forwards += 1
+        self.ids[0] = held
         return scores
 
     def _fits(self, step: CompiledStep, cache: Cache) -> bool:
@@ -150,6 +159,8 @@ class PrefixCache:
 def _common(held: Sequence[int], ids: Sequence[int], last: int) -> int:
     """How many ids at the beginning are equal, but for the last ones, which give the logits."""
     equal, most = 0, min(len(held), len(ids) - last)
+    if held[:most] == ids[:most]:  # as usual
+        return max(most, 0)
     while equal < most:  # by halves, since comparing slices is much faster than comparing ids
         middle = (equal + most + 1) // 2
         if held[equal:middle] == ids[equal:middle]:
