@@ -30,7 +30,6 @@ from dunes.generate import (
     look_up,
     sampler,
 )
-from dunes.generate.prefix_cache import MAX_STEPS
 from dunes.generate.step import Scores, Step, export_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import cache_for
@@ -109,6 +108,8 @@ def test_the_exported_step_gives_the_models_logits(name, capsys):
 class PlainStep:
     """What a CompiledStep computes, without a compiler."""
 
+    native, dtype = True, torch.float32
+
     def __init__(self, model):
         cache = cache_for(model, 1, 8)
         with torch.no_grad():
@@ -174,21 +175,26 @@ def test_a_step_gives_the_tokens_of_the_model(name, window):
 
 
 @pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("length", [8, 50])
-def test_a_few_ids_after_what_the_cache_holds_are_computed_by_the_step(window, length):
+@pytest.mark.parametrize("length", [12, 50])
+@pytest.mark.parametrize(
+    ("native", "dtype", "most"), [(True, "float16", 8), (True, "float32", 4), (False, "float16", 1)]
+)
+def test_a_few_ids_after_what_the_cache_holds_are_computed_by_the_step(window, length, native, dtype, most):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
     step = PlainStep(model)
+    step.native, step.dtype = native, getattr(torch, dtype)
     cache, text = PrefixCache(model, step=step), [*range(5, 5 + length)]
-    for dropped, new in ((0, 1), (2, 3), (0, MAX_STEPS), (0, MAX_STEPS + 1), (4, 1), (length - 1, MAX_STEPS)):
-        cache.reserve(64)
+    for dropped, new in ((0, 1), (2, 3), (0, most), (0, most + 1), (4, 1), (length - 1, most)):
+        cache.reserve(80)
         cache.logits({0: text})
         text = [*text[: len(text) - dropped], *range(200, 200 + new)]
         calls, fresh = step.calls, PrefixCache(model)
-        fresh.reserve(64)
+        fresh.reserve(80)
         torch.testing.assert_close(cache.logits({0: text})[0], fresh.logits({0: text})[0], atol=1e-5, rtol=0)
         emptied = window and length == 50 and dropped > 16
-        assert step.calls - calls == (0 if new > MAX_STEPS or emptied else new)
-        assert cache.ids == [text] and cache.cache.length.tolist() == [len(text)]
+        assert step.calls - calls == (0 if new > most or emptied else new)
+        assert cache.ids == [text]
+        assert cache.cache.length.tolist() == [len(text)]
 
 
 def next_request(requests, cache, n):
