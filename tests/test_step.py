@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from dunes.generate import (
     look_up,
     sampler,
 )
+from dunes.generate.prefix_cache import MAX_STEPS, max_steps
 from dunes.generate.step import Scores, Step, export_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import cache_for
@@ -176,13 +178,11 @@ def test_a_step_gives_the_tokens_of_the_model(name, window):
 
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("length", [12, 50])
-@pytest.mark.parametrize(
-    ("native", "dtype", "most"), [(True, "float16", 8), (True, "float32", 4), (False, "float16", 1)]
-)
-def test_a_few_ids_after_what_the_cache_holds_are_computed_by_the_step(window, length, native, dtype, most):
+@pytest.mark.parametrize("native", [True, False])
+def test_a_few_ids_after_what_the_cache_holds_are_computed_by_the_step(window, length, native):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
     step = PlainStep(model)
-    step.native, step.dtype = native, getattr(torch, dtype)
+    step.native, most = native, MAX_STEPS if native else 1
     cache, text = PrefixCache(model, step=step), [*range(5, 5 + length)]
     for dropped, new in ((0, 1), (2, 3), (0, most), (0, most + 1), (4, 1), (length - 1, most)):
         cache.reserve(80)
@@ -195,6 +195,17 @@ def test_a_few_ids_after_what_the_cache_holds_are_computed_by_the_step(window, l
         assert step.calls - calls == (0 if new > most or emptied else new)
         assert cache.ids == [text]
         assert cache.cache.length.tolist() == [len(text)]
+
+
+@pytest.mark.parametrize(
+    ("dim", "depth", "dtype", "most"),
+    [(384, 6, "float16", 6), (384, 6, "float32", 3), (768, 12, "float16", 3), (768, 12, "float32", 1)],
+)
+def test_a_large_model_has_fewer_ids_computed_one_by_one(dim, depth, dtype, most):
+    with torch.device("meta"):
+        model = FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(4096, dim, depth, 64))
+    step = SimpleNamespace(native=True, dtype=getattr(torch, dtype))
+    assert max_steps(step, model, depth) == most
 
 
 def next_request(requests, cache, n):
