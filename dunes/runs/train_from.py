@@ -75,7 +75,7 @@ def rate_factors(
     for each in factors:
         glob, _, factor = each.rpartition("=")
         globs = _resolve_globs([glob], base)
-        matched = {p: float(factor) for name, p in trained.items() if selects(globs, name)}
+        matched: dict[Tensor, float] = {p: float(factor) for name, p in trained.items() if selects(globs, name)}
         if not matched:
             raise ValueError(f"--lr-factors {each}: matches no trainable parameter of {', '.join(trained)[:300]}")
         chosen |= matched
