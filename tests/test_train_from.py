@@ -116,7 +116,8 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
 
 
 def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, tmp_path, monkeypatch):
-    base, before = changed(converted, tmp_path / "base", "expand"), {}
+    monkeypatch.setitem(CHANGES, "expand", expansion)
+    base = changed(converted, tmp_path / "base", "expand")
     config = going_on(base, code, lr_factors=("all=1e-9", "new=2"))
     assert train(config, tmp_path / "a", display()[0]) == 0
     with monkeypatch.context() as patch:
