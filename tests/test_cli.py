@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from dunes import checkpoint
+from dunes import checkpoint, measure
 from dunes.augment import experts, lora_experts
 from dunes.bench.subject import of_shape
 from dunes.cli import augment, verbs
@@ -20,6 +20,7 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import config, finetune_config, train_config
 from dunes.runs.finetune_method import METHODS
+from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line
 from dunes.text import KINDS, Tokenizer
@@ -54,6 +55,22 @@ def test_the_version_comes_without_torch():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: verbs.generate("nowhere", SamplingOptions()),
+        lambda: verbs.chat("nowhere"),
+        lambda: verbs.complete("nowhere", f"{__file__}:5:3"),
+    ],
+)
+def test_verbs_that_generate_keep_freed_memory(begin, monkeypatch):
+    kept = []
+    monkeypatch.setattr(measure, "keep_freed_memory", lambda: kept.append(True))
+    with pytest.raises(ValueError, match="nowhere"):
+        begin()
+    assert kept
 
 
 @pytest.mark.parametrize("verb", [("generate",), ("chat", "hi"), ("complete", f"{__file__}:5:3")])
