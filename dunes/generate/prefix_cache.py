@@ -3,8 +3,9 @@
 # Shapes: B rows of the cache, N rows of a forward, T new tokens, V vocabulary.
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from dunes import tree
 from dunes.generate.step import CompiledStep, Scores, model_state
 from dunes.ops.float32_products import float32_products
-from dunes.parts import Cache, cache_for
+from dunes.parts import Cache, cache_for, vocabulary_size
 
 CHUNK = 2048
 """Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
@@ -41,8 +42,9 @@ class PrefixCache:
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
         self.step = step
-        # The step that fitted the model, and how many hooks there had been until then.
-        self._fitting: tuple[CompiledStep | None, int] = None, 0
+        self._adapted: list[Any] = []
+        self._fitting: object = None  # the `_state` in which the step fitted the model
+        self._vocab = vocabulary_size(model)
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -84,19 +86,31 @@ class PrefixCache:
 
     def scores(self, text: Sequence[int]) -> Scores | None:
         """What follows the text by the step; None if it does not fit, or has more to compute than the last id."""
-        held = self.ids[0]
-        if self.step is None or self.cache is None or self._fitting != (self.step, RemovableHandle.next_id):
+        held, id = self.ids[0], text[-1]
+        if self.step is None or self.cache is None or self._fitting != self._state():
             return None
         if len(self.ids) > 1 or not held or held != text[:-1] or torch.is_autocast_enabled("cpu"):
             return None
+        if self.vocab is None or not 0 <= id < self.vocab:
+            return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
-        scores = self.step(text[-1], self.cache)
-        held.append(text[-1])
+        try:
+            scores = self.step(id, self.cache)
+        except RuntimeError:  # for a position that the model does not have
+            return None
+        if scores.log_sum != scores.log_sum:
+            return None
+        held.append(id)
         self.ids[0], self.forwards = held, self.forwards + 1
         return scores
 
+    def _state(self) -> object:
+        """What may change between two tokens: the step, the number of hooks until now, and the active adapters."""
+        return self.step, RemovableHandle.next_id, [m.active for m in self._adapted]
+
     def _fits(self, step: CompiledStep, cache: Cache) -> bool:
         """Whether the step is of the model as it is now, for its caches; rows with adapters need the model."""
+        self._adapted = [m for m in self.model.modules() if hasattr(m, "active")]
         if any(self.adapters) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
         dtypes = [t.dtype for t in cache.keys + cache.values]
@@ -126,11 +140,12 @@ class PrefixCache:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
-        self._fitting = self.step if fits else None, RemovableHandle.next_id
+        self._fitting = self._state() if fits else None
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
         """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
+        check_ids(self._vocab, pending)
         self.forwards += 1
         width, weight = max(map(len, pending)), next(self.model.parameters())
         device = weight.device
@@ -145,6 +160,13 @@ class PrefixCache:
                 logits: Tensor = self.model(ids[:, a:b], positions=positions, cache=cache, last=n)
         self.vocab = logits.shape[-1]
         return logits
+
+
+def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
+    """Raises ValueError for an id that a model with this many ids, if known, does not have."""
+    for id in (i for text in texts if text for i in (min(text), max(text))):
+        if vocab is not None and not 0 <= id < vocab:
+            raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")
 
 
 def _common(held: Sequence[int], ids: Sequence[int], last: int) -> int:

@@ -130,7 +130,7 @@ class CompiledStep:
     """
 
     def __init__(self, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.dtype, self.native = dtype, package.suffix == ".pt2"
+        self.dtype, self.native = dtype, package.suffix == ".so"
         self.state: object = None
         self.cache_dtypes: list[torch.dtype] = []
         try:
@@ -150,11 +150,13 @@ class CompiledStep:
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     """A function of the inputs with these weights."""
-    # Inductor's own loader imports its compiler first, which takes two seconds.
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
-    constants = {name: weights[name].detach() for name in loader.get_constant_fqns()}
-    loader.load_constants(constants, False, False, True)
-    return lambda inputs: loader.run(inputs) if constants else []  # which the loader does not own
+    # Inductor's own loader imports its compiler first, which takes two seconds, and that of packages unpacks them
+    # into the folder of temporary files, where they stay if the process is killed.
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(package), 1)
+    names = runner.get_constant_names_to_original_fqns()
+    constants = {constant: weights[name].detach() for constant, name in names.items()}
+    runner.update_constant_buffer(constants, False, False, True)
+    return lambda inputs: runner.run(inputs) if constants else []  # which the runner does not own
 
 
 def model_state(model: nn.Module) -> object:
@@ -229,7 +231,9 @@ def _embedding(
 ) -> Tensor:
     if max_norm is not None:
         raise ValueError("an embedding with max_norm changes its weights")
-    return weight[input].float()
+    # An index out of range in native code would end the process; what NaN gives is not used.
+    inside = (input >= 0) & (input < len(weight))
+    return weight[input.clamp(0, len(weight) - 1)].float().where(inside[..., None], torch.nan)
 
 
 def _attention(
