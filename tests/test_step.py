@@ -217,24 +217,20 @@ def test_an_adapter_that_is_switched_between_two_tokens_is_seen_by_the_next_step
 def test_steps_take_over_in_the_midst_of_a_text(name, window, no_compiler):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
     other, want = PlainStep(model), tokens_of(model, None, REQUESTS[name]())
-    steps = {
-        4: make_step(model, torch.float32),
-        20: other,
-        43: None,
-        44: make_step(model, torch.float32),
-        46: other,
-    }
+    script, misfit = make_step(model, torch.float32), PlainStep(model)
+    misfit.cache_dtypes = []
+    steps = {4: script, 20: other, 30: misfit, 33: other, 43: None, 44: script, 46: other}
 
     def take_over(requests, cache, n):
         cache.step = steps.get(n, cache.step)
 
     assert_equal_tokens(tokens_of(model, None, REQUESTS[name](), take_over), want)
-    assert other.calls > 20
+    assert (other.calls > 20, misfit.calls) == (True, 0)
 
 
-def append_negative(requests, cache, n):
+def append(id, requests, cache, n):
     if n == 9:
-        requests[0].ids[-1] = -1
+        requests[0].ids[-1] = id
 
 
 def assert_ids_and_positions_are_checked(make):
@@ -243,8 +239,9 @@ def assert_ids_and_positions_are_checked(make):
         for prompt in ([5, 300, 7], [-1], [5, 2**70]):
             with pytest.raises(ValueError, match=f"has id {max(prompt, key=abs)}; the model has ids 0 to 299$"):
                 next(generate(model, prompt, limit=1, context_length=48, cache=PrefixCache(model, step=step)))
-        with pytest.raises(ValueError, match=r"has id -1; the model has ids 0 to 299$"):
-            tokens_of(model, step, {}, append_negative)
+        for id in (-1, 300, 2**70):
+            with pytest.raises(ValueError, match=rf"has id {id}; the model has ids 0 to 299$"):
+                tokens_of(model, step, {}, partial(append, id))
     with pytest.raises(ValueError, match=r"has id 300; the model has ids 0 to 299$"):
         prompt_tokens(model, [5, 300])
     for step in (None, make(learned)):

@@ -3,6 +3,7 @@
 # Shapes: B rows of the cache, N rows of a forward, T new tokens, V vocabulary.
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -86,21 +87,19 @@ class PrefixCache:
 
     def scores(self, text: Sequence[int]) -> Scores | None:
         """What follows the text by the step; None if it does not fit, or has more to compute than the last id."""
-        held, id = self.ids[0], text[-1]
+        held = self.ids[0]
         if self.step is None or self.cache is None or self._fitting != self._state():
             return None
         if len(self.ids) > 1 or not held or held != text[:-1] or torch.is_autocast_enabled("cpu"):
             return None
-        if self.vocab is None or not 0 <= id < self.vocab:
-            return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
         try:
-            scores = self.step(id, self.cache)
-        except RuntimeError:  # for a position that the model does not have
+            scores = self.step(text[-1], self.cache)
+        except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
             return None
-        if scores.log_sum != scores.log_sum:
+        if math.isnan(scores.log_sum):  # or the same in native code
             return None
-        held.append(id)
+        held.append(text[-1])
         self.ids[0], self.forwards = held, self.forwards + 1
         return scores
 
