@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import warnings
+import zipfile
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from dunes.generate import (
     prompt_tokens,
     sampler,
 )
+from dunes.generate.prefix_cache import MAX_STEPS, max_steps
 from dunes.generate.step import Scores, Step, export_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import cache_for
@@ -111,6 +114,8 @@ def test_the_exported_step_gives_the_models_logits(name, capsys):
 class PlainStep:
     """What a CompiledStep computes, without a compiler."""
 
+    native, dtype = True, torch.float32
+
     def __init__(self, model):
         cache = cache_for(model, 1, 8)
         with torch.no_grad():
@@ -173,6 +178,38 @@ def test_a_step_gives_the_tokens_of_the_model(name, window):
     assert_equal_tokens(tokens_of(model, step, REQUESTS[name]()), want)
     assert len({t.id for t in want}) > 4
     assert step.calls > (0 if name == "look-up" else len(want) // 2)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("length", [12, 50])
+@pytest.mark.parametrize("native", [True, False])
+def test_a_few_ids_after_what_the_cache_holds_are_computed_by_the_step(window, length, native):
+    model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
+    step = PlainStep(model)
+    step.native, most = native, MAX_STEPS if native else 1
+    cache, text = PrefixCache(model, step=step), [*range(5, 5 + length)]
+    for dropped, new in ((0, 1), (2, 3), (0, most), (0, most + 1), (4, 1), (length - 1, most)):
+        cache.reserve(80)
+        cache.logits({0: text})
+        text = [*text[: len(text) - dropped], *range(200, 200 + new)]
+        calls, fresh = step.calls, PrefixCache(model)
+        fresh.reserve(80)
+        torch.testing.assert_close(cache.logits({0: text})[0], fresh.logits({0: text})[0], atol=1e-5, rtol=0)
+        emptied = window and length == 50 and dropped > 16
+        assert step.calls - calls == (0 if new > most or emptied else new)
+        assert cache.ids == [text]
+        assert cache.cache.length.tolist() == [len(text)]
+
+
+@pytest.mark.parametrize(
+    ("dim", "depth", "dtype", "most"),
+    [(384, 6, "float16", 6), (384, 6, "float32", 3), (768, 12, "float16", 3), (768, 12, "float32", 1)],
+)
+def test_a_large_model_has_fewer_ids_computed_one_by_one(dim, depth, dtype, most):
+    with torch.device("meta"):
+        model = FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(4096, dim, depth, 64))
+    step = SimpleNamespace(native=True, dtype=getattr(torch, dtype))
+    assert max_steps(step, model, depth) == most
 
 
 def next_request(requests, cache, n):
@@ -301,6 +338,9 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     assert dtype in (torch.float16, torch.float32)
     assert ids_of(model, step) == ids_of(model)
     assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
+    with zipfile.ZipFile(package / "step.pt2") as archive:
+        (code,) = (archive.read(name) for name in archive.namelist() if name.endswith("wrapper.cpp"))
+    assert (b"_storage[" in code) == (name != "mixtral"), "buffers lie on the stack"
 
 
 def logits_of(model, step=None):

@@ -142,6 +142,7 @@ def generate(
         from dunes.runs.write import describe_generation
 
     sample, tokens = sampling.sampler(), sampling.tokens
+    measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     # A step's logits are not exactly those of a longer forward, which checks proposals.
@@ -193,6 +194,7 @@ def chat(
         from dunes import measure
         from dunes.runs.chat import Chat, answer, load_chat_engine, run
 
+    measure.keep_freed_memory()
     sample = sampling.sampler()
     note = partial(print, file=sys.stderr, flush=True)
     talk = Chat(
@@ -282,6 +284,7 @@ def complete(
         from dunes.text.lines import decode_text
 
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
+    measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(complete_line(TextGenerator(loaded, step_source(loaded.model)), prefix))

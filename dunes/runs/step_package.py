@@ -22,6 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
+from unittest.mock import patch
 from zipfile import ZipFile
 
 import torch
@@ -41,13 +42,19 @@ from dunes.text import json_file
 
 PACKAGE, SCRIPT, CARD, FORMAT = "native.so", "step.json", "package.json", 3
 OPTIONS = {
+    "aot_inductor.allow_stack_allocation": True,
     "aot_inductor.package_constants_in_so": False,
     "cpp.dynamic_threads": True,
     "cpp.enable_floating_point_contract_flag": "fast",
     "realize_reads_threshold": 1,
     "score_fusion_memory_threshold": 1,
 }
-"""Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows."""
+"""Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows.
+
+Buffers lie on the stack: to allocate some hundred tensors takes a seventh of a step of ten million parameters.
+"""
+STACK = 1 << 20
+"""Bytes of buffers up to which they do, an eighth of a usual stack; Inductor's own limit is a tenth of that."""
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
@@ -330,6 +337,7 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
         else:
             graph = _export(model, dtype)
             from torch._inductor import aoti_compile_and_package as compile_graph
+            from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
             from torch._inductor.utils import fresh_cache
 
             archive = staged / "archive.pt2"
@@ -337,7 +345,8 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
             plain = shlex.quote(str(staged)) == str(staged)
             place = nullcontext(str(staged)) if plain else TemporaryDirectory()
-            with place as folder, fresh_cache(dir=folder):
+            limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
+            with place as folder, fresh_cache(dir=folder), limit:
                 _attempt("compiled", lambda: compile_graph(graph, **options))
             with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
                 for name in (name for name in members.namelist() if ".wrapper." in Path(name).name):
