@@ -271,6 +271,25 @@ def test_nearness_is_timed_beside_rouge_score(tmp_path):
 
 
 @pytest.mark.slow
+def test_mixtures_of_lora_experts_are_compared_with_lora_of_as_many_weights(tmp_path):
+    texts = (
+        "Seven apples and nine pears are sixteen.\n",
+        "We are accounted poor citizens.\n",
+        "def task(value):\n",
+    )
+    for name, line in zip("abc", texts, strict=True):
+        (tmp_path / name).write_text(line * (2000 // len(line)))
+    sizes = ("--base-steps", 4, "--steps", 4, "--seeds", 0, 1, "--rates", 0.001, 0.01)
+    rows = last_line("lora_experts.py", *(tmp_path / name for name in "abc"), *sizes)["summary"]
+    assert [row["method"] for row in rows] == ["before", "LoRA", "linear", "shared", "mlp"]
+    before, lora, *mixtures = rows
+    assert all(row["loss"] < before["loss"] for row in (lora, *mixtures))
+    assert all(0.9 * lora["trained"] < row["trained"] <= lora["trained"] for row in mixtures)
+    assert lora["verdict"] == "tie"
+    assert before["verdict"] == "higher"
+
+
+@pytest.mark.slow
 def test_new_blocks_lora_and_full_finetuning_are_compared_on_both_texts(tmp_path):
     (tmp_path / "old.txt").write_text("We are accounted poor citizens, the patricians good.\n" * 60)
     (tmp_path / "new.txt").write_text("def task(value):\n    return value * 2\n" * 80)

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -415,3 +417,26 @@ def test_routing_is_refused_where_it_cannot_be():
     apply_change(model, "quantize", kind="int8")
     with pytest.raises(ValueError, match="its experts are adapted or quantized; add shared experts before that"):
         apply_change(model, "routing", shared=1)
+
+
+def test_the_steps_of_a_change_to_a_folder_are_shown_and_no_compiler_is_imported(tmp_path):
+    checkpoint.save(build(), tmp_path / "dense", None, 32)
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from dunes.runs.augment import augment_folder
+        seen = []
+        augment_folder(*map(Path, sys.argv[1:]), "expand", show=lambda *step: seen.append(step))
+        print(seen, "torch._dynamo" in sys.modules)
+    """
+    arguments = [sys.executable, "-W", "ignore", "-c", script, tmp_path / "dense", tmp_path / "out"]
+    output = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    steps = [
+        ("reading", 0.0),
+        ("measuring", 0.1),
+        ("expand", 0.2),
+        ("measuring", 0.6),
+        ("writing and comparing", 0.7),
+        ("written", 1.0),
+    ]
+    assert output.strip() == f"{steps} False"

@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from dunes import checkpoint
-from dunes.augment import experts
+from dunes import checkpoint, measure
+from dunes.augment import experts, lora_experts
 from dunes.bench.subject import of_shape
 from dunes.cli import augment, verbs
 from dunes.cli import main as command
@@ -20,6 +20,7 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import config, finetune_config, train_config
 from dunes.runs.finetune_method import METHODS
+from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line
 from dunes.text import KINDS, Tokenizer
@@ -56,6 +57,22 @@ def test_the_version_comes_without_torch():
     assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: verbs.generate("nowhere", SamplingOptions()),
+        lambda: verbs.chat("nowhere"),
+        lambda: verbs.complete("nowhere", f"{__file__}:5:3"),
+    ],
+)
+def test_verbs_that_generate_keep_freed_memory(begin, monkeypatch):
+    kept = []
+    monkeypatch.setattr(measure, "keep_freed_memory", lambda: kept.append(True))
+    with pytest.raises(ValueError, match="nowhere"):
+        begin()
+    assert kept
+
+
 @pytest.mark.parametrize("verb", [("generate",), ("chat", "hi"), ("complete", f"{__file__}:5:3")])
 def test_text_begins_without_modules_that_are_slow_to_import(verb, tmp_path):
     """Beyond those of torch itself: compilers, and what only longer work needs."""
@@ -83,6 +100,7 @@ def test_the_choices_of_flags_are_those_of_the_code():
     assert set(get_args(finetune_config.Method)) == set(METHODS)
     for name in ("Split", "Gate", "Scale"):
         assert getattr(augment, name) == getattr(experts, name)
+    assert augment.Router == lora_experts.Router
     assert set(get_args(finetune_config.TemplateName)) == set(TEMPLATES)
 
 

@@ -1,6 +1,7 @@
 """Mixtures of LoRA experts: the sum they compute, what reaches the router, and that they are saved and removed."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -9,13 +10,30 @@ from torch import nn
 
 from adapters import IDS, build, difference, trained
 from dunes import checkpoint, tree
-from dunes.augment import Adapted, apply_change, attach, make_change, merge, quantize, undo_change
+from dunes.augment import (
+    Adapted,
+    Change,
+    adapter_active,
+    apply_change,
+    attach,
+    make_change,
+    merge,
+    quantize,
+    row_adapters,
+    set_adapter,
+    undo_change,
+)
 from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
 from dunes.augment.quantize import Quantized
 from dunes.checkpoint.forms.adapter import peft_factors
+from dunes.cli import augment as commands
+from dunes.parts import MLP, GatedMLP
 from dunes.parts.moe import load_balance
 from dunes.runs.augment import augment_folder
+from dunes.runs.export import export
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.finetune_method import apply_method, unused_options
 from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, next_token
 
@@ -70,6 +88,111 @@ def test_the_task_loss_alone_reaches_the_router(top_k):
     assert not fresh.router.grad.any(), "before B is trained, nothing does"
 
 
+def mixture_of(router, mlp, top_k):
+    """An MLP whose layers have 5 experts with numbers as after training, and inputs (4, 10, 12)."""
+    block = nn.Sequential(mlp)
+    request = {"where": "**", "router": router, "experts": 5, "top_k": top_k, "rank": 3, "alpha": 6.0}
+    change = apply_change(block, "lora-experts", **request)
+    torch.manual_seed(1)
+    for p in block.parameters():
+        p.data = torch.randn(p.shape) * 0.3
+    return block, change, torch.randn(4, 10, 12)
+
+
+def routed(router, token, top_k):
+    """The chosen experts of a token with their weights."""
+    probs = F.softmax(F.linear(token, router), -1)
+    best = sorted(range(len(probs)), key=lambda e: (-probs[e].item(), e))[:top_k]
+    return {e: probs[e] / (sum(probs[b] for b in best) if top_k > 1 else 1.0) for e in best}
+
+
+def expert_mlp(mlp, expert, token):
+    """The MLP of one expert, whose matrices are the frozen ones plus its pair's product; None: the frozen MLP."""
+
+    def layer(adapted, x):
+        update = adapted.active_adapter
+        weight, scale = adapted.base.weight, update.config.scale
+        if expert is not None:
+            weight = weight + scale * update.B[:, expert] @ update.A[expert]
+        return F.linear(x, weight, adapted.base.bias)
+
+    up = layer(mlp.up, token)
+    hidden = mlp.act(layer(mlp.gate, token)) * up if isinstance(mlp, GatedMLP) else mlp.act(up)
+    return layer(mlp.down, hidden)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+@pytest.mark.parametrize("make", [partial(GatedMLP, 12, 20, bias=True), partial(MLP, 12, 20)])
+@torch.no_grad()
+def test_experts_that_are_mlps_equal_a_loop_over_tokens(make, top_k):
+    block, _, x = mixture_of("mlp", make(), top_k)
+    mlp, expected = block[0], []
+    first = mlp.gate if isinstance(mlp, GatedMLP) else mlp.up
+    for token in x.flatten(0, 1):
+        weights = routed(first.active_adapter.router, token, top_k)
+        y = (1 - sum(weights.values())) * expert_mlp(mlp, None, token)  # of top-1 alone
+        expected.append(y + sum(w * expert_mlp(mlp, e, token) for e, w in weights.items()))
+    expected, y = torch.stack(expected).view(4, 10, 12), block(x)
+    set_adapter(block, None)
+    assert difference(y, block(x)) > 0.5
+    assert difference(y, expected) <= 1e-6 * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("make", [partial(GatedMLP, 12, 20, bias=True), partial(MLP, 12, 20)])
+@torch.no_grad()
+def test_a_shared_router_chooses_for_all_layers_from_the_input_of_the_first(make):
+    block, _, x = mixture_of("shared", make(), 2)
+    adapters = [m.active_adapter for m in block.modules() if isinstance(m, Adapted)]
+    routers = [a.router for a in adapters if a.router is not None]
+    assert len(routers) == 1
+    weights = [routed(routers[0], token, 2) for token in x.flatten(0, 1)]
+
+    def watch(module, args, y):
+        adapter, (x,) = module.active_adapter, args
+        for weight, token, actual in zip(weights, x.flatten(0, -2), y.flatten(0, -2), strict=True):
+            pairs = (w * adapter.B[:, e] @ adapter.A[e] for e, w in weight.items())
+            expected = module.base(token) + adapter.config.scale * sum(pairs) @ token
+            assert difference(actual, expected) <= 2e-6 * expected.abs().max().item()
+        seen.append(module)
+
+    seen = []
+    hooks = [m.register_forward_hook(watch) for m in block.modules() if isinstance(m, Adapted)]
+    block(x)
+    assert len(seen) == len(hooks) == len(adapters)
+
+
+@pytest.mark.parametrize("router", ["shared", "mlp"])
+def test_a_choice_does_not_outlive_its_forward(router):
+    block, _, x = mixture_of(router, GatedMLP(12, 20), 2)
+    y, choice = block(x), block[0].gate.active_adapter._choice
+    assert choice.value is None
+    down, block[0].down = block[0].down, nn.Identity()
+    block(x)
+    block[0].down = down
+    assert choice.value is not None, "the forward ended before the last layer"
+    copy = deepcopy(block)
+    assert copy[0].gate.active_adapter._choice.value is None
+    assert torch.equal(copy(x), y)
+    with torch.no_grad():
+        copy[0].gate.active_adapter.router.neg_()
+        assert difference(copy(x), y) > 0.1, "the copy shares its own router"
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("router", ["shared", "mlp"])
+def test_the_task_loss_reaches_a_shared_router_and_no_expert_that_was_not_chosen(router, top_k):
+    block, _, x = mixture_of(router, GatedMLP(12, 20), top_k)
+    gate = block[0].gate.active_adapter
+    with torch.no_grad():
+        gate.router[3] = -9.0
+    block(x.abs()).square().sum().backward()
+    assert gate.router.grad.abs().max() > 1e-2
+    for adapter in (m.active_adapter for m in block.modules() if isinstance(m, Adapted)):
+        assert not adapter.A.grad[3].any()
+        assert not adapter.B.grad[:, 3].any()
+        assert adapter.A.grad.any()
+
+
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_an_expert_that_no_token_chose_gets_no_gradient(top_k):
     base, adapter, x = trained_layer(top_k=top_k)
@@ -79,15 +202,21 @@ def test_an_expert_that_no_token_chose_gets_no_gradient(top_k):
     adapter(x, base(x), base).square().sum().backward()
     assert not adapter.A.grad[3].any()
     assert not adapter.B.grad[:, 3].any()
-    assert all(adapter.A.grad[e].any() for e in (0, 1, 2, 4) if (adapter.route(x)[:, e] > 0).any())
+    assert all(adapter.A.grad[e].any() for e in (0, 1, 2, 4) if adapter.route(x, adapter.router)[0][..., e].any())
     assert adapter.A.grad.any()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "arcee"])
-@pytest.mark.parametrize("request_", [{}, {"top_k": 1}, {"experts": 3, "top_k": 3}, {"experts": 1, "top_k": 1}])
+@pytest.mark.parametrize(
+    "request_",
+    [{}, {"top_k": 1}, {"experts": 3, "top_k": 3}, {"experts": 1, "top_k": 1}, {"router": "shared"},
+     {"router": "mlp"}, {"router": "mlp", "top_k": 1}],
+)  # fmt: skip
 @torch.no_grad()
 def test_it_begins_as_nothing_and_is_removed_again_bit_for_bit(family, request_):
     model = build(family)
+    if family == "mixtral" and request_.get("router") == "mlp":
+        request_ = request_ | {"where": ("blocks.**", "!**.router"), "balance": 0.0}
     before, weights = model(IDS), deepcopy(model.state_dict())
     random_state = torch.get_rng_state()
     change = apply_change(model, "lora-experts", rank=4, **request_)
@@ -112,9 +241,11 @@ def run_steps(model, change, steps=5):
     return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def test_a_single_expert_is_plain_lora_bit_for_bit():
+@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
+def test_a_single_expert_is_plain_lora_bit_for_bit(router):
     one, plain = build(), build()
-    losses, weights = run_steps(one, apply_change(one, "lora-experts", experts=1, top_k=1, rank=4))
+    change = apply_change(one, "lora-experts", experts=1, top_k=1, rank=4, router=router)
+    losses, weights = run_steps(one, change)
     plain_losses, plain_weights = run_steps(plain, attach(plain, rank=4))
     assert losses == plain_losses
     assert losses[-1] < losses[0]
@@ -126,13 +257,14 @@ def test_a_single_expert_is_plain_lora_bit_for_bit():
     assert torch.equal(adapter(x, base(x), base), lora(x, base(x), base)), "the probability is 1"
 
 
+@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_training_moves_experts_and_routers_alone(quantized):
+def test_training_moves_experts_and_routers_alone(quantized, router):
     model = build()
     if quantized:
         quantize(model)
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    change = apply_change(model, "lora-experts", rank=4, experts=4)
+    change = apply_change(model, "lora-experts", rank=4, experts=4, router=router)
     losses, weights = run_steps(model, change, 12)
     assert losses[-1] < losses[0] - 0.1
     fresh = build()
@@ -146,9 +278,10 @@ def test_training_moves_experts_and_routers_alone(quantized):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out():
+@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
+def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out(router):
     model = build()
-    change = apply_change(model, "lora-experts", rank=2, experts=4, balance=0.5)
+    change = apply_change(model, "lora-experts", rank=2, experts=4, balance=0.5, router=router)
     trained(model).train()
     torch.manual_seed(0)
     ids = torch.randint(50, (2, 12))
@@ -160,10 +293,15 @@ def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out():
     def watch(module, args):
         logits.append(F.linear(args[0], module.active_adapter.router).flatten(0, -2))
 
-    hooks = [m.register_forward_pre_hook(watch) for m in model.modules() if isinstance(m, Adapted)]
+    adapted = [m for m in model.modules() if isinstance(m, Adapted)]
+    hooks = [
+        m.register_forward_pre_hook(watch)
+        for m in adapted
+        if getattr(m.active_adapter, "router", None) is not None
+    ]
     without = model(ids, targets=ids)[0]
     expected = torch.stack([0.5 * load_balance(x, 2) for x in logits]).mean()
-    assert len(logits) == len(hooks) == len(change.places)
+    assert len(logits) == len(hooks) == {"linear": len(change.places), "shared": 4, "mlp": 2}[router]
     assert abs(metrics["balance"][0] - count * expected) < 1e-5 * metrics["balance"][0]
     assert abs(total - without - count * expected) < 1e-5 * total
     padded, positions = F.pad(ids, (0, 5)), F.pad(torch.arange(12).expand(2, 12), (0, 5), value=-1)
@@ -172,15 +310,16 @@ def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out():
     assert abs(again[2]["balance"][0] - metrics["balance"][0]) < 1e-5 * metrics["balance"][0]
 
 
+@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_saved_and_loaded_as_it_is(tmp_path, dtype):
+def test_it_is_saved_and_loaded_as_it_is(tmp_path, dtype, router):
     checkpoint.save(build().to(dtype), tmp_path / "base", None, 32)
-    lines = augment_folder(tmp_path / "base", tmp_path / "q", "quantize", kind="int8")
-    lines = augment_folder(tmp_path / "q", tmp_path / "out", "lora-experts", rank=4, experts=4)
+    augment_folder(tmp_path / "base", tmp_path / "q", "quantize", kind="int8")
+    lines = augment_folder(tmp_path / "q", tmp_path / "out", "lora-experts", rank=4, experts=4, router=router)
     assert "logits moved by 0.0e+00" in " ".join(lines)
     assert "a form of its own" in lines[-1]
     loaded = checkpoint.load(tmp_path / "out")
-    assert isinstance(loaded.model.blocks[0].attn.q.active_adapter, ExpertAdapter)
+    assert isinstance(loaded.model.blocks[0].mlp.gate.active_adapter, ExpertAdapter)
     trained(loaded.model)
     logits = loaded.model(IDS)
     checkpoint.save(loaded.model, tmp_path / "trained", None, 32, architecture=loaded.architecture)
@@ -206,15 +345,51 @@ def test_it_stacks_with_lora_and_quantization_in_any_order():
     assert not any("adapters" in n for n, m in model.named_modules() if isinstance(m, Quantized))
 
 
-def test_it_cannot_be_merged_or_written_for_peft():
+@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
+def test_it_cannot_be_merged_or_written_for_others(tmp_path, router):
     model = build()
-    apply_change(model, "lora-experts", rank=2)
-    with pytest.raises(ValueError, match=r"^blocks\.0\.attn\.q: 'default' is a mixture of LoRA experts"):
+    checkpoint.save(model, tmp_path / "base", None, 32)
+    apply_change(model, "lora-experts", rank=2, router=router)
+    with pytest.raises(ValueError, match=r"^blocks\.0\.\S+: 'default' is a mixture of LoRA experts"):
         merge(model)
     with pytest.raises(ValueError, match="PEFT has no layout"):
         peft_factors(model)
     with pytest.raises(ValueError, match="depends on the input"):
-        model.blocks[0].attn.q.dense()
+        model.blocks[0].mlp.gate.dense()
+    augment_folder(tmp_path / "base", tmp_path / "out", "lora-experts", rank=2, router=router)
+    with pytest.raises(ValueError, match="depends on the input: it cannot be merged or exported"):
+        export(tmp_path / "out", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_rows_of_a_batch_have_adapters_of_their_own_unless_these_are_mlps():
+    for router in ("linear", "shared", "mlp"):
+        model = build()
+        for name in ("a", "b"):
+            apply_change(model, "lora-experts", rank=2, adapter=name, router=router)
+            trained(model, name)
+        expected = []
+        for row, name in enumerate(("b", "a")):
+            with adapter_active(model, name):
+                expected.append(model(IDS[row : row + 1]))
+        if router == "mlp":
+            with (
+                pytest.raises(ValueError, match="adapters in experts or as MLPs"),
+                row_adapters(model, ["b", "a"]),
+            ):
+                pass
+        else:
+            with row_adapters(model, ["b", "a"]):
+                assert difference(model(IDS), torch.cat(expected)) < 1e-5
+
+
+def test_a_record_from_before_there_were_other_routers_gives_the_same_model():
+    model, again = build(), build()
+    record = apply_change(model, "lora-experts", rank=2).record()
+    record["request"].pop("router")
+    make_change(again, Change.of(record))
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -226,7 +401,10 @@ def test_it_cannot_be_merged_or_written_for_peft():
      ({"rank": 0}, "rank 0; expected 1 to"), ({"rank": 99}, "rank 99"), ({"where": "nothing"}, "selects nothing"),
      ({"where": ["embed.token"]}, "embed.token: an embedding"), ({"dtype": "int8"}, "dtype is 'int8'"),
      ({"dropout": 1.0}, "dropout is 1.0"), ({"alpha": 0.0}, "alpha 0.0"), ({"adapter": "a b"}, "adapter name"),
-     ({"where": ["blocks.*.mlp.experts.**"]}, r"mlp.experts.0.gate: an expert of a mixture")],
+     ({"where": ["blocks.*.mlp.experts.**"]}, r"mlp.experts.0.gate: an expert of a mixture"),
+     ({"router": "moe"}, "router is 'moe'; expected linear, shared, mlp"),
+     ({"router": "mlp", "where": "**.attn.*"}, "router is 'mlp', and no linear layer of an MLP is selected"),
+     ({"router": "mlp", "where": ["**.gate", "**.up"]}, r"^blocks.0.mlp.gate: router is 'mlp'; select the")],
 )  # fmt: skip
 def test_a_mistake_is_refused_before_anything_changes(request_, message):
     model = build("mixtral" if "experts" in message and "where" in request_ else "llama")
@@ -244,3 +422,14 @@ def test_experts_of_a_mixture_get_them_without_balance():
     total, _ = next_token(model, IDS)
     total.backward()
     assert any(isinstance(m, ExpertAdapter) for m in model.blocks[0].mlp.experts.modules())
+
+
+def test_the_commands_take_a_router(tmp_path):
+    checkpoint.save(build(), tmp_path / "base", None, 32)
+    commands.lora_experts(str(tmp_path / "base"), tmp_path / "out", router="mlp", experts=3, rank=2)
+    change = checkpoint.load(tmp_path / "out").architecture.changes[-1]
+    assert (change.request["router"], change.request["experts"], change.request["rank"]) == ("mlp", 3, 2)
+    model, config = build(), FinetuneConfig(method="lora-experts", router="shared", experts=3, rank=2)
+    assert apply_method(model, config)[-1].request["router"] == "shared"
+    assert sum(n.endswith(".router") for n, _ in model.named_parameters()) == 4
+    assert unused_options(FinetuneConfig(), ["router"]) == ["router"]

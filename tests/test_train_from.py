@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import expansion
+from adapters import IDS
 from conftest import display
 from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
@@ -16,7 +17,9 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES
+from dunes.runs.augment import augment_folder, records
 from dunes.runs.evaluate import evaluate
+from dunes.runs.export import export
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
@@ -113,6 +116,48 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
         }
         assert all(parts[trainable[0]] in n or ".3." in n for n in differing), "nothing else changed"
     assert checkpoint.load(straight).architecture == checkpoint.load(base).architecture
+
+
+@pytest.mark.parametrize(
+    "router", [*(pytest.param(r, marks=pytest.mark.slow) for r in ("linear", "shared")), "mlp"]
+)
+def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(
+    router, converted, code, tmp_path, monkeypatch
+):
+    """Expanded, split into experts, with mixtures of LoRA experts also in these, and quantized."""
+    routing = {"router": router, "experts": 3, "balance": 0.0, "where": ("blocks.**", "!**.router")}
+    stack = {
+        "expand": {"blocks": 1},
+        "experts": {"experts": 4},
+        "lora-experts": routing | {"rank": 2},
+        "quantize": {"kind": "int8"},
+    }
+    base = converted
+    for name, request in stack.items():
+        augment_folder(base, tmp_path / name, name, **request)
+        base = tmp_path / name
+    config = going_on(base, code, trainable=("**.adapters.**",), steps=4)
+    straight, halves = tmp_path / "a", tmp_path / "b"
+    assert train(config, straight, display()[0]) == 0
+    with monkeypatch.context() as patch:
+        stopping_at(2, patch)
+        assert train(config, halves, display()[0]) == 130
+    assert train(TrainConfig(), halves, display()[0], resume=True) == 0
+    assert losses(straight) == losses(halves)
+    assert (straight / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
+    before, loaded = checkpoint.load(base), checkpoint.load(straight)
+    states = before.model.state_dict(), loaded.model.state_dict()
+    differing = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
+    assert any(".experts.3." in name for name in differing)
+    assert {"adapters" in name for name in differing} == {True}
+    assert [change["name"] for change in records(loaded)] == [*stack]
+    assert not torch.equal(before.model(IDS), loaded.model(IDS))
+    for folder in (base, straight):
+        with pytest.raises(
+            ValueError, match="a mixture of LoRA experts depends on the input: it cannot be merged"
+        ):
+            export(folder, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 LEARNING = [(train, *pair) for pair in PAIRS if pair not in REFUSED]

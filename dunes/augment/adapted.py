@@ -49,6 +49,7 @@ class Adapter(nn.Module):
     B0: Tensor | None
     supports_packing = True
     depends_on_input = False  # whether the update is more than a matrix, and cannot be merged
+    keeps_shape = True  # whether inputs and outputs are those of the base
 
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,6 +73,10 @@ class Adapter(nn.Module):
         product = y if bias is None else y - bias
         # In this form nothing is rounded while the ratio is one, as at the start.
         return (y + (ratio - 1) * product + ratio * update).to(y.dtype)
+
+    def base_input(self, x: Tensor) -> Tensor:
+        """What the base reads."""
+        return x
 
     def update(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O), in the adapter's dtype or autocast's."""
@@ -176,7 +181,7 @@ class Adapted(nn.Module):
         if adapter is not None and _fusable(adapter, self.base, x):
             make = lambda: dense(self.base)
             return low_rank.fused(x, adapter.A, adapter.B, make, self.bias, adapter.config.scale)
-        y: Tensor = self.base(x)
+        y: Tensor = self.base(x if adapter is None else adapter.base_input(x))
         if adapter is None:
             return y
         updated: Tensor = adapter(x, y, self.base)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -149,19 +149,19 @@ def shape(model: nn.Module, change: Change) -> None:
     check(model, change)
     dtype = float_dtype(change.request["dtype"])
 
-    def make(base: nn.Module, settings: Settings) -> Adapter:
+    def make(place: tree.Place, base: nn.Module) -> Adapter:
         cls = EmbeddingAdapter if is_embedding(base) else Adapter
-        return cls(base, _lora_config(change.request, settings), dtype)
+        return cls(base, _lora_config(change.request, change.places[place.name]), dtype)
 
     add_adapters(model, change, make)
 
 
-def add_adapters(model: nn.Module, change: Change, make: Callable[[nn.Module, Settings], Adapter]) -> None:
-    """Wrap the places of the change with `make(base, settings)`, and make these adapters active."""
+def add_adapters(model: nn.Module, change: Change, make: Callable[[tree.Place, nn.Module], Adapter]) -> None:
+    """Wrap the places of the change with `make(place, base)`, and make these adapters active."""
     name = change.request["adapter"]
     for place in [p for p in tree.places(model) if p.name in change.places]:
         outer = place.module if isinstance(place.module, Adapted) else adapted(place.module)
-        outer.adapters[name] = make(outer.base, change.places[place.name])
+        outer.adapters[name] = make(place, outer.base)
         setattr(place.parent, place.key, outer.train(place.module.training))
     set_adapter(model, name)
 
@@ -266,7 +266,7 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
     """Let row i of a forward's batch use the adapter `names[i]`, or with None the base alone.
 
     Raises ValueError for an unknown name, and for a model in which a row may not be found again: with adapters in
-    experts, or parts that may mix tokens.
+    experts, adapters that are whole MLPs, or parts that may mix tokens.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):
@@ -276,8 +276,9 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
         adapted_modules(model, name)
     modules = adapted_modules(model)
     experts = [e for m in model.modules() if isinstance(m, MoE) for e in m.modules()]
-    if undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
-        raise ValueError("adapters in experts, or beside parts that may mix tokens: use one adapter at a time")
+    odd = [a for m in modules.values() for a in m.adapters.values() if not cast(Adapter, a).keeps_shape]
+    if odd or undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
+        raise ValueError("adapters in experts or as MLPs, or beside parts that may mix tokens: use one at a time")
     for module in modules.values():
         module._row_adapters = names
     try:

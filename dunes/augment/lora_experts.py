@@ -1,14 +1,15 @@
 """Sparse mixtures of LoRA experts: a linear layer with several low-rank pairs, of which a router weighs a few.
 
 An entry of CHANGES, see `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
-https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA https://arxiv.org/abs/2309.05444
+https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA https://arxiv.org/abs/2309.05444,
+MixLoRA https://arxiv.org/abs/2404.15159
 """
 
 # Shapes: N tokens, I inputs, O outputs, E experts, R rank, k experts per token.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,26 @@ from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapter, LoraConfig, is_embedding
 from dunes.augment.change import Change, float_dtype, generator
-from dunes.parts import MoE
+from dunes.parts import MLP, Attention, GatedMLP, MoE
 from dunes.parts.moe import choose_experts, load_balance
 
 VERSION = 1
 LINEARS = (*lora.LINEARS, "!**.experts.**")
 """All linear layers of the blocks but routers, and but the experts of a mixture."""
 ROUTER_DEVIATION = 0.02
+Router = Literal["linear", "shared", "mlp"]
+MLPS = (MLP, GatedMLP)
+SHARING = (Attention, *MLPS)
+"""Modules whose linear layers can share a router: they call them in the order in which they hold them."""
+
+
+class Choice:
+    """Experts, one-hot (..., k, E), and weights (..., k): from the first to the last layer that shares them."""
+
+    value: tuple[Tensor, Tensor] | None = None
+
+    def __deepcopy__(self, memo: object) -> "Choice":
+        return Choice()  # if a forward has failed half-way, nothing of it is copied
 
 
 class ExpertAdapter(Adapter):
@@ -39,6 +53,7 @@ class ExpertAdapter(Adapter):
     """
 
     depends_on_input = True
+    router: nn.Parameter | None
 
     def __init__(
         self, base: nn.Module, config: LoraConfig, dtype: torch.dtype, experts: int, top_k: int, balance: float
@@ -50,26 +65,43 @@ class ExpertAdapter(Adapter):
         self.B = nn.Parameter(torch.empty(outputs, experts, rank, device=device, dtype=dtype))
         self.router = nn.Parameter(torch.empty(experts, inputs, device=device, dtype=dtype))
         self.recorded: list[Tensor] | None = None
+        self._choice, self._is_last = Choice(), True
 
     def update(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O), in the adapter's dtype or autocast's."""
-        weights = self.route(x.to(self.A.dtype))
+        chosen, weights = self.choose(x)
+        shares, low = (chosen * weights[..., None]).sum(-2), self.low(x)
+        return self.high(low * shares.to(low.dtype)[..., None])
+
+    def low(self, x: Tensor) -> Tensor:
+        """A of all experts times (..., I) after dropout: (..., E, R)."""
         x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
-        low = F.linear(x, self.A.flatten(0, 1)).view(*x.shape[:-1], *self.A.shape[:2])
-        low = low * weights.to(low.dtype)[..., None]
+        return F.linear(x, self.A.flatten(0, 1)).view(*x.shape[:-1], *self.A.shape[:2])
+
+    def high(self, low: Tensor) -> Tensor:
+        """The sum over the experts of B times (..., E, R), scaled: (..., O)."""
         return F.linear(low.flatten(-2), self.B.flatten(1)) * self.config.scale
 
-    def route(self, x: Tensor) -> Tensor:
-        """The weights (..., E) of the experts for inputs (..., I), 0 for those that are not chosen."""
-        logits = F.linear(x, self.router)
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What this adapter's router chooses for inputs (..., I), or the one that it shares has chosen."""
+        if self.router is not None:
+            self._choice.value = self.route(x.to(self.A.dtype), self.router)
+        choice = self._choice.value
+        assert choice is not None, "the first of the layers that share a router was not called"
+        if self._is_last:
+            self._choice.value = None
+        return choice
+
+    def route(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+        """One-hot experts (..., k, E) for inputs (..., I), and weights (..., k) in at least float32."""
+        logits = F.linear(x, router)
         probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         if self.recorded is not None and self.balance:
             self.recorded.append(logits.flatten(0, -2))
         chosen = choose_experts(probs.flatten(0, -2), self.top_k).view(*probs.shape[:-1], self.top_k)
         weights = probs.gather(-1, chosen)
-        if self.top_k > 1:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return torch.zeros_like(probs).scatter(-1, chosen, weights)
+        one_hot = chosen[..., None] == torch.arange(len(router), device=x.device)
+        return one_hot, weights / weights.sum(-1, keepdim=True) if self.top_k > 1 else weights
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
         """The balance of the recorded logits, those of several calls together, times its coefficient."""
@@ -82,13 +114,52 @@ class ExpertAdapter(Adapter):
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
         """Raises ValueError: what it adds depends on the input."""
-        raise ValueError("a mixture of LoRA experts depends on the input, so that no matrix equals it")
+        raise ValueError("a mixture of LoRA experts depends on the input: it cannot be merged or exported")
+
+
+class HiddenExperts(ExpertAdapter):
+    """The same before the activation of an MLP whose experts are MLPs: an output for each chosen expert.
+
+    The MLP itself then computes each of them, and what the frozen layers alone give.
+    """
+
+    keeps_shape = False
+    supports_packing = True
+
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The input x (..., I) and the base's output y (..., O) -> y itself, then with experts (..., 1 + k, O)."""
+        (chosen, _), low = self.choose(x), self.low(x)[..., None, :, :]
+        update = self.high(low * chosen.to(low.dtype)[..., None])
+        return (y[..., None, :] + F.pad(update, (0, 0, 1, 0))).to(y.dtype)
+
+
+class OutputExperts(ExpertAdapter):
+    """The same for the output projection of such an MLP, which adds the experts up.
+
+    With h of the frozen layers, h_e of an expert and W the frozen projection: W(h + sum of w_e (h_e - h)) + sum of
+    w_e * scale * B_e(A_e(h_e)). That is the weighted sum of the experts if the weights sum to one, with a single
+    product with W, and equal to W h, bit for bit, until the experts are trained.
+    """
+
+    def base_input(self, x: Tensor) -> Tensor:
+        """(..., 1 + k, I) -> (..., I)."""
+        assert self._choice.value is not None
+        weights, frozen = self._choice.value[1], x[..., :1, :]
+        change = ((x[..., 1:, :] - frozen) * weights[..., None]).sum(-2)
+        return (frozen.squeeze(-2) + change).to(x.dtype)
+
+    def update(self, x: Tensor) -> Tensor:
+        """(..., 1 + k, I) -> (..., O)."""
+        chosen, weights = self.choose(x)
+        shares, low = chosen * weights[..., None], self.low(x[..., 1:, :])
+        return self.high((low * shares.to(low.dtype)[..., None]).sum(-3))
 
 
 def decide(
     model: nn.Module,
     *,
     where: tree.Where = LINEARS,
+    router: Router = "linear",
     experts: int = 8,
     top_k: int = 2,
     rank: int = 16,
@@ -103,9 +174,14 @@ def decide(
     """The record of the change: every setting, and the rank and alpha of each place.
 
     `top_k` of the `experts` compute a token; all of them is a dense mixture, and a single expert is plain LoRA,
-    without a router. `rank` is that of each expert; `ranks` and `where` are those of `lora.decide`. Raises
-    ValueError, with the place, for an invalid request, for an embedding, and for a `balance` above 0 inside the
-    experts of a mixture, where padding is not known.
+    without a router. `rank` is that of each expert; `ranks` and `where` are those of `lora.decide`.
+
+    `router`: each linear layer has its own ("linear"); those of an attention or an MLP share one, which reads the
+    input of the first of them ("shared"); or an expert is a whole MLP, of the frozen matrices and a low-rank pair
+    for each, while other layers get plain LoRA ("mlp").
+
+    Raises ValueError, with the place, for an invalid request, for an embedding, and for a `balance` above 0 inside
+    the experts of a mixture, where padding is not known.
     """
     request = {k: v for k, v in locals().items() if k != "model"}
     request["where"] = [where] if isinstance(where, str) else list(where)
@@ -133,23 +209,66 @@ def check(model: nn.Module, change: Change) -> None:
             raise ValueError(
                 f"{place}: an expert of a mixture, whose padding is not known; set balance=0, or exclude it"
             )
+    if (router := _router(change)) not in get_args(Router):
+        raise ValueError(f"router is {router!r}; expected {', '.join(get_args(Router))}")
+    if router == "mlp":
+        _check_mlps(router_groups(model, change))
+
+
+def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
+    """Raise ValueError unless MLPs are among the groups, and all of their linear layers."""
+    mlps = {module: places for module, places in groups.items() if type(module) in MLPS}
+    if not mlps:
+        raise ValueError("router is 'mlp', and no linear layer of an MLP is selected")
+    for mlp, places in mlps.items():
+        if len(places) < len([*tree.linears(mlp)]):
+            raise ValueError(f"{places[0]}: router is 'mlp'; select the other linear layers of this MLP, too")
+
+
+def _router(change: Change) -> str:
+    return str(change.request.get("router", "linear"))  # as it was before there were others
+
+
+def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]]:
+    """The places that share a router, by the attention or MLP that holds them; others each by their module."""
+    groups: dict[nn.Module, list[str]] = {}
+    for place in [p for p in tree.places(model) if p.name in change.places]:
+        shares = _router(change) != "linear" and type(place.parent) in SHARING
+        groups.setdefault(place.parent if shares else place.module, []).append(place.name)
+    return groups
 
 
 def shape(model: nn.Module, change: Change) -> None:
     """Wrap the places and make the adapter active. Raises ValueError, before anything is changed, if it cannot."""
     check(model, change)
-    request, dtype = change.request, float_dtype(change.request["dtype"])
+    request, dtype, name = change.request, float_dtype(change.request["dtype"]), change.request["adapter"]
     routing = {key: request[key] for key in ("experts", "top_k", "balance")}
 
-    def make(base: nn.Module, settings: Mapping[str, Any]) -> Adapter:
+    def make(place: tree.Place, base: nn.Module) -> Adapter:
+        settings, cls = change.places[place.name], _adapter_class(change, place)
         config = LoraConfig(settings["rank"], settings["alpha"], dropout=request["dropout"])
-        return (
-            Adapter(base, config, dtype)
-            if request["experts"] == 1
-            else ExpertAdapter(base, config, dtype, **routing)
-        )
+        return cls(base, config, dtype, **(routing if issubclass(cls, ExpertAdapter) else {}))
 
     lora.add_adapters(model, change, make)
+    modules = lora.adapted_modules(model, name)
+    for places in router_groups(model, change).values():
+        share_router([a for place in places if isinstance(a := modules[place][name], ExpertAdapter)])
+
+
+def _adapter_class(change: Change, place: tree.Place) -> type[Adapter]:
+    if change.request["experts"] == 1 or (_router(change) == "mlp" and type(place.parent) not in MLPS):
+        return Adapter
+    if _router(change) != "mlp":
+        return ExpertAdapter
+    return OutputExperts if place.key == "down" else HiddenExperts
+
+
+def share_router(adapters: Sequence[ExpertAdapter]) -> None:
+    """Let the router of the first adapter, which reads its input, choose for all of them."""
+    for adapter in adapters[1:]:
+        adapter.router, adapter._choice = None, adapters[0]._choice
+    for adapter in adapters[:-1]:
+        adapter._is_last = False
 
 
 @torch.no_grad()
@@ -162,7 +281,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     seed, name = change.request["seed"], change.request["adapter"]
     modules = lora.adapted_modules(model, name)
     for place in change.places:
-        if isinstance(adapter := modules[place][name], ExpertAdapter):
+        if isinstance(adapter := modules[place][name], ExpertAdapter) and adapter.router is not None:
             draw = generator(seed, name, place, "router")
             adapter.router.copy_(ROUTER_DEVIATION * torch.randn(adapter.router.shape, generator=draw))
 

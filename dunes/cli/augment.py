@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.runs.config import Dtype, flag
+from dunes.runs.finetune_config import Router
 
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "nf4"]
@@ -171,6 +172,7 @@ def lora_experts(
     model: Model,
     out: Out,
     *,
+    router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear",
     experts: Count = 8,
     top_k: Count = 2,
     rank: Count = 16,
@@ -185,6 +187,8 @@ def lora_experts(
     Example: dunes augment lora-experts ~/models/llama ~/models/mixture --experts 4
 
     Args:
+        router: A router for each linear layer; one shared by those of an attention or an MLP; or experts that
+            are whole MLPs (MixLoRA), with plain LoRA beside the other layers.
         experts: Low-rank pairs at each place.
         top_k: Experts that compute a token; all of them: a dense mixture.
         rank: Rank of each expert.
@@ -193,18 +197,24 @@ def lora_experts(
         seed: Random seed of experts and routers.
     """
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
-    options |= {"experts": experts, "top_k": top_k, "rank": rank, "alpha": alpha, "seed": seed}
+    options |= {"router": router, "experts": experts, "top_k": top_k, "rank": rank, "alpha": alpha, "seed": seed}
     _augment(model, out, "lora-experts", **options)
     print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
 
 
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
     """Make the change from folder to folder, and print its report."""
+    from rich.console import Console
+
     from dunes import checkpoint
     from dunes.runs.augment import augment_folder
+    from dunes.runs.progress import Display
 
-    for line in augment_folder(checkpoint.locate_model(model).folder, out, change, **request):
-        print(line)
+    console = Console(stderr=True)
+    with Display(console, quiet=not console.is_terminal) as display:
+        folder = checkpoint.locate_model(model).folder
+        lines = augment_folder(folder, out, change, show=display.state, **request)
+    print("\n".join(lines))
 
 
 def _undo(model: str, out: Path, change: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.checkpoint.base import DTYPES, weights_identity
-from dunes.checkpoint.convert import exclusive_folder, require_new_folder
+from dunes.checkpoint.convert import Show, exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
@@ -24,7 +24,13 @@ LEARNED = ("trained", "finetuned", "measured", "timings")
 
 
 def augment_folder(
-    folder: Path, out: Path, name: str, *, calibration: Sequence[str] | None = None, **request: Any
+    folder: Path,
+    out: Path,
+    name: str,
+    *,
+    calibration: Sequence[str] | None = None,
+    show: Show = lambda what, share: None,
+    **request: Any,
 ) -> list[str]:
     """Make the change of this name to the model in a folder, and write the result to `out`; returns a report.
 
@@ -35,15 +41,21 @@ def augment_folder(
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
+    show("reading", 0.0)
     loaded = checkpoint.load(folder)
     if calibration is not None:
         request["ids"] = calibration_ids(loaded, calibration)
+    show("measuring", 0.1)
     size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
+    show(name, 0.2)
     identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     change = replace(apply_change(loaded.model, name, **request), before=identity)
+    show("measuring", 0.6)
     after = model_logits(loaded.model, loaded.context_length)
+    show("writing and comparing", 0.7)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
     _write(loaded, (change,), out, after, {"change": name, **effect})
+    show("written", 1.0)
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *([] if describe is None else [describe(change)]),

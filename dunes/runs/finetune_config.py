@@ -10,6 +10,7 @@ from dunes.runs.config import Optimization, RunConfig, flag
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
 TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
 TrainOn = Literal["answers", "all"]
+Router = Literal["linear", "shared", "mlp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,9 @@ class Adapter:
     """With lora-experts: low-rank pairs beside each linear layer, each of --rank."""
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
     """With lora-experts: how many of them compute a token."""
+    router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
+    """With lora-experts: a router for each linear layer; one shared by those of an attention or an MLP; or experts
+    that are whole MLPs (MixLoRA), with plain LoRA beside the other layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

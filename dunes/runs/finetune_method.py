@@ -20,7 +20,7 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.text import Tokenizer, templates
 
 ADAPTER = lora.NAME
-EXPERTS = {"experts": "experts", "experts_per_token": "top_k"}
+EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
 """Options of --method lora-experts, and their names in its change."""
 
 TOKENS, STEPS = 4096, 32

@@ -1,10 +1,10 @@
 """The Hugging Face config of a built model, derived from its modules alone."""
 
-import torch
 from torch import nn
 
 from dunes.checkpoint.forms.architecture import Architecture, module_rows
 from dunes.models import FAMILIES
+from dunes.models.meta import build_on_meta
 from dunes.units import plural
 
 
@@ -14,8 +14,7 @@ def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
     for family, module in FAMILIES.items():
         try:
             config = module.read(model, context_length)
-            with torch.device("meta"):
-                rebuilt = module.build(config)
+            rebuilt = build_on_meta(family, config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             reasons.append((0, f"not {family}: {' '.join(str(error).split())}"))
             continue
