@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -642,6 +643,7 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     temporary.mkdir()
     with monkeypatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
         step = load_step(model)
         assert step.native
         assert not [*temporary.iterdir()], "which would stay if the process were killed"
@@ -661,6 +663,7 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
         (package / "native.so").write_bytes(damaged)
         with pytest.warns(UserWarning, match="not the bytes that were written"):
             assert load_step(model) is None
+        assert ids_of(model, step) == ids_of(model), "its code is in use"
     compile_step(model, 64)
     assert load_step(model) is not None
     monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])

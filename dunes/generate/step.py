@@ -9,9 +9,11 @@ place.
 # Shapes: K key/value heads, S readable slots, D head dim, V vocabulary.
 
 import copy
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -150,9 +152,12 @@ class CompiledStep:
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     """A function of the inputs with these weights."""
-    # Inductor's own loader imports its compiler first, which takes two seconds, and that of packages unpacks them
-    # into the folder of temporary files, where they stay if the process is killed.
-    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(package), 1)
+    # Inductor's own loader imports its compiler first, which takes two seconds; that of packages leaves files
+    # behind if the process is killed. A mapped file must not change, so a copy is loaded, which then needs no name.
+    with TemporaryDirectory() as folder:
+        for file in package.parent.glob(f"{package.stem}.*"):
+            shutil.copy(file, folder)
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(Path(folder) / package.name), 1)
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
