@@ -588,6 +588,27 @@ def test_muon_of_matrices_alone_or_of_none():
         train.muon(nn.ReLU())
 
 
+@pytest.mark.parametrize("make", [train.muon, train.adamw, train.sgd])
+def test_a_factor_of_a_rate_is_that_rate(make):
+    models = [LanguageModel(), LanguageModel()]
+    models[1].load_state_dict(models[0].state_dict())
+    slow = {"lr": 0.001} | ({"adam_lr": 0.002} if make is train.muon else {})
+    optimizers = [make(models[0], **slow), make(models[1], **{name: 4 * rate for name, rate in slow.items()})]
+    head = models[1].lm_head.weight
+    train.scale_rates(optimizers[1], {p: 0.25 for p in models[1].parameters() if p is not head})
+    optimizers[1].load_state_dict(optimizers[1].state_dict())
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            torch.manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+    for (name, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, two) != (name == "lm_head.weight"), name
+    with pytest.raises(ValueError, match="factor is -1; expected a number from 0"):
+        train.scale_rates(optimizers[1], {head: -1})
+
+
 def test_muon_does_what_the_caller_says_and_says_what_it_does():
     model = LanguageModel()
     assert names(model, train.muon(model, where=["**", "!wte.*"])) == MIXED | {"project.weight", "lm_head.weight"}

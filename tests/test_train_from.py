@@ -118,6 +118,24 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     assert checkpoint.load(straight).architecture == checkpoint.load(base).architecture
 
 
+def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, tmp_path, monkeypatch):
+    monkeypatch.setitem(CHANGES, "expand", expansion)
+    base = changed(converted, tmp_path / "base", "expand")
+    config = going_on(base, code, lr_factors=("all=1e-9", "new=2"))
+    assert train(config, tmp_path / "a", display()[0]) == 0
+    with monkeypatch.context() as patch:
+        stopping_at(5, patch)
+        assert train(config, tmp_path / "b", display()[0]) == 130
+    assert train(TrainConfig(), tmp_path / "b", display()[0], resume=True) == 0
+    one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
+    before = checkpoint.load(base).model.state_dict()
+    after = checkpoint.load(tmp_path / "a").model.state_dict()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    moved = {name for name in before if (before[name] - after[name]).abs().max() > 1e-5}
+    assert moved
+    assert all(".3." in name or "blocks.1." in name for name in moved)
+
+
 @pytest.mark.parametrize(
     "router", [*(pytest.param(r, marks=pytest.mark.slow) for r in ("linear", "shared")), "mlp"]
 )
@@ -218,6 +236,11 @@ def test_what_the_base_was_stays(converted, code, tmp_path):
         ({"trainable": ("new",)}, "the model's last change added no parameters"),
         ({"trainable": ("nothing",)}, "matches no parameter"),
         ({"base": "", "trainable": ("all",)}, "--trainable applies to --from"),
+        ({"lr_factors": ("nothing=2",)}, "--lr-factors nothing=2: matches no trainable parameter"),
+        ({"lr_factors": ("new=2",)}, "the model's last change added no parameters"),
+        ({"lr_factors": ("blocks.**",)}, "is not GLOB=FACTOR"),
+        ({"lr_factors": ("blocks.**=0",)}, "is not GLOB=FACTOR"),
+        ({"lr_factors": ("blocks.**=nan",)}, "is not GLOB=FACTOR"),
         ({"base": "nowhere"}, "no such folder"),
     ],
 )

@@ -3,7 +3,7 @@
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,14 +135,19 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
     if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
         raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
     for name, parameter in model.named_parameters():
-        trainable = False
-        for glob in globs:
-            if any(tree.matches(glob.removeprefix("!"), n) for n in (name, name.rpartition(".")[0])):
-                trainable = not glob.startswith("!")
-        parameter.requires_grad_(trainable)
+        parameter.requires_grad_(selects(globs, name))
     if not any(p.requires_grad for p in model.parameters()):
         names = ", ".join(name for name, _ in model.named_parameters())
         raise ValueError(f"{' '.join(globs)} matches no parameter; the model has {names[:300]}")
+
+
+def selects(globs: Iterable[str], name: str) -> bool:
+    """Whether the last of the globs that matches the name of a parameter, or of its module, has no !."""
+    names, selected = (name, name.rpartition(".")[0]), False
+    for glob in globs:
+        if any(tree.matches(glob.removeprefix("!"), n) for n in names):
+            selected = not glob.startswith("!")
+    return selected
 
 
 def learning_rate(config: FinetuneConfig, width: int) -> float:

@@ -33,11 +33,11 @@ from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule, card_facts, run_lock
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.train_from import choose_options, load_base, score_base, select_trainable
+from dunes.runs.train_from import choose_options, load_base, rate_factors, score_base, select_trainable
 from dunes.runs.train_from import memory_advice as base_memory_advice
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
-from dunes.train import Trainer, muon
+from dunes.train import Trainer, muon, scale_rates
 from dunes.units import format_count, plural
 
 
@@ -109,6 +109,7 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: LoadedModel
         loaded = replace(base, context_length=max(config.context_length, base.context_length))
     schedule = build_schedule(config)
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
+    scale_rates(optimizer, rate_factors(model, config.lr_factors, base))
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
     return Run(folder, config, TrainTask(config, tokens, loaded), trainer, schedule)
 

@@ -1,5 +1,6 @@
 """Options of training from scratch, read by the command line without importing torch."""
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -78,6 +79,8 @@ class TrainOptimization(Optimization):
     """Maximum sequence length of the model, in tokens."""
     lr: Annotated[float | None, flag("RATE", "0.02; with --from 0.006")] = None
     """Peak learning rate of weight matrices (Muon); embeddings, head and norms (AdamW) use half of it."""
+    lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
+    """Multiply the learning rate of matching parameters, like all=0.1 new=1; globs as for --trainable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,8 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
             )
         if self.size and not self.shape:
             parse_size(self.size)
+        for factor in self.lr_factors:
+            _check_factor(factor)
         if self.top_k > self.expert_count or self.expert_count > MAX_EXPERTS:
             raise ValueError(
                 f"--experts-per-token is {self.top_k} and --experts {self.expert_count}; expected at most as many "
@@ -150,6 +155,17 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
         if self.trainable and not self.base:
             return "--trainable applies to --from; a new model is trained as a whole"
         return "" if self.sources else "no sources; pass files or folders to train on, or stdlib"
+
+
+def _check_factor(text: str) -> None:
+    """Raises ValueError for text that is not GLOB=FACTOR with a positive factor."""
+    glob, _, factor = text.rpartition("=")
+    try:
+        valid = bool(glob) and 0 < float(factor) < math.inf
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"--lr-factors: {text!r} is not GLOB=FACTOR with a positive number, like **.router=10")
 
 
 def parse_size(text: str) -> int:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from dunes import checkpoint
 from dunes.checkpoint.loading import is_adapter
 from dunes.parts import Decoder
 from dunes.runs.augment import resolve_new
 from dunes.runs.autosize import CONTEXT, describe_machine, estimate_memory, with_machine
-from dunes.runs.finetune_method import set_trainable
+from dunes.runs.finetune_method import selects, set_trainable
 from dunes.runs.memory import Build, describe_memory
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, append_metrics
@@ -60,8 +60,31 @@ def select_trainable(model: nn.Module, trainable: Sequence[str], base: checkpoin
 
     Raises ValueError if nothing matches, or `new` is asked for and the last change added no parameters.
     """
-    globs = ["**" if each == "all" else each for each in trainable or ("all",)]
-    set_trainable(model, resolve_new(globs, base))
+    set_trainable(model, _resolve_globs(trainable or ("all",), base))
+
+
+def rate_factors(
+    model: nn.Module, factors: Sequence[str], base: checkpoint.LoadedModel | None
+) -> dict[Tensor, float]:
+    """The factor of each trainable parameter in the last GLOB=FACTOR that matches it.
+
+    Raises ValueError for a glob that matches none, and for `new` as `select_trainable` does.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    chosen: dict[Tensor, float] = {}
+    for each in factors:
+        glob, _, factor = each.rpartition("=")
+        globs = _resolve_globs([glob], base)
+        matched: dict[Tensor, float] = {p: float(factor) for name, p in trained.items() if selects(globs, name)}
+        if not matched:
+            raise ValueError(f"--lr-factors {each}: matches no trainable parameter of {', '.join(trained)[:300]}")
+        chosen |= matched
+    return chosen
+
+
+def _resolve_globs(globs: Sequence[str], base: checkpoint.LoadedModel | None) -> Sequence[str]:
+    plain = ["**" if each == "all" else each for each in globs]
+    return plain if base is None else resolve_new(plain, base)
 
 
 def score_base(run: Run, display: Display) -> None:

@@ -3,7 +3,7 @@
 from dunes.ops.cross_entropy import IGNORE
 from dunes.train.frozen import cast_frozen
 from dunes.train.loss import cross_entropy, mean_squared, next_token
-from dunes.train.optim import adamw, muon, muon_split, rmsprop, sgd
+from dunes.train.optim import adamw, muon, muon_split, rmsprop, scale_rates, sgd
 from dunes.train.schedule import Clock, Record, Schedule
 from dunes.train.trainer import Diverged, Step, Trainer, mutable_buffers
 
@@ -24,5 +24,6 @@ __all__ = [
     "mutable_buffers",
     "next_token",
     "rmsprop",
+    "scale_rates",
     "sgd",
 ]

@@ -6,7 +6,7 @@ if no parameter is trainable, and for rates that are negative or not finite.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,26 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     return unread or linears[-1:]
 
 
+def scale_rates(optimizer: Optimizer, factors: Mapping[Tensor, float]) -> None:
+    """Let each of these parameters learn at its factor times the rate of its group, by groups of their own.
+
+    Raises ValueError for a factor that is negative or not finite.
+    """
+    for factor in factors.values():
+        _check("scale_rates", factor=factor)
+    for each in getattr(optimizer, "optimizers", [optimizer]):
+        each.param_groups[:] = [part for group in each.param_groups for part in _by_factor(group, factors)]
+    if isinstance(optimizer, CombinedOptimizer):
+        optimizer.collect_groups()
+
+
+def _by_factor(group: Group, factors: Mapping[Tensor, float]) -> list[Group]:
+    params: dict[float, list[Tensor]] = {}
+    for p in group["params"]:
+        params.setdefault(factors.get(p, 1.0), []).append(p)
+    return [group | {"params": some, "lr": group["lr"] * factor} for factor, some in params.items()]
+
+
 class Muon(Optimizer):
     """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
 
@@ -170,7 +190,11 @@ class CombinedOptimizer(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
-        self.param_groups = [g for o in optimizers for g in o.param_groups]
+        self.collect_groups()
+
+    def collect_groups(self) -> None:
+        """Take the parameter groups from the optimizers, after a change of theirs."""
+        self.param_groups = [g for o in self.optimizers for g in o.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
@@ -183,7 +207,7 @@ class CombinedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for i, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state_dict[str(i)])
-        self.param_groups = [g for o in self.optimizers for g in o.param_groups]
+        self.collect_groups()
 
 
 def _check(optimizer: str, **rates: float) -> None:
