@@ -153,7 +153,7 @@ class CompiledStep:
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     """A function of the inputs with these weights."""
     # Inductor's own loader imports its compiler first, which takes two seconds; that of packages leaves files
-    # behind if the process is killed. A mapped file must not change, so a copy is loaded, which then needs no name.
+    # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
     with TemporaryDirectory() as folder:
         for file in package.parent.glob(f"{package.stem}.*"):
             shutil.copy(file, folder)
