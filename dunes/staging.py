@@ -19,9 +19,14 @@ _mine = threading.local()
 
 
 def cache_home() -> Path:
-    """$DUNES_HOME, or a folder in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dunes"
-    return Path(os.environ.get("DUNES_HOME") or default)
+    """$DUNES_HOME, or a folder in the user's cache folder. Raises ValueError for a user without a home."""
+    if home := os.environ.get("DUNES_HOME"):
+        return Path(home)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        return cache.expanduser() / "dunes"
+    except RuntimeError:
+        raise ValueError("this user has no home folder for caches; set DUNES_HOME to a folder") from None
 
 
 @contextmanager

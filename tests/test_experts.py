@@ -233,24 +233,28 @@ def test_padding_does_not_count_in_the_balance_of_the_gate():
     assert difference(*losses) <= 1e-6
     losses[1].backward()
     assert padded.grad.isfinite().all()
-    load, count = gate.auxiliary_losses([rows, rows], None)["expert_load"]
-    assert (load.sum(), count) == (40, 20)
     even = torch.stack([torch.zeros(8, 4), torch.eye(4).repeat(2, 1), torch.ones(8, 4)], 1)
     skewed = torch.stack([torch.zeros(8, 4), torch.eye(4)[[0] * 8], torch.ones(8, 4)], 1)
     assert gate.auxiliary_losses([even], None)["balance"] < gate.auxiliary_losses([skewed], None)["balance"]
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gate", ["linear", "noisy"])
-def test_the_routers_learn_from_the_loss_and_the_balance(gate):
+def test_the_routers_learn_from_the_loss_and_the_balance(gate, biased):
     model = dense()
     change = apply_change(model, "experts", gate=gate)
+    if biased:
+        apply_change(model, "routing", bias_rate=0.001)
     routers = [p for n, p in model.named_parameters() if tree.matches(change.new, n)]
     assert len(routers) == (2 if gate == "linear" else 6)
     model.train()
     with record_auxiliary(model) as recorded:
         loss = F.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-        balance = auxiliary_losses(recorded)[0]["balance"]
-    for each in (loss, balance):
+        losses, metrics = auxiliary_losses(recorded)
+    load, count = metrics["expert_load"]
+    assert load.sum(1).tolist() == [2 * IDS.numel()] * len(model.blocks), "of each layer, once"
+    assert count == IDS.numel()
+    for each in (loss, losses["balance"]):
         assert all(g is not None and float(g.abs().max()) > 0 for g in
                    torch.autograd.grad(each, routers, retain_graph=True, allow_unused=True))  # fmt: skip
 

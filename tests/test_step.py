@@ -1,10 +1,13 @@
 """The step of one token: the same logits as the model, exported, compiled, kept, and refused."""
 
 import copy
+import json
+import pwd
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -30,6 +33,7 @@ from dunes.generate import (
     generate_all,
     limit_vocab,
     look_up,
+    prompt_tokens,
     sampler,
 )
 from dunes.generate.prefix_cache import MAX_STEPS, max_steps
@@ -62,8 +66,8 @@ def model_of(family="llama", seed=0, **changes):
 
 def changed(change, seed=0):
     model = model_of(seed=seed)
-    if change == "lora":
-        augment.attach(model, rank=2)
+    if change in ("lora", "dora"):
+        augment.attach(model, rank=2, dora=change == "dora")
         for name, parameter in model.named_parameters():
             if name.endswith(".B"):
                 parameter.data.normal_(std=0.2)
@@ -81,7 +85,7 @@ def ids_of(model, step=None, limit=40, prompt=(5, 6, 7)):
 MODELS = {
     **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
     "window": lambda: model_of("mistral", window=8),
-    **{change: lambda change=change: changed(change) for change in ("lora", "int8", "nf4")},
+    **{change: lambda change=change: changed(change) for change in ("lora", "dora", "int8", "nf4")},
 }
 
 
@@ -230,6 +234,76 @@ def test_what_changes_between_two_tokens_is_seen_by_the_next_step(between):
     want = tokens_of(model, None, {}, between)
     assert_equal_tokens(tokens_of(model, PlainStep(model), {}, between), want)
     assert len({t.id for t in want}) > 4
+
+
+def switch_adapter(requests, cache, n):
+    if n in (9, 20):
+        augment.set_adapter(cache.model, None if n == 9 else "default")
+
+
+def test_an_adapter_that_is_switched_between_two_tokens_is_seen_by_the_next_step():
+    model = changed("lora")
+    step = PlainStep(model)
+    want = tokens_of(model, None, {}, switch_adapter)
+    assert_equal_tokens(tokens_of(model, step, {}, switch_adapter), want)
+    assert [t.id for t in want] != [t.id for t in tokens_of(model, None, {})]
+    assert 40 < step.calls < 50
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("name", ["greedy", "drawn", "penalty"])
+def test_steps_take_over_in_the_midst_of_a_text(name, window, no_compiler):
+    model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
+    other, want = PlainStep(model), tokens_of(model, None, REQUESTS[name]())
+    script, misfit = make_step(model, torch.float32), PlainStep(model)
+    misfit.cache_dtypes = []
+    steps = {4: script, 20: other, 30: misfit, 33: other, 43: None, 44: script, 46: other}
+
+    def take_over(requests, cache, n):
+        cache.step = steps.get(n, cache.step)
+
+    assert_equal_tokens(tokens_of(model, None, REQUESTS[name](), take_over), want)
+    assert (other.calls > 20, misfit.calls) == (True, 0)
+
+
+def append(id, requests, cache, n):
+    if n == 9:
+        requests[0].ids[-1] = id
+
+
+def assert_ids_and_positions_are_checked(make):
+    model, learned = model_of(tied=False), model_of("gpt2")
+    for step in (None, make(model)):
+        for prompt in ([5, 300, 7], [-1], [5, 2**70]):
+            with pytest.raises(ValueError, match=f"has id {max(prompt, key=abs)}; the model has ids 0 to 299$"):
+                next(generate(model, prompt, limit=1, context_length=48, cache=PrefixCache(model, step=step)))
+        for id in (-1, 300, 2**70):
+            with pytest.raises(ValueError, match=rf"has id {id}; the model has ids 0 to 299$"):
+                tokens_of(model, step, {}, partial(append, id))
+    with pytest.raises(ValueError, match=r"has id 300; the model has ids 0 to 299$"):
+        prompt_tokens(model, [5, 300])
+    for step in (None, make(learned)):
+        cache = PrefixCache(learned, step=step)
+        tokens = generate(learned, [5, 6, 7], limit=80, context_length=100, cache=cache)
+        with pytest.raises(ValueError, match=r"65 tokens, but only 64 positions were learned$"):
+            list(tokens)
+
+
+def test_ids_and_positions_that_a_model_does_not_have_are_refused_alike(no_compiler):
+    assert_ids_and_positions_are_checked(partial(make_step, dtype=torch.float32))
+
+
+@needs_compiler
+def test_ids_and_positions_do_not_end_the_process_in_native_code(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    assert_ids_and_positions_are_checked(partial(make_step, dtype=torch.float32))
+    model = model_of(tied=False)
+    step = make_step(model, torch.float32)
+    for token in (300, -1, 2**62):
+        cache = cache_for(model, 1, 8)
+        with torch.no_grad():
+            model(torch.arange(3)[None], cache=cache)
+        assert step(token, cache).logits.isnan().all()
 
 
 @pytest.mark.parametrize("of_module", [True, False])
@@ -451,6 +525,43 @@ def test_a_script_is_kept_refused_and_replaced_as_native_code_is(no_compiler, mo
         assert load_step(model) is None
 
 
+def test_a_damaged_file_beside_a_whole_script_is_given_up(no_compiler):
+    model = model_of()
+    package, _ = compile_step(model, 64)
+    digests = json.loads((package / "package.json").read_text())
+    (package / "native.so").write_bytes(b"half")
+    (package / "package.json").write_text(json.dumps({**digests, "native.so": digests["step.json"]}))
+    with pytest.warns(UserWarning, match="native.so: not the bytes that were written; run dunes compile again"):
+        assert load_step(model) is None
+    compile_step(model, 64)
+    assert ids_of(model, load_step(model)) == ids_of(model)
+
+
+def test_a_package_that_is_complete_is_not_written_to(no_compiler, monkeypatch):
+    def read_only(*arguments):
+        raise OSError(30, "Read-only file system")
+
+    model = model_of()
+    package, dtype = compile_step(model, 64)
+    monkeypatch.setattr(step_package.atomic, "write_file", read_only)
+    assert compile_step(model, 64) == (package, dtype)
+    with pytest.raises(OSError, match="Read-only"):
+        compile_step(model, 64, torch.float32)
+
+
+def test_a_user_without_a_home_decodes_without_a_package(monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "DUNES_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.warns(UserWarning, match="set DUNES_HOME to a folder; decoding without it$"):
+        assert load_step(model_of()) is None
+    with pytest.raises(ValueError, match="no home folder"):
+        compile_step(model_of(), 64)
+
+
 @pytest.mark.slow
 def test_the_command_needs_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
@@ -481,7 +592,7 @@ def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch
             check=True,
         )
         assert "compiled" in done.stdout
-    assert len(list((tmp_path / "home" / "steps").rglob("*.pt2"))) == 1
+    assert len(list((tmp_path / "home" / "steps").rglob("*.so"))) == 1
     used = []
     monkeypatch.setattr(
         step_package.CompiledStep, "__call__", lambda self, *args: used.append(1) or CALL(self, *args)
@@ -528,7 +639,14 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     model = model_of()
     package, _ = compile_step(model, 64)
-    assert load_step(model) is not None
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        step = load_step(model)
+        assert step.native
+        assert not [*temporary.iterdir()], "which would stay if the process were killed"
     assert load_step(model_of(hidden=96)) is None, "of another shape"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "9.9")
@@ -540,11 +658,12 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     with pytest.warns(UserWarning, match="chmod 700"):
         assert load_step(model) is None
     package.parent.chmod(0o700)
-    data = (package / "step.pt2").read_bytes()
+    data = (package / "native.so").read_bytes()
     for damaged in (data[: len(data) // 2], data[:5000] + b"\0" + data[5001:], b""):
-        (package / "step.pt2").write_bytes(damaged)
+        (package / "native.so").write_bytes(damaged)
         with pytest.warns(UserWarning, match="not the bytes that were written"):
             assert load_step(model) is None
+        assert ids_of(model, step) == ids_of(model), "its code is in use"
     compile_step(model, 64)
     assert load_step(model) is not None
     monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
@@ -727,7 +846,7 @@ def test_a_model_that_cannot_be_exported_says_why(part, message, monkeypatch, tm
     with pytest.raises(ValueError, match=message) as raised:
         compile_step(model, 64)
     assert "\n" not in str(raised.value)
-    assert not list(tmp_path.rglob("*.pt2"))
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ DoRA https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948
 # Shapes: I inputs, O outputs (of an embedding: the vocabulary and the width), R rank.
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -129,9 +130,10 @@ class EmbeddingAdapter(Adapter):
             return dense(base).to(dtype) + self.config.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
 
 
-def _without_autocast(like: Tensor) -> torch.autocast:
-    """No autocast: weights, unlike activations, must not be rounded."""
-    return torch.autocast(like.device.type, enabled=False)
+def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """No autocast: weights, unlike activations, must not be rounded. An exported step cannot have a context."""
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Adapted(nn.Module):

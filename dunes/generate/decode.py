@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.prefix_cache import PrefixCache, check_ids
 from dunes.generate.sampling import Sampler
 from dunes.generate.speculate import Proposal, Proposer, choose
+from dunes.parts import vocabulary_size
 
 GREEDY = Sampler()
 
@@ -180,7 +181,11 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
-    """The ids after the first one, with their log-probabilities after those before them."""
+    """The ids after the first one, with their log-probabilities after those before them.
+
+    Raises ValueError for an id that the model does not have.
+    """
+    check_ids(vocabulary_size(model), [ids])
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False):
         logits = model(torch.tensor([ids], device=device))[0, :-1]

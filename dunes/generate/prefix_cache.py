@@ -3,8 +3,10 @@
 # Shapes: B rows of the cache, N rows of a forward, T new tokens, V vocabulary.
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from dunes import tree
 from dunes.generate.step import CompiledStep, Scores, model_state
 from dunes.ops.float32_products import float32_products
-from dunes.parts import Cache, cache_for
+from dunes.parts import Cache, cache_for, vocabulary_size
 
 CHUNK = 2048
 """Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
@@ -44,8 +46,9 @@ class PrefixCache:
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
         self.step = step
-        # The step that fitted the model, and how many hooks there had been until then.
-        self._fitting: tuple[CompiledStep | None, int] = None, 0
+        self._adapted: list[Any] = []
+        self._fitting: object = None  # the `_state` in which the step fitted the model
+        self._vocab = vocabulary_size(model)
         self._max_steps = 1
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
@@ -89,7 +92,7 @@ class PrefixCache:
     def scores(self, text: Sequence[int]) -> Scores | None:
         """What follows the text by the step; None if it does not fit, or a forward of the new ids is faster."""
         held = self.ids[0]
-        if self.step is None or self.cache is None or self._fitting != (self.step, RemovableHandle.next_id):
+        if self.step is None or self.cache is None or self._fitting != self._state():
             return None
         kept = _common(held, text, 1) if len(self.ids) == 1 else 0
         if not 0 < kept >= len(text) - self._max_steps or torch.is_autocast_enabled("cpu"):
@@ -99,15 +102,25 @@ class PrefixCache:
             del held[kept:]
             if not self.cache.truncate(torch.tensor([kept])):
                 return None  # a rolling cache that had to drop everything
-        for id in text[kept:]:
-            scores = self.step(id, self.cache)
-            held.append(id)
-            self.forwards += 1
+        try:
+            for id in text[kept:]:
+                scores = self.step(id, self.cache)
+                held.append(id)
+                self.forwards += 1
+        except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
+            return None
+        if math.isnan(scores.log_sum):  # or the same in native code
+            return None
         self.ids[0] = held
         return scores
 
+    def _state(self) -> object:
+        """What may change between two tokens: the step, the number of hooks until now, and the active adapters."""
+        return self.step, RemovableHandle.next_id, [m.active for m in self._adapted]
+
     def _fits(self, step: CompiledStep, cache: Cache) -> bool:
         """Whether the step is of the model as it is now, for its caches; rows with adapters need the model."""
+        self._adapted = [m for m in self.model.modules() if hasattr(m, "active")]
         if any(self.adapters) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
         self._max_steps = max_steps(step, self.model, len(cache.keys))
@@ -138,11 +151,12 @@ class PrefixCache:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
-        self._fitting = self.step if fits else None, RemovableHandle.next_id
+        self._fitting = self._state() if fits else None
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
         """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
+        check_ids(self._vocab, pending)
         self.forwards += 1
         width, weight = max(map(len, pending)), next(self.model.parameters())
         device = weight.device
@@ -157,6 +171,13 @@ class PrefixCache:
                 logits: Tensor = self.model(ids[:, a:b], positions=positions, cache=cache, last=n)
         self.vocab = logits.shape[-1]
         return logits
+
+
+def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
+    """Raises ValueError for an id that a model with this many ids, if known, does not have."""
+    for id in (i for text in texts if text for i in (min(text), max(text))):
+        if vocab is not None and not 0 <= id < vocab:
+            raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")
 
 
 def max_steps(step: CompiledStep, model: nn.Module, layers: int) -> int:

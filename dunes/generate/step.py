@@ -9,9 +9,11 @@ place.
 # Shapes: K key/value heads, S readable slots, D head dim, V vocabulary.
 
 import copy
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +132,7 @@ class CompiledStep:
     """
 
     def __init__(self, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.dtype, self.native = dtype, package.suffix == ".pt2"
+        self.dtype, self.native = dtype, package.suffix == ".so"
         self.state: object = None
         self.cache_dtypes: list[torch.dtype] = []
         try:
@@ -150,11 +152,16 @@ class CompiledStep:
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     """A function of the inputs with these weights."""
-    # Inductor's own loader imports its compiler first, which takes two seconds.
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
-    constants = {name: weights[name].detach() for name in loader.get_constant_fqns()}
-    loader.load_constants(constants, False, False, True)
-    return lambda inputs: loader.run(inputs) if constants else []  # which the loader does not own
+    # Inductor's own loader imports its compiler first, which takes two seconds; that of packages leaves files
+    # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
+    with TemporaryDirectory() as folder:
+        for file in package.parent.glob(f"{package.stem}.*"):
+            shutil.copy(file, folder)
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(Path(folder) / package.name), 1)
+    names = runner.get_constant_names_to_original_fqns()
+    constants = {constant: weights[name].detach() for constant, name in names.items()}
+    runner.update_constant_buffer(constants, False, False, True)
+    return lambda inputs: runner.run(inputs) if constants else []  # which the runner does not own
 
 
 def model_state(model: nn.Module) -> object:
@@ -229,7 +236,9 @@ def _embedding(
 ) -> Tensor:
     if max_norm is not None:
         raise ValueError("an embedding with max_norm changes its weights")
-    return weight[input].float()
+    # An index out of range in native code would end the process; what NaN gives is not used.
+    inside = (input >= 0) & (input < len(weight))
+    return weight[input.clamp(0, len(weight) - 1)].float().where(inside[..., None], torch.nan)
 
 
 def _attention(

@@ -4,7 +4,7 @@ from dunes.parts.attention import Attention
 from dunes.parts.cache import Cache, RollingCache
 from dunes.parts.checkpointed import Checkpointed
 from dunes.parts.context import ForwardContext
-from dunes.parts.decoder import Block, Decoder, cache_for, document_losses
+from dunes.parts.decoder import Block, Decoder, cache_for, document_losses, vocabulary_size
 from dunes.parts.embedding import Embedding
 from dunes.parts.mlp import MLP, GatedMLP, squared_relu
 from dunes.parts.moe import MoE
@@ -28,4 +28,5 @@ __all__ = [
     "cache_for",
     "document_losses",
     "squared_relu",
+    "vocabulary_size",
 ]

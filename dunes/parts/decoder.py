@@ -227,6 +227,12 @@ def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = 
     return sums, number[counted].bincount(minlength=len(starts))
 
 
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many ids a decoder embeds, also in a model that is compiled or wrapped; None if that is unknown."""
+    inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
+    return getattr(getattr(getattr(inner, "embed", None), "token", None), "num_embeddings", None)
+
+
 def cache_for(model: nn.Module, batch: int, capacity: int, device: torch.device | str = "cpu") -> Cache | None:
     """An empty cache for `batch` rows of up to `capacity` tokens: rolling if every layer's window is smaller.
 

@@ -26,9 +26,10 @@ class Embedding(nn.Module):
         """ids (B, T) -> (B, T, dim). Raises ValueError past the last learned position."""
         x: Tensor = self.token(ids)
         if self.place is not None:
-            if ctx.consecutive and ids.shape[1] > self.place.num_embeddings:
+            length = ids.shape[1] if ctx.cache is None else ctx.cache.max_length
+            if ctx.consecutive and length > self.place.num_embeddings:
                 raise ValueError(
-                    f"{plural(ids.shape[1], 'token')}, but only "
+                    f"{plural(length, 'token')}, but only "
                     f"{plural(self.place.num_embeddings, 'position was', 'positions were')} learned"
                 )
             x = x + self.place(ctx.positions.clamp(min=0))

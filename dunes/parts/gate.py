@@ -44,20 +44,13 @@ class NoisyGate(nn.Module):
         return noisy
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """The balance loss of the recorded logits, and the metric of `MoE`, `expert_load`.
-
-        Only `real` tokens count.
-        """
+        """The balance loss of the recorded logits. Only `real` tokens count."""
         parts = torch.cat([*recorded]).float()
         count = parts.new_ones(len(parts), 1) if real is None else real.repeat(len(recorded))[:, None].float()
         logits, noisy, deviation = parts.masked_fill(count[..., None] == 0, 1.0).unbind(1)  # padding may be NaN
         importance = _top_weights(noisy, self.top_k) * count
         load = _chances(logits, noisy, deviation, self.top_k) * count
-        tokens = (importance.detach() > 0).float().sum(0)
-        return {
-            "expert_load": (tokens, count.sum()),
-            "balance": self.balance * (_squared_variation(importance) + _squared_variation(load)),
-        }
+        return {"balance": self.balance * (_squared_variation(importance) + _squared_variation(load))}
 
 
 def _top_weights(logits: Tensor, top_k: int) -> Tensor:

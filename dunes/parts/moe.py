@@ -79,7 +79,7 @@ class MoE(nn.Module):
         """(..., dim) -> (..., dim)."""
         tokens = x.flatten(0, -2)
         logits = _at_least_float32(self.router(tokens))
-        if self.recorded is not None and (self.balance or self.z_loss or self.selection_bias is not None):
+        if self.recorded is not None:
             self.recorded.append(logits)
         chosen, weights = self.route(logits)
         stacks = self._stacks(tokens)

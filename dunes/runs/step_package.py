@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from unittest.mock import patch
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,11 @@ from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.step import CompiledStep, Step, export_step, model_state, outline, step_weights
 from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
-from dunes.parts import Cache, cache_for
+from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
 
-PACKAGE, SCRIPT, CARD, FORMAT = "step.pt2", "step.json", "package.json", 2
+PACKAGE, SCRIPT, CARD, FORMAT = "native.so", "step.json", "package.json", 3
 OPTIONS = {
     "aot_inductor.allow_stack_allocation": True,
     "aot_inductor.package_constants_in_so": False,
@@ -148,7 +149,7 @@ def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledS
         name = name or (PACKAGE if _is_intact(package, PACKAGE) or has_compiler() else SCRIPT)
         if name == SCRIPT and dtype != _dtype(model) and not (dtype == torch.float16 and PACKS):
             raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: needs a C++ compiler; install g++")
-        if not _is_intact(package, name):
+        if not (_is_intact(package, name) and _is_intact(package, PACKAGE, SCRIPT)):
             _compile(model, dtype, package / name)
     return _bind(model, package / name, step_weights(model, dtype), dtype)
 
@@ -169,9 +170,9 @@ def _choose(model: nn.Module, dtype: torch.dtype) -> None:
     for choice in _dtypes(model):
         if (package := package_of(choice)).is_dir():
             record = _record(package, step_weights(model, choice))
-            if choice == dtype:
+            if choice == dtype and not record.is_file():
                 atomic.write_file(record, b"")
-            else:
+            elif choice != dtype:
                 record.unlink(missing_ok=True)
 
 
@@ -284,14 +285,16 @@ def _package_file(package: Path, names: Sequence[str] = (PACKAGE, SCRIPT)) -> Pa
     """The first of these files that was written. Raises ValueError if its bytes are others."""
     digests = json_file.read(package / CARD) if (package / CARD).is_file() else {}
     file = next((package / name for name in names if name in digests), None)
-    if file is not None and not (file.is_file() and atomic.digest(file) == digests[file.name]):
-        raise ValueError(f"{file}: not the bytes that were written")
+    for part in (package / name for name in digests if file and Path(name).stem == file.stem):
+        if not (part.is_file() and atomic.digest(part) == digests[part.name]):
+            raise ValueError(f"{part}: not the bytes that were written; run dunes compile again")
     return file
 
 
-def _is_intact(package: Path, name: str) -> bool:
+def _is_intact(package: Path, *names: str) -> bool:
+    """Whether the first of these files that was written is whole."""
     try:
-        return _package_file(package, [name]) is not None
+        return _package_file(package, names) is not None
     except ValueError:
         return False
 
@@ -319,8 +322,7 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
     """
     if (cache := cache_for(model, 1, 8)) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
-    vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), CHECKED + 1)
-    ids = torch.arange(CHECKED, 0, -1) % vocab
+    ids = torch.arange(CHECKED, 0, -1) % (vocabulary_size(model) or CHECKED + 1)
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
         return cache, model(ids[None], cache=cache, last=1)[0, 0].float()
 
@@ -338,16 +340,21 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
             from torch._inductor.utils import fresh_cache
 
-            options: Any = {"package_path": str(path), "inductor_configs": {**OPTIONS}}
+            archive = staged / "archive.pt2"
+            options: Any = {"package_path": str(archive), "inductor_configs": {**OPTIONS}}
             # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
             plain = shlex.quote(str(staged)) == str(staged)
             place = nullcontext(str(staged)) if plain else TemporaryDirectory()
             limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
             with place as folder, fresh_cache(dir=folder), limit:
                 _attempt("compiled", lambda: compile_graph(graph, **options))
-        os.replace(path, file)
-    names = [name for name in (PACKAGE, SCRIPT) if name == file.name or _is_intact(file.parent, name)]
-    digests = {name: atomic.digest(file.parent / name) for name in names}
+            with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
+                for name in (name for name in members.namelist() if ".wrapper." in Path(name).name):
+                    path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
+        for part in sorted(staged.glob(f"{file.stem}.*")):
+            os.replace(part, file.with_name(part.name))
+    stems = [Path(name).stem for name in (PACKAGE, SCRIPT) if name == file.name or _is_intact(file.parent, name)]
+    digests = {part.name: atomic.digest(part) for part in file.parent.iterdir() if part.stem in stems}
     atomic.write_file(file.parent / CARD, json.dumps(digests).encode())
 
 
