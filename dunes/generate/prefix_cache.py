@@ -48,7 +48,6 @@ class PrefixCache:
         self.step = step
         self._adapted: list[Any] = []
         self._fitting: object = None  # the `_state` in which the step fitted the model
-        self._vocab = vocabulary_size(model)
         self._max_steps = 1
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
@@ -156,7 +155,7 @@ class PrefixCache:
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
         """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
-        check_ids(self._vocab, pending)
+        check_ids(vocabulary_size(self.model), pending)
         self.forwards += 1
         width, weight = max(map(len, pending)), next(self.model.parameters())
         device = weight.device
