@@ -509,6 +509,7 @@ def test_exponents_are_those_of_the_law():
     assert plot.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx((1.5, 3.0))
 
 
+@pytest.mark.slow
 def test_pictures_of_all_that_varies(tmp_path):
     measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
     drawn = plot.draw_all(rows.read_rows(tmp_path / "out.jsonl"), tmp_path / "pictures")
@@ -603,6 +604,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     assert all(Path(picture).is_file() for picture in pictures)
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     out = tmp_path / "out.jsonl"
     line = [

@@ -262,6 +262,7 @@ def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monk
         figures.main(only=("nothing",))
 
 
+@pytest.mark.slow
 def test_nearness_is_timed_beside_rouge_score(tmp_path):
     rows = [
         {"instruction": f"Say {i} things about the {w}.", "input": "", "output": ""} for i, w in enumerate("abcd")

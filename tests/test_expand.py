@@ -287,7 +287,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_the_new_blocks_alone(folders, co
     undo_folder(tmp_path / "c", tmp_path / "base", "expand")
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_finetuning_reaches_the_new_blocks_alone(method, folders, tmp_path):
     rows = [{"prompt": f"def task_{i}", "completion": f"(value):\n    return value * {i}\n"} for i in range(40)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))

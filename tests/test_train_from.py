@@ -136,9 +136,8 @@ def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, 
     assert all(".3." in name or "blocks.1." in name for name in moved)
 
 
-@pytest.mark.parametrize(
-    "router", [*(pytest.param(r, marks=pytest.mark.slow) for r in ("linear", "shared")), "mlp"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
 def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(
     router, converted, code, tmp_path, monkeypatch
 ):
