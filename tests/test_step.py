@@ -423,6 +423,15 @@ def test_autocast_does_not_change_what_a_step_computes(no_compiler):
     assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
 
 
+def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):
+    before = threading.stack_size(1 << 18)
+    try:
+        with pytest.raises(ValueError, match="needs threads with a stack of 2097152 bytes, and theirs has 262144"):
+            step_package.CompiledStep(tmp_path / "native.so", {}, torch.float32)
+    finally:
+        threading.stack_size(before)
+
+
 def test_threads_and_copies_have_their_own_numbers(no_compiler):
     model = model_of(tied=False)
     step, want = make_step(model, torch.float32), ids_of(model)

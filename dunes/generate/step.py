@@ -27,6 +27,8 @@ from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
 LARGE = 1 << 20
+STACK = 1 << 20
+"""Bytes of buffers up to which native code has them on the stack of its thread."""
 
 
 class Step(nn.Module):
@@ -151,7 +153,12 @@ class CompiledStep:
 
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
-    """A function of the inputs with these weights."""
+    """A function of the inputs with these weights. Raises ValueError where threads have small stacks."""
+    import resource  # which Windows does not have, nor such code
+
+    stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if 0 <= stack < 2 * STACK:
+        raise ValueError(f"{package}: needs threads with a stack of {2 * STACK} bytes, and theirs has {stack}")
     # Inductor's own loader imports its compiler first, which takes two seconds; that of packages leaves files
     # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
     with TemporaryDirectory() as folder:

@@ -34,7 +34,7 @@ from dunes.checkpoint.files import atomic
 from dunes.checkpoint.forms.architecture import module_rows
 from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.step import CompiledStep, Step, export_step, model_state, outline, step_weights
+from dunes.generate.step import STACK, CompiledStep, Step, export_step, model_state, outline, step_weights
 from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
 from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.staging import cache_home, folder_lock, staging_folder
@@ -51,10 +51,9 @@ OPTIONS = {
 }
 """Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows.
 
-Buffers lie on the stack: to allocate some hundred tensors takes a seventh of a step of ten million parameters.
+Buffers lie on the stack, up to ten times Inductor's own limit: to allocate some hundred tensors takes a seventh of
+a step of ten million parameters.
 """
-STACK = 1 << 20
-"""Bytes of buffers up to which they do, an eighth of a usual stack; Inductor's own limit is a tenth of that."""
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
