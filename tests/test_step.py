@@ -330,6 +330,13 @@ def test_a_hook_between_two_tokens_is_called(of_module):
 @needs_compiler
 @pytest.mark.parametrize("name", MODELS)
 def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
+    class Archive(zipfile.ZipFile):
+        def __init__(self, *args):
+            super().__init__(*args)
+            written.extend(self.read(name) for name in self.namelist() if name.endswith("wrapper.cpp"))
+
+    written = []
+    monkeypatch.setattr(step_package, "ZipFile", Archive)
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     model = MODELS[name]()
     assert load_step(model) is None
@@ -339,9 +346,8 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     assert dtype in (torch.float16, torch.float32)
     assert ids_of(model, step) == ids_of(model)
     assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
-    with zipfile.ZipFile(package / "step.pt2") as archive:
-        (code,) = (archive.read(name) for name in archive.namelist() if name.endswith("wrapper.cpp"))
-    assert (b"_storage[" in code) == (name != "mixtral"), "buffers lie on the stack"
+    in_heap = name in ("mixtral", "dora", "nf4")  # with operators that Inductor only calls
+    assert {b"_storage[" in code for code in written} == {not in_heap}, "where its buffers lie"
 
 
 def logits_of(model, step=None):
