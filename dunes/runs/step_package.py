@@ -336,6 +336,7 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
         else:
             graph = _export(model, dtype)
             from torch._inductor import aoti_compile_and_package as compile_graph
+            from torch._inductor.codegen import common
             from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
             from torch._inductor.utils import fresh_cache
 
@@ -345,7 +346,10 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             plain = shlex.quote(str(staged)) == str(staged)
             place = nullcontext(str(staged)) if plain else TemporaryDirectory()
             limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
-            with place as folder, fresh_cache(dir=folder), limit:
+            # The first compilation of a process, which may be another's, decides what all have.
+            common.init_backend_registration()
+            writer = patch.object(common.device_codegens["cpu"], "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
+            with place as folder, fresh_cache(dir=folder), limit, writer:
                 _attempt("compiled", lambda: compile_graph(graph, **options))
             with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
                 for name in (name for name in members.namelist() if ".wrapper." in Path(name).name):
