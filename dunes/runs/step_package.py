@@ -348,7 +348,8 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
             # The first compilation of a process, which may be another's, decides what all have.
             common.init_backend_registration()
-            writer = patch.object(common.device_codegens["cpu"], "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
+            cpu = common.device_codegens["cpu"]
+            writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
             with place as folder, fresh_cache(dir=folder), limit, writer:
                 _attempt("compiled", lambda: compile_graph(graph, **options))
             with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
