@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -343,6 +344,21 @@ def test_what_a_model_is_called_follows_from_its_tree():
     shorter = llama.build(llama.Config.from_size(50, 64, 3, 16))
     shorter.blocks = shorter.blocks[:2]
     assert checkpoint.hf_config_of(shorter, 16).config.depth == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*no tokenizer")
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen3", "qwen3_moe"])
+def test_a_family_describes_only_what_its_config_says(family, bias, tmp_path):
+    config = FAMILIES[family].Config.from_size(50, 64, 2, 16)
+    model = FAMILIES[family].build(replace(config, **{bias: True})).eval()
+    if isinstance(described := checkpoint.hf_config_of(model, 16), str):
+        assert "bias" in described
+        return
+    checkpoint.save(model, tmp_path, None, 16)
+    ids = torch.arange(12)[None]
+    assert torch.equal(checkpoint.load(tmp_path).model(ids), model(ids))
+    assert (family, bias) in {("qwen3", "attention_bias"), ("qwen3_moe", "attention_bias")}
 
 
 def test_a_model_without_a_name_is_refused_before_anything_is_written(tmp_path):

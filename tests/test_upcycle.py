@@ -141,9 +141,18 @@ def test_transformers_opens_the_folder(family, result, tmp_path):
     assert [c["name"] for c in card["changes"]] == ["upcycle"]
 
 
-@pytest.mark.parametrize("family", ["arcee", "gpt2", "qwen2"])
-def test_other_families_keep_a_form_of_their_own(family, tmp_path):
-    model = dense(family)
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("arcee", {}),
+        ("gpt2", {}),
+        ("qwen2", {}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"attention_bias": True}),
+    ],
+)
+def test_other_families_keep_a_form_of_their_own(family, fields, tmp_path):
+    model = dense(family, **fields)
     checkpoint.save(model, tmp_path / "dense", None, 32)
     lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", drop=0.25)
     assert any("form of its own" in line for line in lines)

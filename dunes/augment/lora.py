@@ -126,7 +126,8 @@ def _check_place(place: str, module: nn.Module, settings: Settings, name: str) -
         raise ValueError(f"{place}: alpha {alpha!r}; expected a positive number")
     if isinstance(module, Adapted) and name in module.adapters:
         raise ValueError(
-            f"{place}: it already has an adapter {name!r}; choose another name, or detach that one first"
+            f"{place}: it already has an adapter {name!r}; start from the model without it, or merge it first "
+            "(dunes augment merge); in Python, adapter= gives the new one another name"
         )
 
 

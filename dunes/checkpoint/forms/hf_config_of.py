@@ -13,7 +13,8 @@ def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
     reasons = [(-1, "it is not a stack of attention blocks")]
     for family, module in FAMILIES.items():
         try:
-            config = module.read(model, context_length)
+            hf = module.to_hf(module.read(model, context_length))
+            config = module.from_hf(hf)  # some fields of a Config have no key in the family's config.json
             rebuilt = build_on_meta(family, config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             reasons.append((0, f"not {family}: {' '.join(str(error).split())}"))
