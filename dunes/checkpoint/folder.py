@@ -82,6 +82,8 @@ def save(
     ValueError for a model that no family describes without its architecture, for a tokenizer with more ids than
     rows in the embedding, and for a context length below 1.
     """
+    if context_length < 1:
+        raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
     described, folder = hf_config_of(model, context_length), Path(folder)
     facts = dict(facts or {})
     if isinstance(described, Architecture):
@@ -98,8 +100,6 @@ def save(
             "loaded model, replace(loaded.architecture, changes=(*loaded.architecture.changes, change)); for a "
             "function that builds it, Architecture.of_function(build), then checkpoint.load(folder, build=build)"
         )
-    if context_length < 1:
-        raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
     def fill(staged: Path) -> None:
