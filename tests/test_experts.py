@@ -221,6 +221,7 @@ def test_the_load_is_the_chance_of_being_chosen_again():
         drawn[..., expert] = logits[:, expert] + torch.randn(20_000, 6) * deviation[:, expert]
         chosen = (drawn.topk(2).indices == expert).any(-1).float().mean(0)
         assert difference(chosen, chances[:, expert]) < 0.02
+    assert torch.equal(_chances(logits, noisy, deviation, 5), torch.ones(6, 5)), "of all experts each is chosen"
 
 
 def test_padding_does_not_count_in_the_balance_of_the_gate():
@@ -324,6 +325,8 @@ REFUSED = [
         r"blocks.0.mlp: experts is 5, which does not divide its 96 hidden neurons; 3 or 4 or 6 would",
     ),
     ({"top_k": 9}, "top_k is 9; expected 2 to 8"),
+    ({"experts": 1}, "experts to choose from: 1; expected 2 to 4096"),
+    ({"experts": 5000}, "experts to choose from: 5000; expected 2 to 4096"),
     ({"top_k": 1}, "top_k is 1; expected 2 to 8"),
     ({"split": "alphabet"}, "split is 'alphabet'; expected random, cluster, importance"),
     ({"gate": "x"}, "gate is 'x'; expected linear, noisy"),

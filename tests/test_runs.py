@@ -777,6 +777,15 @@ def test_experts_that_do_not_fit_are_refused_before_any_work(options, asked, mes
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (4, 2), (1, 1), (0, 0)])
+def test_a_single_expert_for_a_token_is_warned_about(experts, top_k, code, tmp_path):
+    show, out = display()
+    train(toy(code, experts=experts, experts_per_token=top_k), tmp_path / "run", show, dry_run=True)
+    assert ("the router learns nothing from the text" in " ".join(out.getvalue().split())) == (
+        experts == 4 > 3 * top_k
+    )
+
+
 def test_more_experts_for_a_token_than_there_are_is_refused():
     for options in ({"experts": 2, "experts_per_token": 3}, {"experts_per_token": 9}, {"experts": 5000}):
         with pytest.raises(ValueError, match=r"expected at most as many per token as there are, and at most 4096"):

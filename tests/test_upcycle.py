@@ -182,7 +182,8 @@ REFUSED = [
         {"granularity": 5, "experts": 10, "top_k": 5},
         r"blocks.0.mlp: granularity is 5, .* 96 hidden .* 3 or 4 or 6",
     ),
-    ({"granularity": 0}, "granularity 0"),
+    ({"granularity": 0}, "granularity is 0; expected 1 or more"),
+    ({"experts": 0}, "experts to choose from: 0; expected 2 to 4096"),
     ({"drop": 1.0}, "drop is 1.0; expected a fraction from 0 to below 1"),
     ({"where": "layers.*.mlp"}, "selects nothing; the places of that kind are: blocks.0.mlp, blocks.1.mlp"),
 ]

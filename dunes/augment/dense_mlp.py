@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.models.mixture import mixture
+from dunes.models.mixture import MAX_EXPERTS, mixture
 from dunes.parts import MLP, GatedMLP, MoE
 
 MLPS = "blocks.*.mlp"
@@ -42,6 +42,8 @@ def _is_mlp(module: nn.Module) -> bool:
 
 def require_experts(experts: int, top_k: int) -> None:
     """Raise ValueError unless each token can choose from 2 to all of the experts."""
+    if not 2 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"experts to choose from: {experts}; expected 2 to {MAX_EXPERTS}")
     if not 2 <= top_k <= experts:
         raise ValueError(
             f"top_k is {top_k}; expected 2 to {experts}, the number of experts that a token can choose from: "

@@ -77,7 +77,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
     for name, choices in (("split", Split), ("gate", Gate), ("scale", Scale)):
         if request[name] not in choices.__args__:  # type: ignore[attr-defined]
             raise ValueError(f"{name} is {request[name]!r}; expected {', '.join(choices.__args__)}")  # type: ignore[attr-defined]
-    if not 0 <= shared <= experts - 2 or (shared and not by_importance):
+    if not 0 <= shared <= max(0, experts - 2) or (shared and not by_importance):
         raise ValueError(
             f"shared is {shared} of {experts} experts, split {request['split']!r}; expected 0, or with "
             f"'importance' up to {experts - 2}"

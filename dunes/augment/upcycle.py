@@ -52,9 +52,11 @@ def decide(
     request = {k: v for k, v in locals().items() if k != "model"}
     request["where"] = [where] if isinstance(where, str) else list(where)
     require_experts(experts, top_k)
+    if granularity < 1:
+        raise ValueError(f"granularity is {granularity}; expected 1 or more pieces")
     for name, value in (("experts", experts), ("top_k", top_k)):
-        if granularity < 1 or value % granularity:
-            nearest = max(granularity, round(value / max(1, granularity)) * granularity)
+        if value % granularity:
+            nearest = max(granularity, round(value / granularity) * granularity)
             raise ValueError(
                 f"{name} is {value}, granularity {granularity}; expected a multiple, like {nearest}, since a "
                 "token needs every piece of an MLP"

@@ -61,7 +61,9 @@ def _top_weights(logits: Tensor, top_k: int) -> Tensor:
 
 def _chances(logits: Tensor, noisy: Tensor, deviation: Tensor, top_k: int) -> Tensor:
     """The probability (N, E) that an expert's logit with new noise is among the highest, others as they are."""
-    top = noisy.topk(min(top_k + 1, noisy.shape[-1])).values
+    if top_k == noisy.shape[-1]:
+        return torch.ones_like(noisy)
+    top = noisy.topk(top_k + 1).values
     last, next_ = top[:, top_k - 1, None], top[:, -1, None]
     rival = torch.where(noisy >= last, next_, last)
     chances: Tensor = torch.special.ndtr((logits - rival) / deviation)

@@ -32,7 +32,7 @@ from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule, card_facts, run_lock
 from dunes.runs.timings import Timings
-from dunes.runs.train_config import TrainConfig
+from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.runs.train_from import choose_options, load_base, rate_factors, score_base, select_trainable
 from dunes.runs.train_from import memory_advice as base_memory_advice
 from dunes.runs.write import sample_text
@@ -87,6 +87,11 @@ def _choose_options(
         display.line(
             "note: no Hugging Face config names shared experts or a selection bias; the model will be a folder "
             "that dunes reads, and transformers does not"
+        )
+    if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count:
+        display.line(
+            "note: the weight of a token's only expert is always 1, so the router learns nothing from the text; "
+            "--experts-per-token 2 lets it"
         )
     return chosen
 
