@@ -100,8 +100,8 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     if not all(map(torch.equal, _logits(_decoder(model)), after)):
         raise ValueError(
             "the new blocks would change the model's outputs: a block adds more to the hidden states than the "
-            f"linear layers {' and '.join(OUTPUTS[:2])}, or has weights that are not finite (dunes inspect --values "
-            "lists them); replace that part, or expand blocks without it"
+            f"linear layers {' and '.join(OUTPUTS[:2])}; replace that part, or expand blocks without it. Are its "
+            "weights finite? dunes inspect --values lists them"
         )
     for index, block in new.items():
         tree.insert(model, "blocks", index, block)
