@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dunes import measure
-from dunes.augment import adapted, attach, quantize, set_adapter
+from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
 from dunes.models import arcee, llama, mixtral
 from dunes.ops import attention
 from dunes.parts import Checkpointed
@@ -150,6 +150,16 @@ def test_an_adapter_adds_its_two_small_products_while_it_is_active(base, init, m
     assert flops(model, 32) - before == 6 * 3 * sum(sides.values()), "the other one is idle"
     set_adapter(model, None)
     assert flops(model, 32) == before
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
+def test_a_mixture_of_lora_experts_adds_what_pytorch_counts(router, top_k, monkeypatch):
+    model = toy_arcee()
+    before = flops(model, 32)
+    apply_change(model, "lora-experts", router=router, experts=3, top_k=top_k, rank=2)
+    monkeypatch.setattr(adapted, "_fusable", lambda *_: False)
+    assert flops(model, 32) == 3 * counted(model, monkeypatch) > before
 
 
 def test_an_adapter_of_experts_works_on_their_tokens_and_one_of_an_embedding_looks_up():

@@ -92,6 +92,10 @@ class Adapter(nn.Module):
             return self.A, self.B
         return torch.cat([self.A, self.A0]), torch.cat([self.B, -self.B0], 1)
 
+    def products(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of the matrices that a token is multiplied by, once for each time."""
+        return [(factor.shape[1], factor.shape[0]) for factor in self.factors()]
+
     @torch.no_grad()
     def norms(self, base: nn.Module) -> Tensor:
         """The norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
@@ -168,8 +172,8 @@ class Adapted(nn.Module):
     @property
     def added_products(self) -> list[tuple[int, int]]:
         """Inputs and outputs of the matrices that the active adapter multiplies each token by."""
-        factors = self.active_adapter.factors() if self.active_adapter else ()
-        return [(f.shape[1], f.shape[0]) for f in factors[int(is_embedding(self)) :]]  # ids are looked up
+        products = self.active_adapter.products() if self.active_adapter else []
+        return products[int(is_embedding(self)) :]  # ids are looked up
 
     def __getitem__(self, name: str) -> Adapter:
         return cast(Adapter, self.adapters[name])

@@ -53,6 +53,7 @@ class ExpertAdapter(Adapter):
     """
 
     depends_on_input = True
+    for_each_choice = False, False  # whether A and B are multiplied for each of a token's experts
     router: nn.Parameter | None
 
     def __init__(
@@ -112,6 +113,12 @@ class ExpertAdapter(Adapter):
         """A (E * R, I) and B (O, E * R) of all experts."""
         return self.A.flatten(0, 1), self.B.flatten(1)
 
+    def products(self) -> list[tuple[int, int]]:
+        """Those with A and B of all experts, and the router's."""
+        router = [] if self.router is None else [(self.router.shape[1], len(self.router))]
+        times = [self.top_k if each else 1 for each in self.for_each_choice]
+        return [p for p, n in zip(super().products(), times, strict=True) for _ in range(n)] + router
+
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
         """Raises ValueError: what it adds depends on the input."""
         raise ValueError("a mixture of LoRA experts depends on the input: it cannot be merged or exported")
@@ -124,6 +131,7 @@ class HiddenExperts(ExpertAdapter):
     """
 
     keeps_shape = False
+    for_each_choice = False, True
     supports_packing = True
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
@@ -140,6 +148,8 @@ class OutputExperts(ExpertAdapter):
     w_e * scale * B_e(A_e(h_e)). That is the weighted sum of the experts if the weights sum to one, with a single
     product with W, and equal to W h, bit for bit, until the experts are trained.
     """
+
+    for_each_choice = True, False
 
     def base_input(self, x: Tensor) -> Tensor:
         """(..., 1 + k, I) -> (..., I)."""
@@ -219,7 +229,7 @@ def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
     """Raise ValueError unless MLPs are among the groups, and all of their linear layers."""
     mlps = {module: places for module, places in groups.items() if type(module) in MLPS}
     if not mlps:
-        raise ValueError("router is 'mlp', and no linear layer of an MLP is selected")
+        raise ValueError("router is 'mlp', and no linear layer of an MLP is selected; use 'linear' or 'shared'")
     for mlp, places in mlps.items():
         if len(places) < len([*tree.linears(mlp)]):
             raise ValueError(f"{places[0]}: router is 'mlp'; select the other linear layers of this MLP, too")
