@@ -14,20 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
-from dunes.augment.dense_mlp import (
-    MLPS,
-    ROUTER_STD,
-    copy_neurons,
-    dense_mlps,
-    find_mlps,
-    mixtures,
-    new_mixture,
-    new_mlp,
-    require_division,
-    require_equality,
-    require_experts,
-)
 from dunes.augment.neurons import balanced_clusters, importances, private_neurons, shared_neurons
 from dunes.parts.gate import NoisyGate
 
@@ -50,7 +38,7 @@ def decide(
     scale: Scale = "unbiased",
     balance: float = 0.01,
     seed: int = 0,
-    where: tree.Where = MLPS,
+    where: tree.Where = dense_mlp.MLPS,
 ) -> Change:
     """The record of the change: every setting, and the neurons of each expert, those of shared ones first.
 
@@ -64,9 +52,9 @@ def decide(
     request = {k: v for k, v in locals().items() if k not in ("model", "ids")}
     request["where"] = [where] if isinstance(where, str) else list(where)
     _check_request(request, ids)
-    mlps = find_mlps(model, request["where"])
+    mlps = dense_mlp.find_mlps(model, request["where"])
     for place, mlp in mlps.items():
-        require_division(place, mlp.down.in_features, experts, "experts")
+        dense_mlp.require_division(place, mlp.down.in_features, experts, "experts")
     neurons = _important(model, mlps, ids, request) if ids is not None else _by_weights(mlps, request)
     places = {place: {"neurons": rows.sort(-1).values.tolist()} for place, rows in neurons.items()}
     return Change("experts", VERSION, request, places, tuple(f"{place}.router.**" for place in places))
@@ -82,7 +70,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
             f"shared is {shared} of {experts} experts, split {request['split']!r}; expected 0, or with "
             f"'importance' up to {experts - 2}"
         )
-    require_experts(experts - shared, request["top_k"])
+    dense_mlp.require_experts(experts - shared, request["top_k"])
     if by_importance != (ids is not None):
         raise ValueError(
             f"split is {request['split']!r}; calibration text goes with 'importance', and only with it"
@@ -129,11 +117,11 @@ def describe(change: Change) -> str:
 
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
-    request, mlps = change.request, find_mlps(model, {*change.places})
+    request, mlps = change.request, dense_mlp.find_mlps(model, {*change.places})
     for place in tree.find(model, {*change.places}):
         widths = [len(row) for row in change.places[place.name]["neurons"]]
         router = NoisyGate if request["gate"] == "noisy" else None
-        moe = new_mixture(
+        moe = dense_mlp.new_mixture(
             mlps[place.name], widths, request["top_k"], request["balance"], request["shared"], router
         )
         setattr(place.parent, place.key, moe)
@@ -146,19 +134,20 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     Raises ValueError, and puts the MLPs back, if all experts together do not compute what the MLPs did (unless
     experts share neurons).
     """
-    mlps, factor = dense_mlps(model, change.places, weights), _factor(change)
-    for place, moe in mixtures(model, mlps).items():
+    mlps, factor = dense_mlp.dense_mlps(model, change.places, weights), _factor(change)
+    stds = {"weight": dense_mlp.ROUTER_STD, "noise.weight": 0.0}
+    for place, moe in dense_mlp.mixtures(model, mlps).items():
         for expert, scale, rows in _experts(moe, change, place):
-            copy_neurons(expert, mlps[place], rows, scale)
+            dense_mlp.copy_neurons(expert, mlps[place], rows, scale)
         for expert in moe.shared or ():
             if expert.down.bias is not None:
                 expert.down.bias.zero_()  # that of the routed ones counts once, since their weights sum to one
         draw = generator(change.request["seed"], "experts router", place)
         for name, matrix in moe.router.named_parameters():
-            std = ROUTER_STD if name == "weight" else 0.0 if name == "noise.weight" else matrix.shape[1] ** -0.5
+            std = stds.get(name, matrix.shape[1] ** -0.5)
             matrix.copy_(std * torch.randn(matrix.shape, generator=draw))
     if is_partition(change):
-        require_equality(model, mlps, lambda moe, x: _all_experts(moe, x, factor))
+        dense_mlp.require_equality(model, mlps, lambda moe, x: _all_experts(moe, x, factor))
 
 
 def _factor(change: Change) -> float:
@@ -209,7 +198,7 @@ def undo(model: nn.Module, change: Change) -> None:
 
 def _joined(moe: Any, experts: list[tuple[Any, float, Tensor]]) -> nn.Module:
     """One MLP with the neurons of all experts."""
-    mlp: nn.Module = new_mlp(moe.experts[0], sum(len(rows) for _, _, rows in experts))
+    mlp: nn.Module = dense_mlp.new_mlp(moe.experts[0], sum(len(rows) for _, _, rows in experts))
     weights = dict(mlp.named_parameters())
     for expert, scale, rows in experts:
         for name, parameter in expert.named_parameters():

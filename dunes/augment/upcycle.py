@@ -14,19 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
-from dunes.augment.dense_mlp import (
-    MLPS,
-    ROUTER_STD,
-    copy_neurons,
-    dense_mlps,
-    find_mlps,
-    mixtures,
-    new_mixture,
-    require_division,
-    require_equality,
-    require_experts,
-)
 
 VERSION = 1
 
@@ -40,7 +29,7 @@ def decide(
     drop: float = 0.0,
     balance: float = 0.01,
     seed: int = 0,
-    where: tree.Where = MLPS,
+    where: tree.Where = dense_mlp.MLPS,
 ) -> Change:
     """The record of the change: every setting, and the width of the experts at each place.
 
@@ -51,7 +40,7 @@ def decide(
     """
     request = {k: v for k, v in locals().items() if k != "model"}
     request["where"] = [where] if isinstance(where, str) else list(where)
-    require_experts(experts, top_k)
+    dense_mlp.require_experts(experts, top_k)
     if granularity < 1:
         raise ValueError(f"granularity is {granularity}; expected 1 or more pieces")
     for name, value in (("experts", experts), ("top_k", top_k)):
@@ -63,9 +52,11 @@ def decide(
             )
     if not 0 <= drop < 1:
         raise ValueError(f"drop is {drop}; expected a fraction from 0 to below 1")
-    mlps = find_mlps(model, request["where"])
-    widths = {p: require_division(p, m.down.in_features, granularity, "granularity") for p, m in mlps.items()}
-    places = {place: {"width": width} for place, width in widths.items()}
+    mlps = dense_mlp.find_mlps(model, request["where"])
+    places = {}
+    for place, mlp in mlps.items():
+        width = dense_mlp.require_division(place, mlp.down.in_features, granularity, "granularity")
+        places[place] = {"width": width}
     return Change("upcycle", VERSION, request, places, tuple(f"{place}.router.*" for place in places))
 
 
@@ -79,10 +70,10 @@ def describe(change: Change) -> str:
 
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
-    request, mlps = change.request, find_mlps(model, {*change.places})
+    request, mlps = change.request, dense_mlp.find_mlps(model, {*change.places})
     for place in tree.find(model, {*change.places}):
         widths = [change.places[place.name]["width"]] * request["experts"]
-        moe = new_mixture(mlps[place.name], widths, request["top_k"], request["balance"])
+        moe = dense_mlp.new_mixture(mlps[place.name], widths, request["top_k"], request["balance"])
         setattr(place.parent, place.key, moe)
 
 
@@ -92,15 +83,15 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
     Raises ValueError, and puts the MLPs back, if the experts do not compute the same as the MLPs before that.
     """
-    mlps, request = dense_mlps(model, change.places, weights), change.request
+    mlps, request = dense_mlp.dense_mlps(model, change.places, weights), change.request
     pieces = request["granularity"]
-    for place, moe in mixtures(model, mlps).items():
+    for place, moe in dense_mlp.mixtures(model, mlps).items():
         for e, expert in enumerate(moe.experts):
-            copy_neurons(expert, mlps[place], _piece(expert, e % pieces), pieces)
+            dense_mlp.copy_neurons(expert, mlps[place], _piece(expert, e % pieces), pieces)
         rows = torch.randn(len(moe.experts) // pieces, moe.router.in_features, generator=_draw(request, place))
-        moe.router.weight.copy_(ROUTER_STD * rows.repeat_interleave(pieces, 0))
-    require_equality(model, mlps)
-    for place, moe in mixtures(model, mlps).items() if request["drop"] else ():
+        moe.router.weight.copy_(dense_mlp.ROUTER_STD * rows.repeat_interleave(pieces, 0))
+    dense_mlp.require_equality(model, mlps)
+    for place, moe in dense_mlp.mixtures(model, mlps).items() if request["drop"] else ():
         for e, expert in enumerate(moe.experts):
             redraw_neurons(expert, request["drop"], _draw(request, place, e))
 
