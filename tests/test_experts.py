@@ -1,6 +1,7 @@
 """Dense MLPs split into experts: a partition of the neurons, the dense model with all of them on, and back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,6 +144,14 @@ def test_expanded_split_adapted_and_quantized(adapters, tmp_path):
     reason = {"lora": "no Hugging Face config describes this model", "lora-experts": "depends on the input"}
     with pytest.raises(ValueError, match=reason[adapters]):
         export(tmp_path / "all", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("damage", [{"places": {"blocks.0.mlp": {"neurons": [[96]] * 8}}}, {"request": {}}])
+def test_a_damaged_record_of_a_split_is_not_undone(damage):
+    model = dense(hidden=96)
+    change = replace(apply_change(model, "experts"), **damage)
+    with pytest.raises(ValueError, match="the record of the change experts is damaged"):
+        undo_change(model, change)
 
 
 def test_what_cannot_be_taken_back_exactly_is_refused():

@@ -1,6 +1,7 @@
 """Dense MLPs into mixtures of copies: the model computes the same, for any router, and HF opens the result."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,13 @@ def test_the_structure_is_repeated_without_values_and_without_random_numbers():
     assert {k: v.shape for k, v in outline.state_dict().items()} == expected
     make_change(again, type(change).of(json.loads(json.dumps(change.record()))))
     assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+def test_a_record_of_more_experts_than_can_be_is_refused_at_once():
+    change = apply_change(dense(), "upcycle")
+    damaged = replace(change, request={**change.request, "experts": 10**9})
+    with pytest.raises(ValueError, match="experts to choose from: 1000000000"):
+        repeat_structure(dense(), damaged)
 
 
 @pytest.mark.parametrize(

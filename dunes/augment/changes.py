@@ -1,5 +1,7 @@
 """The table of all changes to a built model, and how one is made or repeated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -52,17 +54,25 @@ def repeat_structure(model: nn.Module, change: Change) -> None:
 
     Raises ValueError for an unknown change, and for a record that does not fit the model.
     """
-    try:
+    with _undamaged(change):
         _entry(change).shape(model, change)
+
+
+@contextmanager
+def _undamaged(change: Change) -> Iterator[None]:
+    """Raises ValueError where a value of the record does not fit the model."""
+    try:
+        yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"the record of the change {change.name} is damaged: {error!r}") from None
 
 
 def undo_change(model: nn.Module, change: Change) -> None:
-    """Take a change back, as far as it can be. Raises ValueError for one that cannot."""
+    """Take a change back, as far as it can be. Raises ValueError if it cannot, or the record is damaged."""
     if not hasattr(entry := _entry(change), "undo"):
         raise ValueError(f"the change {change.name} cannot be taken back; load the model as it was before")
-    entry.undo(model, change)
+    with _undamaged(change):
+        entry.undo(model, change)
 
 
 def _entry(change: Change) -> Any:

@@ -71,6 +71,7 @@ def describe(change: Change) -> str:
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
     request, mlps = change.request, dense_mlp.find_mlps(model, {*change.places})
+    dense_mlp.require_experts(request["experts"], request["top_k"])
     for place in tree.find(model, {*change.places}):
         widths = [change.places[place.name]["width"]] * request["experts"]
         moe = dense_mlp.new_mixture(mlps[place.name], widths, request["top_k"], request["balance"])
