@@ -127,10 +127,10 @@ def _step_token(request: Request, context_length: int, cache: PrefixCache) -> To
     """The next token of the only row by the compiled step; None where it takes more, or the step does not fit."""
     if request.proposer is not None or request.alternatives:
         return None
-    if (scores := cache.scores(request.window(context_length))) is None:
+    if (steps := cache.scores(request.window(context_length))) is None:
         return None
-    best, sample = scores.best, request.sample
-    id = best if sample.returns_best(best) else int(sample(scores.logits, request.ids))
+    scores, sample = steps[0], request.sample
+    id = scores.best if sample.returns_best(scores.best) else int(sample(scores.logits, request.ids))
     return Token(id, scores.logprob(id))
 
 

@@ -20,9 +20,8 @@ from dunes.parts import Cache, cache_for, vocabulary_size
 
 CHUNK = 2048
 """Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
-LAYER_BYTES = 20_000_000
-"""What is read in the millisecond that a layer takes beside its products in a forward of few ids."""
-MAX_STEPS = 8
+MAX_STEPPED = 16
+"""New ids that steps of a few compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 
@@ -48,7 +47,6 @@ class PrefixCache:
         self.step = step
         self._adapted: list[Any] = []
         self._fitting: object = None  # the `_state` in which the step fitted the model
-        self._max_steps = 1
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -74,8 +72,8 @@ class PrefixCache:
         What a row holds of a text's beginning is not evaluated.
         """
         last = last or dict.fromkeys(texts, 1)
-        if last == {0: 1} and (scores := self.scores(texts[0])):
-            return {0: scores.logits[None]}
+        if last.keys() == {0} and (scores := self.scores(texts[0], last[0])):
+            return {0: torch.stack([s.logits for s in scores])}
         if self.cache is None:  # the model may mix tokens, so it reads whole texts
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
@@ -88,30 +86,48 @@ class PrefixCache:
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
         return {i: logits[i][-last[i] :] for i in texts}
 
-    def scores(self, text: Sequence[int]) -> Scores | None:
-        """What follows the text by the step; None if it does not fit, or a forward of the new ids is faster."""
-        held = self.ids[0]
-        if self.step is None or self.cache is None or self._fitting != self._state():
+    def scores(self, text: Sequence[int], last: int = 1) -> list[Scores] | None:
+        """What follows the text after each of its `last` ids, by the step.
+
+        None if it does not fit, or a forward of the ids that are new is faster.
+        """
+        held, step, cache = self.ids[0], self.step, self.cache
+        if step is None or cache is None or torch.is_autocast_enabled("cpu"):
             return None
-        kept = _common(held, text, 1) if len(self.ids) == 1 else 0
-        if not 0 < kept >= len(text) - self._max_steps or torch.is_autocast_enabled("cpu"):
+        kept = _common(held, text, last) if len(self.ids) == 1 else 0
+        limit = MAX_STEPPED if step.most(cache, 0) > 1 else 1
+        if len(text) - kept > limit or not self._fits_after(kept, step, cache):
             return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
-        if kept < len(held):
+        if kept < len(held) or not kept:  # an interrupted forward leaves tokens in a row without ids
             del held[kept:]
-            if not self.cache.truncate(torch.tensor([kept])):
+            if cache.truncate(torch.tensor([kept])) != kept:
                 return None  # a rolling cache that had to drop everything
+        scores: list[Scores] = []
         try:
-            for id in text[kept:]:
-                scores = self.step(id, self.cache)
-                held.append(id)
+            while len(held) < len(text):
+                ids = text[len(held) : len(held) + step.most(cache, len(held))]
+                scores += step(ids, cache)
+                held += ids
                 self.forwards += 1
         except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
             return None
-        if math.isnan(scores.log_sum):  # or the same in native code
+        if any(math.isnan(s.log_sum) for s in scores):  # or the same in native code
             return None
-        self.ids[0] = held
-        return scores
+        self.ids[0], self.vocab = held, len(scores[-1].logits)
+        return scores[-last:]
+
+    def _fits_after(self, kept: int, step: CompiledStep, cache: Cache) -> bool:
+        """Whether the step may go on after the ids that are kept, or if there are none, begin a text."""
+        if kept:
+            return self._fitting == self._state()
+        if len(self.ids) > 1 or step.most(cache, 0) == 1:
+            return False
+        if self._fitting != self._state():
+            self._fitting = self._state() if self._fits(step, cache) else None
+        if self._fitting and not cache.keys:
+            cache.allocate_like(step.example)
+        return self._fitting is not None
 
     def _state(self) -> object:
         """What may change between two tokens: the step, the number of hooks until now, and the active adapters."""
@@ -122,9 +138,8 @@ class PrefixCache:
         self._adapted = [m for m in self.model.modules() if hasattr(m, "active")]
         if any(self.adapters) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
-        self._max_steps = max_steps(step, self.model, len(cache.keys))
-        dtypes = [t.dtype for t in cache.keys + cache.values]
-        return step.cache_dtypes == dtypes and step.state == model_state(self.model)
+        dtypes, expected = ([t.dtype for t in c.keys + c.values] for c in (cache, step.example))
+        return dtypes in ([], expected) and step.state == model_state(self.model)
 
     def _evaluate(
         self, texts: Mapping[int, Sequence[int]], rows: Sequence[int], last: Mapping[int, int]
@@ -177,19 +192,6 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
     for id in (i for text in texts if text for i in (min(text), max(text))):
         if vocab is not None and not 0 <= id < vocab:
             raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")
-
-
-def max_steps(step: CompiledStep, model: nn.Module, layers: int) -> int:
-    """How many ids the step computes one after the other in less time than a forward of all of them takes.
-
-    Both read the weights at about the same rate, a step for each id. Measured, one and two threads: with float16
-    weights up to 8 to 10 ids at 1.7M and 10M parameters and 3 at 124M, with float32 6, 5 and 1.
-    """
-    if not step.native:
-        return 1
-    tensors = [*model.parameters(), *model.buffers()]
-    forward = sum(t.nbytes for t in tensors) + LAYER_BYTES * layers
-    return max(1, min(MAX_STEPS, forward // (step.dtype.itemsize * sum(t.numel() for t in tensors))))
 
 
 def _common(held: Sequence[int], ids: Sequence[int], last: int) -> int:

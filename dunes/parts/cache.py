@@ -71,13 +71,21 @@ class Cache:
                 f"{self.capacity}; make it larger"
             )
 
-    def start_one(self) -> tuple[int, Tensor]:
-        """Start one token of a single row: the slot to write, and the position (S,) in each slot to read."""
-        self._count(1)
+    def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
+        """Start new tokens of a single row: the first slot to write, and the position (S,) in each slot to read.
+
+        With more `slots` than tokens there are positions for further ones, which `advance` does not keep.
+        """
+        self._count(new)
         n = int(self.length)
-        if len(self._slot_numbers) <= n:
-            self._slot_numbers = torch.arange(2 * n + 2, device=self.length.device)
-        return n, self._slot_numbers[: n + 1]
+        if len(self._slot_numbers) < n + slots:
+            self._slot_numbers = torch.arange(2 * (n + slots), device=self.length.device)
+        return n, self._slot_numbers[: n + slots]
+
+    def allocate_like(self, other: "Cache") -> None:
+        """Allocate layers with the heads and dtypes of the other cache's, as their first forward would."""
+        for own, tensors in ((self.keys, other.keys), (self.values, other.values)):
+            own[:] = [t.new_zeros(self.batch, t.shape[1], self.capacity + 1, t.shape[3]) for t in tensors]
 
     def _positions(self, new: int | Tensor) -> Tensor:
         if isinstance(new, int):
@@ -229,11 +237,11 @@ class RollingCache(Cache):
         slots = torch.arange(self.readable_slots, device=last.device)
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
-    def start_one(self) -> tuple[int, Tensor]:
+    def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
         """Start one token of a single row: the slot to write, and the position (S,) in each slot to read."""
-        n, positions = super().start_one()
-        slots = positions[: self.capacity]
-        return n % self.capacity, n - (n - slots) % self.capacity
+        n, positions = super().start_row(new, slots)
+        numbers = positions[: self.capacity]
+        return n % self.capacity, n - (n - numbers) % self.capacity
 
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B,) tokens longer."""

@@ -34,13 +34,20 @@ from dunes.checkpoint.files import atomic
 from dunes.checkpoint.forms.architecture import module_rows
 from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.step import STACK, CompiledStep, Step, export_step, model_state, outline, step_weights
+from dunes.generate.step import FEW, STACK, CompiledStep, Step, export_step, model_state, outline, step_weights
 from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
 from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
 
-PACKAGE, SCRIPT, CARD, FORMAT = "native.so", "step.json", "package.json", 3
+PACKAGE, SCRIPT, PACKAGE_OF_FEW, CARD, CHOSEN, FORMAT = (
+    "native.so",
+    "step.json",
+    "native-few.so",
+    "package.json",
+    "chosen-",
+    4,
+)
 OPTIONS = {
     "aot_inductor.allow_stack_allocation": True,
     "aot_inductor.package_constants_in_so": False,
@@ -90,18 +97,28 @@ def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callabl
     """
     step: CompiledStep | None = None
     process: subprocess.Popen[bytes] | None = None
-    looked = -math.inf
+    looked, files = -math.inf, None
 
     def find() -> CompiledStep | None:
-        nonlocal step, process, looked
+        nonlocal step, process, looked, files
         first, running = looked == -math.inf, process is not None and process.poll() is None
-        if first or (process and not running) or (running and not step and time.monotonic() > looked + LOOK_EVERY):
-            step, process, looked = load_step(model), process if running else None, time.monotonic()
+        if first or (process and not running) or (running and time.monotonic() > looked + LOOK_EVERY):
+            process, looked, before, files = process if running else None, time.monotonic(), files, _files()
+            step = load_step(model) if first or files != before else step
             if first and compile_folder is not None and not (step and step.native) and _dtypes(model):
                 process = start_compiling(compile_folder)
         return step
 
     return find
+
+
+def _files() -> dict[Path, int]:
+    """When the files that say which step to use were written."""
+    with suppress(ValueError, OSError):
+        return {
+            f: f.stat().st_mtime_ns for f in packages_folder().glob("*/*") if f.name[0] in (CARD[0], CHOSEN[0])
+        }
+    return {}
 
 
 def compile_step(
@@ -111,6 +128,7 @@ def compile_step(
 
     Without a dtype, float32 matrices are rounded to float16 if that gives equal greedy ids. Raises ValueError for
     a model whose step cannot be exported or compiled, or has no such dtype, and says why.
+    A step of a few tokens follows, where a model has one.
     """
     own = _dtype(model)
     rounds = own == torch.float32 and (has_compiler() or (PACKS and torch.get_num_threads() <= PACKED_THREADS))
@@ -126,7 +144,12 @@ def compile_step(
             if last or _same_greedy_ids(model, context_length, step):
                 break
     _choose(model, choice)
-    return _packages(model)(choice), choice
+    package = _packages(model)(choice)
+    if _is_intact(package, PACKAGE) and not _is_intact(package, PACKAGE_OF_FEW):
+        with suppress(ValueError), folder_lock(package):
+            _compile(model, choice, package / PACKAGE_OF_FEW)
+            _bind(model, package / PACKAGE, step_weights(model, choice), choice)
+    return package, choice
 
 
 def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledStep:
@@ -217,7 +240,7 @@ def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
         digest.update(
             repr((name, int(words.sum()))).encode() + words[::997].tobytes() + data[words.nbytes :].tobytes()
         )
-    return package / f"chosen-{digest.hexdigest()[:32]}"
+    return package / f"{CHOSEN}{digest.hexdigest()[:32]}"
 
 
 def _packages(model: nn.Module) -> Callable[[torch.dtype], Path]:
@@ -282,12 +305,16 @@ def _processor() -> list[str]:
 
 def _package_file(package: Path, names: Sequence[str] = (PACKAGE, SCRIPT)) -> Path | None:
     """The first of these files that was written. Raises ValueError if its bytes are others."""
-    digests = json_file.read(package / CARD) if (package / CARD).is_file() else {}
+    digests = _digests(package)
     file = next((package / name for name in names if name in digests), None)
-    for part in (package / name for name in digests if file and Path(name).stem == file.stem):
+    for part in (package / name for name in digests if file and name.startswith(file.stem)):
         if not (part.is_file() and atomic.digest(part) == digests[part.name]):
             raise ValueError(f"{part}: not the bytes that were written; run dunes compile again")
     return file
+
+
+def _digests(package: Path) -> Mapping[str, str]:
+    return json_file.read(package / CARD) if (package / CARD).is_file() else {}
 
 
 def _is_intact(package: Path, *names: str) -> bool:
@@ -300,22 +327,27 @@ def _is_intact(package: Path, *names: str) -> bool:
 
 def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
-    step = CompiledStep(file, weights, dtype)
+    few = file.with_name(PACKAGE_OF_FEW) if file.name == PACKAGE else None
+    step = CompiledStep(file, weights, dtype, few if few and few.name in _digests(file.parent) else None)
     cache, expected = _check_tokens(model)
-    cache.truncate(torch.tensor([CHECKED - 1]))
-    for tensor in cache.keys + cache.values:
-        tensor[:, :, CHECKED - 1 :] = torch.nan  # which the step has to replace
-    step.state, step.cache_dtypes = model_state(model), [t.dtype for t in cache.keys + cache.values]
-    with torch.autocast("cpu", enabled=False):
-        scores = _attempt("run", lambda: step(1, cache))
-    difference, largest = (scores.logits - expected).abs().max(), expected.abs().max()
-    if not difference <= TOLERANCE[dtype] * largest:
-        raise ValueError(f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}")
+    step.state, step.example = model_state(model), cache
+    for n in sorted({1, step.most(cache, 0)}):
+        cache.truncate(torch.tensor([CHECKED - n]))
+        for tensor in cache.keys + cache.values:
+            tensor[:, :, CHECKED - n :] = torch.nan  # which the step has to replace
+        with torch.autocast("cpu", enabled=False):
+            scores = _attempt("run", functools.partial(step, [*range(n, 0, -1)], cache))
+        logits = torch.stack([s.logits for s in scores])
+        difference, largest = (logits - expected[-n:]).abs().max(), expected.abs().max()
+        if not difference <= TOLERANCE[dtype] * largest:
+            raise ValueError(
+                f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
+            )
     return step
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
-    """A cache that holds tokens, the last of which is 1, and the logits (V,) after them.
+    """A cache of 8 slots that holds tokens, which count down to 1, and the logits (FEW, V) after the last of them.
 
     The tokens differ where there are enough. Raises ValueError for a model without a cache.
     """
@@ -323,7 +355,7 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
     ids = torch.arange(CHECKED, 0, -1) % (vocabulary_size(model) or CHECKED + 1)
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        return cache, model(ids[None], cache=cache, last=1)[0, 0].float()
+        return cache, model(ids[None], cache=cache, last=FEW)[0].float()
 
 
 def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
@@ -334,7 +366,7 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             graph = _export(model, dtype, SCRIPT_FORMS)
             _attempt("written", lambda: write_script(graph, path))
         else:
-            graph = _export(model, dtype)
+            graph = _export(model, dtype, tokens=FEW if file.name == PACKAGE_OF_FEW else 1)
             from torch._inductor import aoti_compile_and_package as compile_graph
             from torch._inductor.codegen import common
             from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
@@ -357,13 +389,14 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
                     path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
         for part in sorted(staged.glob(f"{file.stem}.*")):
             os.replace(part, file.with_name(part.name))
-    stems = [Path(name).stem for name in (PACKAGE, SCRIPT) if name == file.name or _is_intact(file.parent, name)]
+    others = [n for n in (PACKAGE, PACKAGE_OF_FEW, SCRIPT) if n != file.name and _is_intact(file.parent, n)]
+    stems = [Path(name).stem for name in (file.name, *others)]
     digests = {part.name: atomic.digest(part) for part in file.parent.iterdir() if part.stem in stems}
     atomic.write_file(file.parent / CARD, json.dumps(digests).encode())
 
 
 def _export(
-    model: nn.Module, dtype: torch.dtype, forms: Mapping[Any, Any] | None = None
+    model: nn.Module, dtype: torch.dtype, forms: Mapping[Any, Any] | None = None, tokens: int = 1
 ) -> torch.export.ExportedProgram:
     buffers = [(name, b, b._version) for name, b in model.named_buffers()]
     cache, _ = _check_tokens(model)
@@ -373,7 +406,7 @@ def _export(
     with tree.mode(model, False):
         step = Step(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
-        graph = _attempt("exported", lambda: export_step(step, cache, forms))
+        graph = _attempt("exported", lambda: export_step(step, cache, forms, tokens))
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
     return graph
