@@ -3,8 +3,8 @@
     python recipes/llama_moe.py BASE SOURCE [STEPS]
 
 BASE is a dense model folder or a name on the Hub, SOURCE a file or folder of text. The routers are trained first,
-then all weights at the full rate; the dense model is trained for as many steps beside it. Prints the validation
-losses, and returns them. https://arxiv.org/abs/2406.16554
+at 5 times the rate, then all weights at the full rate; the dense model is trained for as many steps beside it.
+Prints the validation losses, and returns them. https://arxiv.org/abs/2406.16554
 """
 
 from pathlib import Path
@@ -23,8 +23,8 @@ def main(
 ) -> dict[str, float]:
     losses: dict[str, float] = {}
 
-    def continued(name: str, model: Path, steps: int, *trainable: str) -> Path:
-        config = TrainConfig(sources=(source,), base=str(model), steps=steps, lr=0.02, trainable=trainable)
+    def continued(name: str, model: Path, steps: int, **options: tuple[str, ...]) -> Path:
+        config = TrainConfig(sources=(source,), base=str(model), steps=steps, lr=0.02, **options)
         train(TrainConfig.of({**vars(config), **changes}), Path(out) / name, Display())
         records = read_metrics(Path(out) / name / METRICS)
         before, *_, after = (r["validation_loss"] for r in records if "validation_loss" in r)
@@ -34,7 +34,8 @@ def main(
 
     dense, routers = checkpoint.locate_model(base).folder, max(1, steps // 10)
     print(*augment_folder(dense, Path(out) / "split", "experts", experts=8, top_k=top_k), sep="\n")
-    continued("experts", continued("routers", Path(out) / "split", routers, "new"), steps - routers)
+    rebuilt = continued("routers", Path(out) / "split", routers, trainable=("new",), lr_factors=("new=5",))
+    continued("experts", rebuilt, steps - routers)
     continued("dense", dense, steps)
     for name, loss in losses.items():
         print(f"{name}: {loss:.3f} nats/token, {loss - losses['before dense']:+.3f} against the dense model")

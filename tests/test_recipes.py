@@ -19,6 +19,7 @@ from dunes.data.self_instruct import REQUEST, build_prompts, read_seed_tasks
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.progress import Display
+from dunes.runs.run import read_config
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import text_before_cursor
@@ -134,6 +135,8 @@ def test_llama_moe_recovers(tmp_path, capsys):
         f"blocks.{i}.mlp.router.weight" for i in (0, 1)
     }
     assert "against the dense model" in capsys.readouterr().out
+    rates = (read_config(tmp_path / "run" / name, TrainConfig).lr_factors for name in ("routers", "experts"))
+    assert [*rates] == [("new=5",), ()]
 
 
 def test_mixtral_tiny(tmp_path, capsys):
