@@ -254,6 +254,18 @@ def test_the_selection_bias_changes_the_choice_and_no_weight():
     assert torch.equal(weights, logits.softmax(-1)[:, [4, 1]])
 
 
+def test_chosen_experts_whose_probabilities_underflow_leave_values_and_gradients_finite():
+    model = moe(bias_rate=0.001, shared=[GatedMLP(16, 24)])
+    model.router.weight.data.zero_()[0] = 100.0
+    model.selection_bias[0] = -2.0
+    x = torch.ones(3, 16, requires_grad=True)
+    assert model.route(model.router(x))[1].max() == 0
+    y = model(x)
+    assert torch.equal(y, model.shared[0](x))
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in (x, *model.parameters()))
+
+
 def max_violation(load):
     return float(load.max() / load.mean() - 1)
 

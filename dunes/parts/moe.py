@@ -14,6 +14,9 @@ from dunes import tree
 from dunes.ops import experts as forms
 from dunes.parts.mlp import GatedMLP
 
+TINY = 1e-20
+"""The least sum of weights that is divided by, so that gradients stay finite in float32."""
+
 
 class MoE(nn.Module):
     """Routes each token to its `top_k` experts with the highest probability and returns their weighted sum.
@@ -96,7 +99,9 @@ class MoE(nn.Module):
         probs = _at_least_float32(logits).softmax(-1)
         chosen = self._choose(probs)
         weights = probs.gather(-1, chosen)
-        return chosen, weights / weights.sum(-1, keepdim=True) if self.renormalise else weights
+        # With a selection bias, the probabilities of the chosen ones may underflow.
+        total = weights.sum(-1, keepdim=True).clamp(min=TINY)
+        return chosen, weights / total if self.renormalise else weights
 
     def _choose(self, probs: Tensor) -> Tensor:
         bias = self.selection_bias
