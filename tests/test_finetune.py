@@ -339,6 +339,7 @@ REFUSED = {
     "no such file": ({"data": "nowhere.json"}, "nowhere.json: no such file or folder"),
     "no model": ({"model": ""}, "the model is missing; dunes finetune MODEL --data FILE --out RUN"),
     "no data": ({"data": ""}, "the data is missing"),
+    "few experts": ({"method": "lora-experts", "experts": 1}, "--experts-per-token is 2, more than --experts, 1"),
     "too long": ({"context_length": 16}, "of the examples are longer than the context of 16"),
     "odd batch": ({"batch": 4, "micro_batch": 3}, "--micro-batch is 3, which does not divide --batch 4"),
     "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),

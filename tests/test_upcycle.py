@@ -10,6 +10,7 @@ from torch import nn
 from adapters import difference
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, make_change, quantize, repeat_structure
+from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import MoE
@@ -246,3 +247,13 @@ def test_changes_stack_on_experts(tmp_path):
     architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(), 32), tuple(changes))
     checkpoint.save(model, tmp_path / "all", None, 32, architecture=architecture)
     assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))
+
+
+def test_lora_on_a_form_of_its_own_is_refused_with_what_saves_it():
+    model = dense("gpt2")
+    apply_change(model, "upcycle")
+    apply_change(model, "lora", rank=2)
+    with pytest.raises(
+        ValueError, match="has no Hugging Face config: .*; save the whole model, as dunes finetune"
+    ):
+        peft_factors(model)

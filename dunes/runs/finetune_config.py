@@ -108,6 +108,8 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
 
     @property
     def missing(self) -> str:
+        if self.method == "lora-experts" and self.experts_per_token > self.experts:
+            return f"--experts-per-token is {self.experts_per_token}, more than --experts, {self.experts}"
         missing = [name for name in ("model", "data") if not getattr(self, name)]
         return f"the {missing[0]} is missing; dunes finetune MODEL --data FILE --out RUN" if missing else ""
 

@@ -90,7 +90,10 @@ def adapter_base_of(model: nn.Module) -> AdapterBase:
         setattr(p.parent, p.key, _dense_module(tree.innermost(p.module)))
     config = hf_config_of(plain, ANY_CONTEXT_LENGTH)
     if isinstance(config, str):
-        raise ValueError(f"the base of these adapters has no Hugging Face config: {config}")
+        raise ValueError(
+            f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "
+            "as dunes finetune --method full and lora-experts do"
+        )
     return AdapterBase(config.family, modules, plain)
 
 
