@@ -114,7 +114,7 @@ class PrefixCache:
             return None
         if any(math.isnan(s.log_sum) for s in scores):  # or the same in native code
             return None
-        self.ids[0], self.vocab = held, len(scores[-1].logits)
+        self.ids[0], self.vocab = held, self.vocab or scores[0].all_logits.shape[-1]
         return scores[-last:]
 
     def _fits_after(self, kept: int, step: CompiledStep, cache: Cache) -> bool:
@@ -197,7 +197,7 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
 def _common(held: Sequence[int], ids: Sequence[int], last: int) -> int:
     """How many ids at the beginning are equal, but for the last ones, which give the logits."""
     equal, most = 0, min(len(held), len(ids) - last)
-    if held[:most] == ids[:most]:  # as usual
+    if (held if most == len(held) else held[:most]) == ids[:most]:  # as usual
         return max(most, 0)
     while equal < most:  # by halves, since comparing slices is much faster than comparing ids
         middle = (equal + most + 1) // 2

@@ -103,12 +103,18 @@ def export_step(
 
 
 class Scores(NamedTuple):
-    """The logits (V,) of the next token, and the summary of a `Step`."""
+    """Row `row` of the logits (T, V) of next tokens, and of the summary of a `Step`."""
 
-    logits: Tensor
+    all_logits: Tensor
+    row: int
     best: int
     top: float
     log_sum: float
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits (V,); a view, which is made when it is needed."""
+        return self.all_logits[self.row]
 
     def logprob(self, id: int) -> float:
         """The log-probability of an id (nats)."""
@@ -167,7 +173,8 @@ class CompiledStep:
         slot_view[:] = slot if n == 1 else range(slot, slot + n)
         logits, summary = self._run[n]([*_numbers.tensors[n], slot_positions, *cache.keys, *cache.values])
         cache.advance(_COUNTS[len(ids)])
-        return [Scores(logits[i], int(b), *rest) for i, (b, *rest) in enumerate(summary.tolist()[: len(ids)])]
+        rows = summary.tolist()
+        return [Scores(logits, i, int(rows[i][0]), *rows[i][1:]) for i in range(len(ids))]
 
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:

@@ -77,8 +77,8 @@ class Cache:
         With more `slots` than tokens there are positions for further ones, which `advance` does not keep.
         """
         self._count(new)
-        n = int(self.length)
-        if len(self._slot_numbers) < n + slots:
+        n = self.max_length - new if self._in_order else int(self.length)
+        if self._slot_numbers.shape[0] < n + slots:
             self._slot_numbers = torch.arange(2 * (n + slots), device=self.length.device)
         return n, self._slot_numbers[: n + slots]
 

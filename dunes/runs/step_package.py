@@ -385,7 +385,7 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             with place as folder, fresh_cache(dir=folder), limit, writer:
                 _attempt("compiled", lambda: compile_graph(graph, **options))
             with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
-                for name in (name for name in members.namelist() if ".wrapper." in Path(name).name):
+                for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
                     path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
         for part in sorted(staged.glob(f"{file.stem}.*")):
             os.replace(part, file.with_name(part.name))
