@@ -1,7 +1,7 @@
 """The gain of prompt look-up on code: plain decoding and look-up in turn, on a model of random weights.
 
 The sampler makes the model write a given text, so that the proposals are those of real text, and the time is that
-of the model's own forwards: python benchmarks/look_up.py --width 320 --depth 7
+of the model's own forwards: python benchmarks/look_up.py --width 320 --depth 7 (--compiled: native code)
 """
 
 import argparse
@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
-from dunes.generate import PrefixCache, Proposer, Request, Sampler, generate_all, look_up
+from dunes.generate import CompiledStep, PrefixCache, Proposer, Request, Sampler, generate_all, look_up
 from dunes.models import llama
 from dunes.models.initialise import initialise
+from dunes.runs.step_package import compile_step, load_step
 from dunes.text import Tokenizer
 
 CONTEXT = 2048
 SIDES: dict[str, Proposer | None] = {"plain": None} | {
-    f"look-up {n}": partial(look_up, count=n) for n in (4, 8, 16)
+    f"look-up {n}": partial(look_up, count=n) for n in (3, 7, 8, 15)
 }
 
 
@@ -37,9 +38,15 @@ def texts(tokens: int) -> dict[str, tuple[list[int], list[int]]]:
     }
 
 
-def write(model: torch.nn.Module, prompt: Sequence[int], text: Sequence[int], proposer: Proposer | None):
+def write(
+    model: torch.nn.Module,
+    step: CompiledStep | None,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    proposer: Proposer | None,
+) -> tuple[float, float]:
     """Tokens/s and tokens per forward after the first token."""
-    ids, cache = iter(text), PrefixCache(model)
+    ids, cache = iter(text), PrefixCache(model, step=step)
     sample = Sampler(choose=lambda logits: torch.tensor(next(ids)))
     request = Request(prompt, len(text), sample, proposer=proposer)
     stream = generate_all(model, [request], context_length=CONTEXT, cache=cache)
@@ -54,14 +61,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("width", 64), ("depth", 2), ("tokens", 300), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     model = initialise(llama.build(llama.Config.from_size(4096, options.width, options.depth, CONTEXT)))
-    row = {"parameters": sum(p.numel() for p in model.parameters()), "threads": torch.get_num_threads()}
+    if options.compiled:
+        compile_step(model, CONTEXT)
+    step = load_step(model) if options.compiled else None
+    dtype = str(step.dtype) if step else "not compiled"
+    row = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(),
+        "step": dtype,
+    }
     for name, (prompt, text) in texts(options.tokens).items():
         best, per_forward = dict.fromkeys(SIDES, 0.0), dict.fromkeys(SIDES, 0.0)
         for _ in range(options.rounds):
             for side, proposer in SIDES.items():
-                rate, per_forward[side] = write(model, prompt, text, proposer)
+                rate, per_forward[side] = write(model, step, prompt, text, proposer)
                 best[side] = max(best[side], rate)
         row[name] = {"tokens/s": best, "tokens per forward": per_forward}
     print(json.dumps({"benchmark": "look-up", **row}))
