@@ -28,7 +28,7 @@ Proposer = Callable[[Sequence[int], int, Sampler], Proposal]
 
 
 def look_up(
-    ids: Sequence[int], limit: int, sample: Sampler, *, count: int = 8, longest: int = 8, shortest: int = 2
+    ids: Sequence[int], limit: int, sample: Sampler, *, count: int = 7, longest: int = 8, shortest: int = 2
 ) -> Proposal:
     """Propose what followed the last earlier occurrence of the text's end, of as many as possible of its last ids.
 
