@@ -201,6 +201,20 @@ def test_a_text_is_read_and_proposals_are_verified_by_steps_of_a_few_tokens(monk
     assert not forwards
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_proposals_are_verified_by_the_step_or_no_step_is_used(few):
+    tokenizer = Tokenizer.train("bytes", [])
+    model = model_of(tied=False, vocab=tokenizer.vocab)
+    step, loaded = PlainStep(model, few), checkpoint.LoadedModel(model, tokenizer, 48)
+    texts = []
+    for find, lookup in ((lambda: step, True), (lambda: None, False)):
+        generator = TextGenerator(loaded, find)
+        pieces = generator.stream([5, 6, 7], 40, proposer=generator.proposer(lookup, None))
+        texts.append([piece.token.id for piece in pieces])
+    assert texts[0] == texts[1]
+    assert (step.calls > 0) == few
+
+
 @pytest.mark.parametrize("change", ["hook", "dtype", "rows", "capacity", "window"])
 def test_a_text_is_begun_by_the_model_where_the_step_does_not_fit(change):
     model = model_of("mistral", window=8 if change == "window" else None, tied=False)

@@ -145,9 +145,7 @@ def generate(
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    # A step's logits are not exactly those of a longer forward, which checks proposals.
-    step = step_source(loaded.model) if draft is None and not lookup else lambda: None
-    generator = TextGenerator(loaded, step)
+    generator = TextGenerator(loaded, step_source(loaded.model))
     small = None
     if draft is not None:
         small = checkpoint.load_with_tokenizer(checkpoint.locate_model(draft).folder, measure.device())

@@ -91,17 +91,20 @@ class TextGenerator:
         until = [stop for stop in until if stop]
         if self.cache is None or len(self.cache.ids) != len(requests):
             self.cache = PrefixCache(self.model, len(requests))
-        self._use_step(self.cache)
+        self._use_step(self.cache, requests)
         for row in generate_all(self.model, requests, context_length=self.context_length, cache=self.cache):
             for request, token in zip(requests, row, strict=True) if until else ():
                 if request and token and any(stop.encode() in self._bytes(request)[skip:] for stop in until):
                     request.end = len(request.ids)
             yield row
-            self._use_step(self.cache)
+            self._use_step(self.cache, requests)
 
-    def _use_step(self, cache: PrefixCache) -> None:
+    def _use_step(self, cache: PrefixCache, requests: Sequence[Request | None]) -> None:
         if len(cache.ids) == 1:
-            cache.step = self._find_step()
+            step, proposes = self._find_step(), any(r and r.proposer for r in requests)
+            # A step's logits are not exactly those of the model, so one that cannot verify proposals is not used.
+            verifies = step and cache.cache and step.most(cache.cache, 0) > 1
+            cache.step = step if verifies or not proposes else None
 
     def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:
         """A proposer for one text at a time: by look-up, and where that has no proposal, by the draft.
