@@ -193,7 +193,8 @@ def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
-    return lambda inputs: runner.run(inputs) if constants else []  # which the runner does not own
+    # The runner does not own the constants, and in a thread it returns the same memory each time.
+    return lambda inputs: [output.clone() for output in runner.run(inputs)] if constants else []
 
 
 def model_state(model: nn.Module) -> object:
