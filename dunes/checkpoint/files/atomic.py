@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -99,8 +99,10 @@ def replace_file(path: Path, write: Callable[[Path], T]) -> T:
 
 def require_free_space(folder: Path, size: int) -> None:
     """Raise OSError if fewer than `size` bytes are free on the folder's disk."""
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    for existing in (folder, *folder.absolute().parents):
+        with suppress(FileNotFoundError):  # another process may be moving it
+            free = shutil.disk_usage(existing).free
+            break
     if free < size:
         raise OSError(
             errno.ENOSPC, f"{format_bytes(size)} are needed and {format_bytes(free)} are free", str(folder)
