@@ -743,6 +743,31 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
         assert load_step(model) is None
 
 
+class WrongForFew(nn.Module):
+    """An MLP that computes something else where four tokens are compiled."""
+
+    supports_packing = True
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        few = x.shape[1] == FEW and torch.compiler.is_exporting()
+        return self.inner(x) * (2.0 if few else 1.0)
+
+
+@needs_compiler
+def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    model = model_of()
+    model.blocks[0].mlp = WrongForFew(model.blocks[0].mlp)
+    compile_step(model, 64)
+    step = load_step(model)
+    assert (step.native, step.most(Cache(1, 8), 0)) == (True, 1)
+    assert ids_of(model, step) == ids_of(model)
+
+
 @needs_compiler
 def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))

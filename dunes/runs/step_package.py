@@ -148,7 +148,11 @@ def compile_step(
     if _is_intact(package, PACKAGE) and not _is_intact(package, PACKAGE_OF_FEW):
         with suppress(ValueError), folder_lock(package):
             _compile(model, choice, package / PACKAGE_OF_FEW)
-            _bind(model, package / PACKAGE, step_weights(model, choice), choice)
+            try:
+                _bind(model, package / PACKAGE, step_weights(model, choice), choice)
+            except ValueError:  # the step of one token stays
+                _write_card(package, PACKAGE, SCRIPT)
+                raise
     return package, choice
 
 
@@ -390,9 +394,13 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
         for part in sorted(staged.glob(f"{file.stem}.*")):
             os.replace(part, file.with_name(part.name))
     others = [n for n in (PACKAGE, PACKAGE_OF_FEW, SCRIPT) if n != file.name and _is_intact(file.parent, n)]
-    stems = [Path(name).stem for name in (file.name, *others)]
-    digests = {part.name: atomic.digest(part) for part in file.parent.iterdir() if part.stem in stems}
-    atomic.write_file(file.parent / CARD, json.dumps(digests).encode())
+    _write_card(file.parent, file.name, *others)
+
+
+def _write_card(package: Path, *names: str) -> None:
+    stems = [Path(name).stem for name in names]
+    digests = {part.name: atomic.digest(part) for part in package.iterdir() if part.stem in stems}
+    atomic.write_file(package / CARD, json.dumps(digests).encode())
 
 
 def _export(
