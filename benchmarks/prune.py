@@ -13,6 +13,7 @@ import numpy as np
 
 from dunes import checkpoint
 from dunes.augment import apply_change
+from dunes.augment.prune import calibration_tokens
 from dunes.checkpoint import LoadedModel
 from dunes.runs.evaluate import evaluate
 from dunes.runs.score import calibration_ids
@@ -29,7 +30,7 @@ def main(folder: str, text: str, tokens: str = "27904") -> None:
     loaded = checkpoint.load_with_tokenizer(Path(folder))
     ids = np.array(loaded.require_tokenizer().encode(Path(text).read_text()))
     valid = ids[int(0.9 * len(ids)) :][: int(tokens)]
-    calibration = calibration_ids(loaded, [text])
+    calibration = calibration_ids(loaded, [text], calibration_tokens(loaded.model))
     before = evaluate(loaded, valid).loss
     print(f"dense {before:.4f} nats/token on {len(valid):,} tokens; calibration {tuple(calibration.shape)}")
     print(f"| | {' | '.join(SETTINGS)} |")

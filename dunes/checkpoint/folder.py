@@ -81,8 +81,8 @@ def save(
     model with other weights: `Architecture.of_function(build, **arguments)` for a function that builds it (`load`
     needs that function again), or that of a loaded model with the changes since.
 
-    With `compact`, matrices with many zeros are stored as a mask and the other values (`files.compact`), which only
-    `load` reads.
+    With `compact`, matrices with many zeros are stored as a mask and the other values (`files.compact`), which
+    only `load` reads.
 
     `check` is called with the staged folder before it is moved into place; it may raise, and its result is added
     to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready` when

@@ -54,10 +54,12 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     return _ids(tokenizer, documents, full, separate), len(documents)
 
 
-def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = ()) -> Tensor:
+def calibration_ids(
+    loaded: LoadedModel, sources: Sequence[str] = (), tokens: int = SEQUENCES * CALIBRATION_TOKENS
+) -> Tensor:
     """Ids (sequences, tokens) of the context length, spread evenly over the sources but their last tenth.
 
-    Without sources, over the training split that the card records. Raises ValueError if it records none, or
+    They are about `tokens` in all, fewer of a shorter text. Without sources, over the training split that the card records. Raises ValueError if it records none, or
     if the text is shorter than one sequence.
     """
     trained = _trained(loaded.card)
@@ -70,7 +72,7 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = ()) -> Tensor:
     width = min(CALIBRATION_TOKENS, loaded.context_length)
     if (last := tail_start(0, len(ids)) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
-    starts = np.unique(np.linspace(0, last, min(SEQUENCES, 1 + last // width)).astype(int))
+    starts = np.unique(np.linspace(0, last, min(-(-tokens // width), 1 + last // width)).astype(int))
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
 
 

@@ -105,9 +105,7 @@ def _dense(name: str, files: Mapping[str, LazyTensor]) -> LazyTensor:
     def read() -> Tensor:
         kept = unpack(mask.read())
         if (count := int(kept.sum())) != nonzero.shape[0]:
-            raise ValueError(
-                f"{mask.origin}: has {count} bits for {nonzero.shape[0]} values; fetch the file again"
-            )
+            raise ValueError(f"{mask.origin}: has {count} bits for {nonzero.shape[0]} values; fetch it again")
         return torch.zeros(shape, dtype=nonzero.dtype).masked_scatter_(kept, nonzero.read())
 
     def release() -> None:
