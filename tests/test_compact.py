@@ -31,7 +31,8 @@ def test_matrices_are_the_same_bit_for_bit_and_of_the_predicted_size(tmp_path, d
     special = sparse(rows, columns, 0.6, dtype)
     special[0, :4] = torch.tensor([-0.0, math.inf, math.nan, 0.0])
     tensors = {
-        "pruned": sparse(rows, columns, 0.5, dtype), "special": special, "empty": torch.zeros(rows, columns).to(dtype),
+        "pruned": sparse(rows, columns, 0.5, dtype), "special": special,
+        "empty": torch.zeros(rows, columns).to(dtype),
         "dense": sparse(rows, columns, 0.0, dtype), "odd": sparse(rows, 9, 0.9, dtype), "bias": torch.zeros(8),
         "codes": torch.zeros(4, 8, dtype=torch.int8),
     }  # fmt: skip

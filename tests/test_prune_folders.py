@@ -89,10 +89,10 @@ def test_calibration_has_as_many_tokens_as_asked(base, pruned):
 
 
 def test_zeros_stay_in_training_that_is_stopped_and_resumed_and_goes_on(pruned, code, tmp_path, monkeypatch):
-    fixed = {"batch": 4, "context_length": 32, "steps": 8, "lr": 0.01, "dtype": "float32", "threads": 1}
+    fixed = {"batch": 4, "context_length": 32, "steps": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
     config = TrainConfig(sources=(str(code),), base=str(pruned), **fixed)
     with monkeypatch.context() as patch:
-        stopping_at(4, patch)
+        stopping_at(2, patch)
         assert train(config, tmp_path / "run", display()[0]) == 130
     assert train(TrainConfig(), tmp_path / "run", display()[0], resume=True) == 0
     assert_same_zeros(pruned, tmp_path / "run")
@@ -103,14 +103,16 @@ def test_zeros_stay_in_training_that_is_stopped_and_resumed_and_goes_on(pruned, 
     assert_same_zeros(pruned, tmp_path / "more")
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "dora"])
+@pytest.mark.parametrize(
+    "method", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dora"))]
+)
 def test_zeros_stay_in_finetuning_and_in_what_is_merged(method, pruned, examples, tmp_path):
     finetuned(asked(pruned, examples, method=method), tmp_path / "run")
     if method == "full":
         assert_same_zeros(pruned, tmp_path / "run")
         return
     report = export(tmp_path / "run", tmp_path / "merged").lines()
-    assert "the zeros of 14 pruned matrices stay, as in training" in report
+    assert "the zeros of 14 pruned matrices stay" in report
     assert_same_zeros(pruned, tmp_path / "merged")
     with torch.no_grad():
         one, two = (checkpoint.load(folder).model(IDS) for folder in (tmp_path / "run", tmp_path / "merged"))

@@ -89,7 +89,7 @@ def prune(
     Example: dunes augment prune ~/models/llama ~/models/llama-24 --pattern 2:4 --calibration corpus.txt
 
     Args:
-        method: SparseGPT, whose other weights make up for the lost ones; Wanda and magnitude change no other weight.
+        method: SparseGPT lets the other weights make up for those it prunes; Wanda and magnitude do not.
         sparsity: The fraction of each layer's weights to set to zero.
         pattern: Keep so many of every GROUP consecutive inputs of an output, such as 2:4 or 4:8.
         calibration: Text for SparseGPT and Wanda, as the model's training text.

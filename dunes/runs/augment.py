@@ -37,8 +37,8 @@ def augment_folder(
 
     `request` are arguments of the change's `decide`, which also gets the ids of the `calibration` sources, if that
     is not None; without sources, of the model's training text. `compact` is that of `checkpoint.save`. The written
-    model is loaded again and compared with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and, with
-    nothing written, if the comparison fails.
+    model is loaded again and compared with the one in memory. Raises ValueError if `out` exists, for a request
+    that the change refuses, and, with nothing written, if the comparison fails.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)

@@ -83,9 +83,7 @@ class Report:
                 f"the update: {mean(self.errors.values()):.1e} on average, {worst:.1e} at most ({place})"
             ]
         if self.pruned:
-            lines.append(
-                f"the zeros of {plural(self.pruned, 'pruned matrix', 'pruned matrices')} stay, as in training"
-            )
+            lines.append(f"the zeros of {plural(self.pruned, 'pruned matrix', 'pruned matrices')} stay")
         if self.moved is not None:
             lines.append(
                 "the adapter was trained on the quantized base; on this one its logits differ by "

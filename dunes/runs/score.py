@@ -59,8 +59,8 @@ def calibration_ids(
 ) -> Tensor:
     """Ids (sequences, tokens) of the context length, spread evenly over the sources but their last tenth.
 
-    They are about `tokens` in all, fewer of a shorter text. Without sources, over the training split that the card records. Raises ValueError if it records none, or
-    if the text is shorter than one sequence.
+    They are about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the training
+    split that the card records. Raises ValueError if it records none, or if the text is shorter than one sequence.
     """
     trained = _trained(loaded.card)
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
