@@ -1,7 +1,7 @@
 """Linear layers in 3 or 4 bits by group, packed to the bit: two 4-bit codes in a byte, eight 3-bit codes in three.
 
-Each row is packed by itself, from the lowest bit of its first byte up (for 4 bits: llm-compressor's `pack-quantized`
-order, as bytes), and takes the least whole number of bytes.
+Each row is packed by itself, from the lowest bit of its first byte up (4 bits: the bytes of compressed-tensors'
+`pack-quantized`), and takes the least whole number of bytes.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -72,24 +72,29 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes (O, I) below 2**bits -> (O, packed_bytes(I, bits)) uint8."""
     count, size = _unit(bits)
-    units = F.pad(codes.to(torch.int32), (0, -codes.shape[1] % count)).unflatten(1, (-1, count))
+    units = _units(codes.to(torch.int32), count)
     word = (units << _shifts(count, bits, codes.device)).sum(-1, keepdim=True)
     parts = (word >> _shifts(size, 8, codes.device)) & 255
-    return parts.flatten(1)[:, : packed_bytes(codes.shape[1], bits)].to(torch.uint8)
+    return parts.to(torch.uint8).flatten(1)[:, : packed_bytes(codes.shape[1], bits)]
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack`: (O, bytes) -> the codes (O, count) int32."""
     codes, size = _unit(bits)
-    parts = F.pad(packed, (0, -packed.shape[1] % size)).unflatten(1, (-1, size)).to(torch.int32)
+    parts = _units(packed, size).to(torch.int32)
     word = (parts << _shifts(size, 8, packed.device)).sum(-1, keepdim=True, dtype=torch.int32)
-    units = (word >> _shifts(codes, bits, packed.device)) & (2**bits - 1)
+    units: Tensor = (word >> _shifts(codes, bits, packed.device)) & (2**bits - 1)
     return units.flatten(1)[:, :count]
 
 
 def _unit(bits: int) -> tuple[int, int]:
     """The fewest codes that fill whole bytes, and those bytes."""
     return 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)
+
+
+def _units(rows: Tensor, width: int) -> Tensor:
+    """Rows (O, N) in pieces (O, pieces, width), with zeros at the end."""
+    return F.pad(rows, (0, -rows.shape[1] % width)).view(len(rows), -1, width)
 
 
 def _shifts(count: int, bits: int, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Zero points for a weight alone, without calibration text (HQQ). https://mobiusml.github.io/hqq_blog/
 
-Half-quadratic splitting: the error is pulled towards a sparse one by the p-norm's proximal step, and the zero point
-is the mean of what remains; the scale stays that of round to nearest.
+Half-quadratic splitting: the error is pulled towards a sparse one by the p-norm's proximal step, and the zero
+point is the mean of what remains; the scale stays that of round to nearest.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row, C inputs of a group.

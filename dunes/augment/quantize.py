@@ -6,6 +6,7 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 # Shapes: I inputs, O outputs, N blocks.
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -207,7 +208,9 @@ def decide(
     """
     request = _request(kind, double, method, group, symmetric)
     if (ids is not None) != (method in CALIBRATED):
-        raise ValueError(f"method is {method!r}; calibration text goes with {' and '.join(CALIBRATED)}, and only these")
+        raise ValueError(
+            f"method is {method!r}; calibration text goes with {' and '.join(CALIBRATED)}, and only these"
+        )
     if ids is not None:
         require_ids(model, ids)
     globs, kept = ([w] if isinstance(w, str) else list(w) for w in (where, int8))
@@ -217,7 +220,9 @@ def decide(
         request["int8"] = kept
         for name, settings in places.items():
             settings["kind"] = "int8" if tree.matches(kept, name) else kind
-    return Change("quantize", 2 if {*request} == {"kind", "double"} else VERSION, {"where": globs, **request}, places)
+    return Change(
+        "quantize", 2 if {*request} == {"kind", "double"} else VERSION, {"where": globs, **request}, places
+    )
 
 
 def _request(kind: str, double: bool, method: str, group: int | None, symmetric: bool) -> dict[str, Any]:
@@ -227,7 +232,9 @@ def _request(kind: str, double: bool, method: str, group: int | None, symmetric:
     base stay comparable with older ones.
     """
     if kind not in METHODS or (double and kind != "nf4"):
-        raise ValueError(f"kind is {kind!r}, double {double}; expected {', '.join(METHODS)}, and double only with nf4")
+        raise ValueError(
+            f"kind is {kind!r}, double {double}; expected {', '.join(METHODS)}, and double only with nf4"
+        )
     if method not in METHODS[kind]:
         raise ValueError(f"kind {kind} has no method {method!r}; expected {', '.join(METHODS[kind])}")
     by_group = kind in ("int4", "int3")
@@ -306,24 +313,47 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
     return layer.train(base.training)
 
 
-def solve(model: nn.Module, change: Change, ids: Tensor | None, show: Show = no_show) -> dict[str, Steps]:
+def solve(
+    model: nn.Module, change: Change, ids: Tensor | None, show: Show = no_show
+) -> tuple[Change, dict[str, Steps]]:
     """The grids that a method chose, by place, after it has changed the weights in place.
 
-    GPTQ rounds them. AWQ only scales them, with the layers before them, which leaves what the model computes.
+    GPTQ rounds them, and records the places that had too little text and are rounded to nearest. AWQ only scales
+    them, with the layers before them, which leaves what the model computes. Raises ValueError, before anything is
+    changed, for weights that are not finite.
     """
+    _require_finite(model, change)
     method, grids = change.request.get("method", "rtn"), {name: grid_at(change, name) for name in change.places}
-    if method == "gptq" and ids is not None:
-        return gptq.solve(model, ids, grids, show)
-    if method == "awq" and ids is not None:
-        awq.fold(model, ids, grids, show)
-    return {}
+    if method not in CALIBRATED:
+        return change, {}
+    if ids is None:
+        raise ValueError(f"method {method} needs calibration text")
+    if method == "gptq":
+        solved, short = gptq.solve(model, ids, {n: grid for n, grid in grids.items() if grid}, show)
+        places = {
+            n: {**settings, **({"method": "rtn"} if n in short else {})} for n, settings in change.places.items()
+        }
+        return replace(change, places=places), solved
+    awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid and grid.bits < 8}, show)
+    return change, {}
+
+
+def _require_finite(model: nn.Module, change: Change) -> None:
+    for place in tree.places(model):
+        if place.name in change.places:
+            least, largest = dense(tree.innermost(place.module)).aminmax()
+            if not (least.isfinite() and largest.isfinite()):
+                raise ValueError(f"{place.name}: not all weights are finite; dunes inspect --values lists them")
 
 
 @torch.no_grad()
 def fill(
-    model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, Steps] | None = None
+    model: nn.Module,
+    change: Change,
+    weights: MutableMapping[str, Tensor],
+    solved: Mapping[str, Steps] | None = None,
 ) -> None:
-    """Quantize the weights, each of which is dropped from `weights` afterwards, on the grids that were solved for."""
+    """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
     for name, module in _quantized(model).items():
         if name in change.places:
