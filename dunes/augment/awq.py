@@ -120,7 +120,7 @@ def _apply(fold: _Fold, scale: Tensor) -> None:
     for layer in fold.readers.values():
         layer.weight.copy_(layer.weight.float() * _by_input(scale, fold))
     weight, bias = fold.source.weight, getattr(fold.source, "bias", None)
-    weight.copy_((weight.float().T / scale).T)
+    weight.copy_(weight.float() / (scale if weight.dim() == 1 else scale[:, None]))
     if bias is not None:
         bias.copy_(bias.float() / scale)
 

@@ -7,7 +7,7 @@ row of the upper Cholesky factor of the inverse of G.
 
 # Shapes: I inputs, O outputs, C columns of a block, G groups of a row.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from dunes.augment.calibrate import Gram, calibrate
 from dunes.augment.change import Show, no_show
 from dunes.augment.quantized import Grid, Steps, join
 
+ORDER = False
 BLOCK, DAMP = 128, 0.01
 """Columns that are rounded before the rest of the matrix is updated, and what is added to the Gram's diagonal, as
 a fraction of its mean."""
@@ -45,9 +46,10 @@ def solve(
                 steps = grid.fit_weight(weight.float())
                 rounded = grid.round_weight(weight.float(), steps)
             else:
+                order = gram.matrix.diagonal().argsort(descending=True, stable=True) if ORDER else None
                 if id(gram) not in factors:
-                    factors[id(gram)] = inverse_factor(gram.matrix, name)
-                rounded, steps = round_columns(weight.float(), factors[id(gram)], grid)
+                    factors[id(gram)] = inverse_factor(gram.matrix if order is None else gram.matrix[order][:, order], name)
+                rounded, steps = round_columns(weight.float(), factors[id(gram)], grid, order)
             weight.copy_(rounded)
             solved[name] = steps
 
@@ -76,25 +78,46 @@ def inverse_factor(gram: Tensor, place: str = "") -> Tensor:
         damp *= 10
 
 
-def round_columns(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Steps]:
+def round_columns(
+    weight: Tensor, factor: Tensor, grid: Grid, order: Tensor | None = None
+) -> tuple[Tensor, Steps]:
     """The rounded weight (O, I) and its steps (O, G), for a weight in float32 and an `inverse_factor` (I, I).
 
-    A group's steps are those of its columns as they are when its first column is reached.
+    A group's steps are those of its columns as they are when its first column is reached. With an `order` (I,) of
+    the columns, which is also that of the factor, they are those of the weight ("static groups").
     """
-    weight, width, parts = weight.clone(), grid.width(weight.shape[1]), list[Steps]()
+    width = grid.width(weight.shape[1])
+    if order is not None:
+        steps = grid.fit_weight(weight)
+        groups = [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in (order // width).tolist()]
+        rounded = _round_in_order(weight[:, order], factor, grid, lambda j, current: groups[j])
+        return rounded[:, order.argsort()], steps
+    parts = list[Steps]()
+
+    def steps_of(j: int, current: Tensor) -> Steps:
+        if j % width == 0:
+            parts.append(grid.fit(current[:, j : j + width]))
+        return parts[-1]
+
+    rounded = _round_in_order(weight.clone(), factor, grid, steps_of, width)
+    return rounded, join(parts)
+
+
+def _round_in_order(
+    weight: Tensor, factor: Tensor, grid: Grid, steps_of: Callable[[int, Tensor], Steps], width: int = BLOCK
+) -> Tensor:
+    """The weight (O, I), whose columns are rounded from left to right, in place."""
     for start, stop in _blocks(weight.shape[1], width):
         block, errors = weight[:, start:stop], torch.empty_like(weight[:, start:stop])
         for i in range(stop - start):
-            if (start + i) % width == 0:
-                parts.append(grid.fit(weight[:, start + i : start + i + width]))
             row = factor[start + i, start + i : stop]
             column = block[:, i : i + 1].clone()
-            rounded = grid.round(column, parts[-1])
+            rounded = grid.round(column, steps_of(start + i, weight))
             errors[:, i : i + 1] = error = (column - rounded) / row[0]
             block[:, i:] -= error * row
             block[:, i : i + 1] = rounded
         weight[:, stop:] -= errors @ factor[start:stop, stop:]
-    return weight, join(parts)
+    return weight
 
 
 def _blocks(inputs: int, width: int) -> Iterator[tuple[int, int]]:

@@ -19,13 +19,13 @@ NORM, BETA, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
 def solve(weight: Tensor, grid: Grid) -> Steps:
     """Scales and real zero points (O, G) of a weight (O, I) in float32.
 
-    They are at least as good as those of round to nearest: the iteration stops where the mean absolute error no
-    longer falls, and begins at those.
+    The iteration begins at those of round to nearest and stops where no group's mean absolute error falls any more;
+    each group gets the best that it had.
     """
     groups, mask = grid.grouped(weight), grid.grouped(torch.ones_like(weight[:1]))
     count, beta = mask.sum(-1, keepdim=True), BETA
-    steps = best = grid.fit(groups)
-    least = _error(groups, grid.round(groups, steps))
+    steps = grid.fit(groups)
+    best, least = steps.zero, _error(groups, grid, steps, mask)
     for _ in range(ITERATIONS):
         rounded = grid.round(groups, steps)
         sparse = _shrink(groups - rounded, beta)
@@ -33,15 +33,16 @@ def solve(weight: Tensor, grid: Grid) -> Steps:
         scale = torch.where(steps.scale == 0, 1.0, steps.scale)
         zero = ((codes - (groups - sparse) / scale) * mask).sum(-1, keepdim=True) / count
         steps, beta = Steps(steps.scale, zero.half().float()), beta * GROWTH
-        error = _error(groups * mask, grid.round(groups, steps) * mask)
-        if not error < least:
+        error = _error(groups, grid, steps, mask)
+        if not (better := error < least).any():
             break
-        least, best = error, steps
-    return Steps(best.scale[..., 0], best.zero[..., 0])
+        best, least = torch.where(better, steps.zero, best), torch.where(better, error, least)
+    return Steps(steps.scale[..., 0], best[..., 0])
 
 
-def _error(weight: Tensor, rounded: Tensor) -> float:
-    return float((weight - rounded).abs().mean())
+def _error(groups: Tensor, grid: Grid, steps: Steps, mask: Tensor) -> Tensor:
+    """The sum of the absolute errors in each group."""
+    return ((groups - grid.round(groups, steps)).abs() * mask).sum(-1, keepdim=True)
 
 
 def _shrink(error: Tensor, beta: float) -> Tensor:
