@@ -195,5 +195,5 @@ def test_only_dense_layers_of_blocks_and_the_head_are_calibrated():
 def test_too_few_tokens_are_refused():
     layers = linears(model_of())
     require_tokens(IDS, layers)
-    with pytest.raises(ValueError, match=r"too short: 24 tokens for the \d+ inputs of blocks.0.mlp.down"):
+    with pytest.raises(ValueError, match=r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down"):
         require_tokens(IDS[:1], layers)

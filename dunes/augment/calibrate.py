@@ -199,6 +199,6 @@ def require_tokens(ids: Tensor, linears: Mapping[str, nn.Linear]) -> None:
     name, widest = max(((n, m.in_features) for n, m in linears.items()), key=lambda pair: pair[1])
     if ids.numel() < widest:
         raise ValueError(
-            f"the calibration text is too short: {plural(ids.numel(), 'token')} for the {widest} inputs of {name}, "
-            "as many are needed"
+            f"the calibration text is too short: {plural(ids.numel(), 'token')} for {widest} inputs of {name}; "
+            "pass more of it"
         )

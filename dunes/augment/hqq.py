@@ -19,8 +19,8 @@ NORM, BETA, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
 def solve(weight: Tensor, grid: Grid) -> Steps:
     """Scales and real zero points (O, G) of a weight (O, I) in float32.
 
-    The iteration begins at those of round to nearest and stops where no group's mean absolute error falls any more;
-    each group gets the best that it had.
+    The iteration begins at those of round to nearest, and stops where no group's mean absolute error falls any
+    more; each group gets the best that it had.
     """
     groups, mask = grid.grouped(weight), grid.grouped(torch.ones_like(weight[:1]))
     count, beta = mask.sum(-1, keepdim=True), BETA

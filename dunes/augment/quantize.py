@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import awq, gptq, hqq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import require_ids
+from dunes.augment.calibrate import require_ids, require_tokens
 from dunes.augment.change import Change, Show, float_dtype, no_show
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Quantized, Steps
@@ -195,26 +195,30 @@ def decide(
     method: Method = "rtn",
     group: int | None = None,
     symmetric: bool = False,
+    act_order: bool | None = None,
     int8: tree.Where = (),
 ) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each.
 
     `method` is round to nearest, or a solver: gptq and awq need calibration text `ids` (S, T). int4 and int3 have
     a scale for each `group` of a row's inputs (64; 0 for the whole row), and a zero point unless `symmetric`.
-    Places that `int8` selects are int8 instead. Quantized layers that `where` selects by a wildcard are left as
-    they are, so that changes of several kinds can follow each other.
+    GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. Places that `int8` selects
+    are int8 instead. Quantized layers that `where` selects by a wildcard are left as they are, so that changes of
+    several kinds can follow each other.
 
     Raises ValueError for settings that do not go together, and for layers that are not dense.
     """
-    request = _request(kind, double, method, group, symmetric)
+    request = _request(kind, double, group, symmetric) | _method(kind, method, act_order)
+    if symmetric and method == "hqq":
+        raise ValueError("method hqq solves for zero points, which symmetric codes do not have; omit one of them")
     if (ids is not None) != (method in CALIBRATED):
         raise ValueError(
             f"method is {method!r}; calibration text goes with {' and '.join(CALIBRATED)}, and only these"
         )
-    if ids is not None:
-        require_ids(model, ids)
     globs, kept = ([w] if isinstance(w, str) else list(w) for w in (where, int8))
     modules = _dense_layers(model, globs, kept)
+    if ids is not None:
+        _require_text(model, ids, modules)
     places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
     if kept:
         request["int8"] = kept
@@ -225,28 +229,34 @@ def decide(
     )
 
 
-def _request(kind: str, double: bool, method: str, group: int | None, symmetric: bool) -> dict[str, Any]:
-    """The settings that this kind has. Raises ValueError for others, and for what does not go together.
-
-    Plain int8 and NF4 are recorded as version 2 did: older versions open them, and adapters and runs on such a
-    base stay comparable with older ones.
-    """
+def _request(kind: str, double: bool, group: int | None, symmetric: bool) -> dict[str, Any]:
+    """The settings that this kind has. Raises ValueError for others."""
     if kind not in METHODS or (double and kind != "nf4"):
         raise ValueError(
             f"kind is {kind!r}, double {double}; expected {', '.join(METHODS)}, and double only with nf4"
         )
-    if method not in METHODS[kind]:
-        raise ValueError(f"kind {kind} has no method {method!r}; expected {', '.join(METHODS[kind])}")
-    by_group = kind in ("int4", "int3")
-    if not by_group and (group is not None or symmetric):
-        raise ValueError(f"kind {kind} has no choice of group or symmetry; these go with int4 and int3")
-    if symmetric and method == "hqq":
-        raise ValueError("method hqq solves for zero points, which symmetric codes do not have; omit one of them")
+    if kind in ("int8", "nf4"):
+        if group is not None or symmetric:
+            raise ValueError(f"kind {kind} has no choice of group or symmetry; these go with int4 and int3")
+        return {"kind": kind, "double": double}
     if (group := GROUP if group is None else group) < 0:
         raise ValueError(f"group is {group}; expected a number of inputs, or 0 for the whole row")
-    if not by_group:
-        return {"kind": kind, "double": double} | ({"method": method} if method != "rtn" else {})
-    return {"kind": kind, "double": False, "method": method, "group": group, "symmetric": symmetric}
+    return {"kind": kind, "double": double, "group": group, "symmetric": symmetric}
+
+
+def _method(kind: str, method: str, act_order: bool | None) -> dict[str, Any]:
+    """The settings of the method. Raises ValueError for one that this kind does not have.
+
+    Plain int8 and NF4 are recorded as version 2 did: older versions open them, and adapters and runs on such a
+    base stay comparable with older ones.
+    """
+    if method not in METHODS[kind]:
+        raise ValueError(f"kind {kind} has no method {method!r}; expected {', '.join(METHODS[kind])}")
+    if act_order is not None and method != "gptq":
+        raise ValueError(f"method {method} has no act_order; it goes with gptq")
+    if method == "gptq":
+        return {"method": method, "act_order": act_order is not False}
+    return {} if kind in ("int8", "nf4") else {"method": method}
 
 
 def _dense_layers(model: nn.Module, globs: list[str], kept: list[str]) -> dict[str, nn.Module]:
@@ -258,6 +268,13 @@ def _dense_layers(model: nn.Module, globs: list[str], kept: list[str]) -> dict[s
     if quantized := [name for name, m in (layers or selected).items() if isinstance(m, Quantized)]:
         raise ValueError(f"{quantized[0]}: already quantized; load the dense model and quantize that")
     return layers
+
+
+def _require_text(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for text that is not the model's, or has fewer tokens than a layer has inputs."""
+    require_ids(model, ids)
+    linears = {name: m for name, m in layers.items() if isinstance(m, nn.Linear)}
+    require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
 
 
 def _quantizable(module: nn.Module) -> bool:
@@ -329,7 +346,9 @@ def solve(
     if ids is None:
         raise ValueError(f"method {method} needs calibration text")
     if method == "gptq":
-        solved, short = gptq.solve(model, ids, {n: grid for n, grid in grids.items() if grid}, show)
+        solved, short = gptq.solve(
+            model, ids, {n: grid for n, grid in grids.items() if grid}, change.request["act_order"], show
+        )
         places = {
             n: {**settings, **({"method": "rtn"} if n in short else {})} for n, settings in change.places.items()
         }

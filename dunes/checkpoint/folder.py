@@ -16,6 +16,7 @@ from torch import nn
 
 from dunes import __version__
 from dunes.augment import lora
+from dunes.augment.masked import mask_linears, masked_places
 from dunes.checkpoint.files import atomic
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
@@ -37,6 +38,8 @@ READY = ".ready"
 MAX_RETRIES = 10
 """How often a folder is read again after concurrent saves before it is locked."""
 SPECIAL_TOKENS = ("bos", "eos", "pad")
+MASKED = "masked"
+"""The card's key of the places whose zeros stay while they are trained."""
 T = TypeVar("T")
 
 
@@ -85,7 +88,8 @@ def save(
     if context_length < 1:
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
     described, folder = hf_config_of(model, context_length), Path(folder)
-    facts = dict(facts or {})
+    facts = {key: value for key, value in (facts or {}).items() if key != MASKED}
+    facts |= {MASKED: masked} if (masked := masked_places(model)) else {}
     if isinstance(described, Architecture):
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
@@ -302,7 +306,19 @@ def load_decoder(source: Source) -> Decoder:
     else:
         architectures.fill(model, weights, source.card)
         lora.set_adapter(model, source.card.get("adapter"))
+    _mask(model, source)
     return model
+
+
+def _mask(model: nn.Module, source: Source) -> None:
+    """Keep the zeros of pruned layers. Raises ValueError if the card's list of them does not fit the model."""
+    places = source.card.get(MASKED, [])
+    try:
+        if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
+            raise ValueError("expected a list of places")
+        mask_linears(model, places)
+    except ValueError as error:
+        raise ValueError(f"{source.folder / CARD}: {MASKED!r}: {error}") from None
 
 
 def open_verified_source(

@@ -51,6 +51,7 @@ NOT_INHERITED = (
     "structure",
     "changes",
     "history",
+    "masked",
 )
 """Keys of a card that the card of a changed model does not inherit."""
 
