@@ -9,14 +9,16 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
+from dunes.augment.quantize import CALIBRATED
 from dunes.checkpoint.base import DTYPES, weights_identity
 from dunes.checkpoint.convert import Show, exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
+from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
-from dunes.runs.score import calibration_ids
+from dunes.runs.score import calibration_ids, trained_text
 from dunes.units import format_bytes, plural
 
 LEARNED = ("trained", "finetuned", "measured", "timings")
@@ -65,6 +67,35 @@ def augment_folder(
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
         f"written as {describe_form(loaded)}",
     ]
+
+
+def quantize_folder(
+    folder: Path,
+    out: Path,
+    *,
+    kind: str,
+    method: str | None = None,
+    calibration: Sequence[str] = (),
+    show: Show = lambda what, share: None,
+    **request: Any,
+) -> list[str]:
+    """`augment_folder` for quantization; the default `method` is gptq for int4 and int3 with text for it, else rtn.
+
+    That is text in the `calibration` sources, or else that of the model's training. Raises ValueError as that
+    does, and for sources together with a method that reads none.
+    """
+    text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
+    chosen = method or ("gptq" if kind in ("int4", "int3") and text else "rtn")
+    if calibration and chosen not in CALIBRATED:
+        raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
+    sources = calibration if chosen in CALIBRATED else None
+    lines = augment_folder(
+        folder, out, "quantize", calibration=sources, show=show, kind=kind, method=chosen, **request
+    )
+    if method is None and chosen == "gptq":
+        source = "the calibration text" if calibration else "the text that the model was trained on"
+        return [f"method gptq, which reads {source}; --method rtn reads none", *lines]
+    return lines
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:

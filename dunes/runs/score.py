@@ -40,7 +40,7 @@ def score_folder(
 def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
     """The token ids of all text in the sources, and the number of files; without sources, of the validation split
     recorded in the card. Raises ValueError if the card does not record one."""
-    tokenizer, trained = loaded.require_tokenizer(), _trained(loaded.card)
+    tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     separate = bool(trained.get("separate_documents"))
     if sources:
         corpus = collect_corpus(sources, **options)
@@ -60,7 +60,7 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = ()) -> Tensor:
     Without sources, over the training split that the card records. Raises ValueError if it records none, or
     if the text is shorter than one sequence.
     """
-    trained = _trained(loaded.card)
+    trained = trained_text(loaded.card)
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     if not (sources or trained):
         raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
@@ -74,7 +74,7 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = ()) -> Tensor:
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
 
 
-def _trained(card: Mapping[str, Any]) -> Mapping[str, Any]:
+def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
     """The card's record of training on text; empty if there is none, or a damaged one."""
     if not isinstance(trained := card.get("trained"), dict):
         return {}
