@@ -79,7 +79,7 @@ def quantize_folder(
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
-    """`augment_folder` for quantization; the default `method` is gptq for int4 and int3 with text for it, else rtn.
+    """`augment_folder` for quantization; by default the method is gptq for int4 and int3 with text, else rtn.
 
     That is text in the `calibration` sources, or else that of the model's training. Raises ValueError as that
     does, and for sources together with a method that reads none.
