@@ -14,7 +14,7 @@ from dunes import tree
 from dunes.augment.adapted import sides
 from dunes.augment.change import Change
 from dunes.augment.masked import unmask_linears
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.parts import Decoder, cache_for
 from dunes.units import plural
 

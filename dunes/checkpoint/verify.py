@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros, sides
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.checkpoint.forms import native
 from dunes.checkpoint.source import Source

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
+from dunes.augment.quantize import CALIBRATED
 from dunes.checkpoint.base import DTYPES, weights_identity
 from dunes.checkpoint.convert import Show, exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
+from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
-from dunes.runs.score import calibration_ids
+from dunes.runs.score import calibration_ids, trained_text
 from dunes.units import format_bytes, plural
 
 LEARNED = ("trained", "finetuned", "measured", "timings")
@@ -45,8 +47,8 @@ def augment_folder(
     show("reading", 0.0)
     loaded = checkpoint.load(folder)
     if calibration is not None:
-        amount = getattr(CHANGES[name], "calibration_tokens", None)
-        request["ids"] = calibration_ids(loaded, calibration, *([] if amount is None else [amount(loaded.model)]))
+        tokens = getattr(CHANGES[name], "calibration_tokens", lambda model: None)(loaded.model)
+        request["ids"] = calibration_ids(loaded, calibration, tokens)
     show("measuring", 0.1)
     size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
     show(name, 0.2)
@@ -74,6 +76,35 @@ def _describe_compact(out: Path) -> str:
     """What a compact folder is, and the size of its weights."""
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return f"written in a compact form, {format_bytes(size)}, which only dunes opens; dunes convert makes it plain"
+
+
+def quantize_folder(
+    folder: Path,
+    out: Path,
+    *,
+    kind: str,
+    method: str | None = None,
+    calibration: Sequence[str] = (),
+    show: Show = lambda what, share: None,
+    **request: Any,
+) -> list[str]:
+    """`augment_folder` for quantization; by default the method is gptq for int4 and int3 with text, else rtn.
+
+    That is text in the `calibration` sources, or else that of the model's training. Raises ValueError as that
+    does, and for sources together with a method that reads none.
+    """
+    text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
+    chosen = method or ("gptq" if kind in ("int4", "int3") and text else "rtn")
+    if calibration and chosen not in CALIBRATED:
+        raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
+    sources = calibration if chosen in CALIBRATED else None
+    lines = augment_folder(
+        folder, out, "quantize", calibration=sources, show=show, kind=kind, method=chosen, **request
+    )
+    if method is None and chosen == "gptq":
+        source = "the calibration text" if calibration else "the text that the model was trained on"
+        return [f"method gptq, which reads {source}; --method rtn reads none", *lines]
+    return lines
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:

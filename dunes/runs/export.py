@@ -13,7 +13,7 @@ from dunes import augment, checkpoint
 from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import active_adapter
 from dunes.augment.masked import masked_places
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.files import atomic
 from dunes.checkpoint.files.lazy_tensor import Weights, in_memory
