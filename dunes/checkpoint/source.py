@@ -12,8 +12,8 @@ from typing import Any
 from dunes.checkpoint.files import header, pickle_file
 from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.forms import bitsandbytes, gguf, native
 from dunes.checkpoint.forms import card as cards
-from dunes.checkpoint.forms import gguf, native
 from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
@@ -231,15 +231,20 @@ def _adapter_hint(folder: Path) -> str:
 
 def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     hf_config = json_file.read(folder / CONFIG, json_file.MAX_CONFIG_BYTES)
+    notes: tuple[str, ...] = ()
     if (quantized := hf_config.get("quantization_config")) is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ValueError(
-            f"{folder / CONFIG}: quantized with {header.quote(method)}; only plain weights are read, get those"
-        )
+        if not bitsandbytes.is_four_bits(quantized):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            raise ValueError(
+                f"{folder / CONFIG}: quantized with {header.quote(method)}; only plain weights and bitsandbytes' "
+                "of four bits are read, get those"
+            )
+        hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
+        files, notes = bitsandbytes.dense_weights(files), ("bitsandbytes' weights of four bits, dequantized",)
     with _naming_errors(folder / CONFIG):
         family = family_of(hf_config)
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
-    return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored)
+    return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored, notes)
 
 
 def _apply_renames(
