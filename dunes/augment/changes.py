@@ -30,6 +30,7 @@ CHANGES: dict[str, Any] = {
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
 - if new weights are computed, `fill(model, change, weights)`, from the state dict before the change; after a
   `solve`, from that behind it: `fill(model, change, weights, solved)`,
+- if more calibration text than usual is of use, `calibration_tokens(model) -> int`,
 - if a user should see what was decided, `describe(change) -> str`, one sentence,
 - and if it can be taken back, `undo(model, change)`; with `RESTORES = True`, it gives back the very weights.
 """
