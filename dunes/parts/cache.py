@@ -123,7 +123,7 @@ class Cache:
         return torch.where(slots <= last[:, None], slots, -1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
-        """True (B, T, S) where a query (B, T, 1) may attend to the key in a slot, whose positions are (B, 1, S)."""
+        """True (B, T, S) where a query at (B, T, 1) may attend to the key of each slot, at (B, 1, S)."""
         return (key >= 0) & (key <= query)
 
     @property

@@ -1,16 +1,17 @@
 """A key/value cache in 8, 4 or 2 bits: keys by channel, values by token, the last tokens whole.
 
-KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens, so a grid for each channel over
-a group of tokens fits them, and none does for values. Tokens are in groups of G. A group is stored as codes when it is
-complete, and a query reads the codes once the whole group has left the last R tokens, the query's own included; until
-then it reads the tokens themselves. What a query reads follows from its position alone, not from how a text was cut
-into forwards, nor from the other rows.
+KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens, so a grid for each channel
+over a group of tokens fits them; values have no such channels. A group of G tokens is stored as codes when it is
+complete, and a query reads the codes once the whole group has left the last R tokens, the query's own included;
+until then it reads the tokens themselves. What a query reads follows from its position alone, not from how a text
+was cut into forwards, nor from the other rows.
 
-Tokens stay whole for a while longer than they are read, in a ring of a few groups, so that a short rollback is exact.
+Tokens stay whole for a while longer than they are read, in a ring of a few groups, so that a short rollback is
+exact.
 """
 
 # Shapes: B batch, T new tokens, S readable slots, K key/value heads, N groups, G tokens in a group, D head dim,
-# W tokens in the ring, P bytes of the codes of a token.
+# W tokens in the ring, P words of codes.
 
 import copy
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ SMALLEST = 2.0**-24
 class CacheFormat:
     """How a cache stores keys and values; raises ValueError for what it cannot store.
 
-    Each grid has 2 ** bits values from a minimum on, in equal steps, both in float16. Keys have one for each channel
-    and `group` tokens, values one for each token and `group` channels (all of a head where it does not divide them).
-    The last `residual` tokens are read whole. `keys` and `values` are there to compare with other choices.
+    Each grid has 2 ** bits values from a minimum on, in equal steps, both in float16. Keys have one for each
+    channel and `group` tokens, values one for each token and `group` channels (all of a head if `group` does not
+    divide them). The last `residual` tokens are read whole. `keys` and `values` serve comparisons.
     """
 
     bits: int
@@ -64,10 +65,11 @@ class CacheFormat:
         """Bytes of one row in one layer, for keys and values of this many bytes each.
 
         2 * K * (W + 1) * D * itemsize for whole tokens, and for each of ceil(capacity / G) + 1 groups and head
-        2 * G * ceil(D * bits / 8) for codes and 4 for each grid: D of keys, G * D / min(G, D) of values.
+        2 * 8 * ceil(G * D * bits / 64) for codes, and 4 for each grid: D of keys; D of values, or G if it does not
+        divide D.
         """
         groups = -(-capacity // self.group) + 1
-        codes = 2 * self.group * -(-head_dim * self.bits // 8)
+        codes = 2 * 8 * _words(self.group * head_dim, self.bits)
         grids = sum(4 * self.grids(axis, head_dim) for axis in (self.keys, self.values))
         return kv_heads * (groups * (codes + grids) + 2 * (self.ring + 1) * head_dim * itemsize)
 
@@ -85,10 +87,11 @@ class QuantizedGroups:
 
     def __init__(self, like: Tensor, groups: int, format: CacheFormat, axis: Axis) -> None:
         batch, heads, _, self.dim = like.shape
-        self.bits, self.axis, self.parts = format.bits, axis, format.parts(like.shape[3])
+        self.bits, self.size, self.axis = format.bits, format.group, axis
+        self.parts = format.parts(self.dim)
         grid = (1, self.dim) if axis == "channel" else (format.group, self.parts, 1)
-        width = -(-self.dim * format.bits // 8)
-        self.codes = like.new_zeros(batch, heads, groups, format.group, width, dtype=torch.uint8)
+        words = _words(format.group * self.dim, format.bits)
+        self.codes = like.new_zeros(batch, heads, groups, words, dtype=torch.int64)
         self.scale = like.new_zeros(batch, heads, groups, *grid, dtype=torch.float16)
         self.zero = torch.zeros_like(self.scale)
 
@@ -96,18 +99,23 @@ class QuantizedGroups:
         """Store groups x (B, K, n, G, D) under these numbers (B, n)."""
         codes, scale, zero = quantize(self._divide(x.float()), -2 if self.axis == "channel" else -1, self.bits)
         rows = torch.arange(len(numbers), device=numbers.device)[:, None]
-        new = pack(codes.reshape(x.shape), self.bits), scale, zero
+        new = pack(codes.reshape(*x.shape[:3], -1), self.bits), scale, zero
         for stored, values in zip(self._tensors(), new, strict=True):
             stored.transpose(1, 2)[rows, numbers] = values.transpose(1, 2)
 
-    def read(self, n: int) -> Tensor:
-        """The tokens (B, K, n * G, D) of the first n groups."""
-        codes = self._divide(unpack(self.codes[:, :, :n], self.bits, self.dim).float())
-        x = codes.mul_(self.scale[:, :, :n].float()).add_(self.zero[:, :, :n].float())
-        return x.view(*x.shape[:2], -1, self.dim)
+    def read(self, n: int, out: Tensor) -> None:
+        """Write the tokens of the first n groups into `out` (B, K, n * G, D)."""
+        codes = unpack(self.codes[:, :, :n], self.bits, self.size * self.dim)
+        x = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        groups = x.view(*x.shape[:2], n, self.size, self.dim)
+        groups.copy_(codes.view(groups.shape))
+        groups = self._divide(groups)
+        groups.mul_(self.scale[:, :, :n].float()).add_(self.zero[:, :, :n].float())
+        if x is not out:
+            out.copy_(x)
 
     def _divide(self, x: Tensor) -> Tensor:
-        return x if self.axis == "channel" else x.unflatten(-1, (self.parts, -1))
+        return x if self.axis == "channel" else torch.unflatten(x, -1, (self.parts, -1))
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.codes, self.scale, self.zero
@@ -156,22 +164,24 @@ def _round_outwards(x: Tensor, towards: float) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., D) of so many bits in ceil(D * bits / 8) bytes: byte i holds those of i, P + i, 2 P + i, ..."""
-    per_byte = 8 // bits
-    codes = F.pad(codes, (0, -codes.shape[-1] % per_byte)).unflatten(-1, (per_byte, -1))
-    return (codes << _shifts(bits, codes)).sum(-2, dtype=torch.uint8)
+    """Codes (..., n) of so many bits in words of 8 bytes (..., P): byte i has codes i, 8 P + i, 16 P + i, ..."""
+    count = 8 * _words(codes.shape[-1], bits) * (8 // bits)
+    codes = F.pad(codes, (0, count - codes.shape[-1])).view(torch.int64)
+    parts = torch.unflatten(codes, -1, (8 // bits, -1)).unbind(-2)
+    return torch.stack([part << bits * i for i, part in enumerate(parts)]).sum(0)
 
 
-def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """The inverse of `pack`: codes (..., dim) from bytes (..., P)."""
-    if bits == 8:
-        return packed
-    codes = (packed.unsqueeze(-2) >> _shifts(bits, packed)).bitwise_and_(2**bits - 1)
-    return codes.flatten(-2)[..., :dim]
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack`: codes (..., count) from words (..., P)."""
+    # Shifting words is several times as fast as shifting bytes; what crosses into another byte is masked.
+    mask = int.from_bytes(bytes([2**bits - 1]) * 8, "little", signed=True)
+    parts = [packed] if bits == 8 else [(packed >> i) & mask for i in range(0, 8, bits)]
+    return torch.cat(parts, -1).view(torch.uint8)[..., :count]
 
 
-def _shifts(bits: int, like: Tensor) -> Tensor:
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)[:, None]
+def _words(count: int, bits: int) -> int:
+    """How many words of 8 bytes hold so many codes."""
+    return -(-count * bits // 64)
 
 
 @dataclass(frozen=True)
@@ -236,29 +246,29 @@ class QuantizedCache(Cache):
 
     def _plan(self, positions: Tensor) -> _Writes:
         size, ring = self.format.group, self.format.ring
-        number = lambda n: torch.arange(n, device=positions.device)
         real, begun = positions >= 0, self.length // size
         kept = real & (positions >= self._ring_start(positions.amax(1))[:, None])
         count = self._completed(positions.shape[1])
-        groups = begun[:, None] + number(count)
+        numbers = torch.arange(max(size, count), device=real.device)
+        groups = begun[:, None] + numbers[:count]
         complete = (groups + 1) * size <= (self.length + real.sum(1))[:, None]
         index = positions - begun[:, None] * size
         return _Writes(
             torch.where(kept, positions % ring, ring),
             torch.where(complete, groups, self._group_count),
             torch.where(real & (index < count * size), index, count * size),
-            (begun[:, None] * size + number(size)) % ring,
+            (begun[:, None] * size + numbers[:size]) % ring,
         )
 
     def _completed(self, new: int) -> int:
-        """How many groups at most become complete in a row: exact, without reading lengths, where they are equal."""
+        """How many groups at most become complete in a row; exactly, where all rows are equal."""
         size = self.format.group
         if self._in_order:
             return self.max_length // size - (self.max_length - new) // size
         return (size - 1 + new) // size
 
     def _ring_start(self, last: Tensor) -> Tensor:
-        """The first position (B,) that the ring holds after the last one (B,), a multiple of G; may be negative."""
+        """The first position (B,), a multiple of G, of those that the ring holds up to the last one (B,)."""
         return last // self.format.group * self.format.group + self.format.group - self.format.ring
 
     @property
@@ -285,8 +295,12 @@ class QuantizedCache(Cache):
         assert writes is not None, "start comes first"
         if writes.groups.shape[1]:
             groups.write(writes.groups, self._complete_groups(ring, new, writes))
-        parts = [groups.read(self._readable_groups).to(new.dtype), ring[:, :, :-1], new]
-        readable = torch.cat(parts[::2] if self._empty else parts, 2)
+        count = self._readable_groups * self.format.group
+        whole = [new] if self._empty else [ring[:, :, :-1], new]
+        slots = count + sum(x.shape[2] for x in whole)
+        readable = new.new_empty(*new.shape[:2], slots, new.shape[3])
+        groups.read(self._readable_groups, readable[:, :, :count])
+        torch.cat(whole, 2, out=readable[:, :, count:])
         ring.scatter_(2, writes.ring[:, None, :, None].expand_as(new), new)
         return readable
 
@@ -307,7 +321,7 @@ class QuantizedCache(Cache):
         return torch.cat(parts[::2] if self._empty else parts, 1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
-        """True (B, T, S) where a query (B, T, 1) may attend to the key in a slot, whose positions are (B, 1, S)."""
+        """True (B, T, S) where a query at (B, T, 1) may attend to the key of each slot, at (B, 1, S)."""
         size = self.format.group
         codes = torch.arange(key.shape[2], device=key.device) < self._readable_groups * size
         left = query >= (key // size + 1) * size + self.format.residual - 1
@@ -323,12 +337,14 @@ class QuantizedCache(Cache):
     def truncate(self, n: Tensor) -> Tensor:
         """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain, at most G - 1 fewer.
 
-        Up to SLACK tokens are dropped without a trace. After more, of what would be read whole the codes may be all
-        that is left: they are read instead, off by half a step at most. If that is in the middle of a group, the
-        group is dropped, and the caller evaluates its tokens again, so that none is quantized twice.
+        Up to SLACK tokens are dropped without a trace. After more, codes may be all that is left of tokens that
+        would be read whole: they are read instead, off by half a step at most. A group of which only the beginning
+        would remain in codes is dropped, and the caller evaluates it again, so that nothing is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
-        remaining = super().truncate(torch.where(n < self.first_whole, n // self.format.group * self.format.group, n))
+        remaining = super().truncate(
+            torch.where(n < self.first_whole, n // self.format.group * self.format.group, n)
+        )
         self.first_whole = torch.minimum(self.first_whole, remaining)
         return remaining
 
