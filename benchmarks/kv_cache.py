@@ -1,9 +1,10 @@
 """What a cache in fewer bits buys and costs: bytes, decoding speed, and validation loss through the cache.
 
-python benchmarks/kv_cache.py [--width 384 --depth 6] [--model MODEL --text FILE --tokens 30000]
+python benchmarks/kv_cache.py --width 384 --depth 6
+python benchmarks/kv_cache.py --model MODEL
 
-Speed is of random weights without a compiled step, each form in turn; the loss is of the text's last tenth in
-windows of the model's context, fed in chunks, which gives that of decoding token by token.
+Speed is of random weights without a compiled step, each form in turn; the loss is of the model's validation text,
+in windows of its context, fed in chunks, which gives that of decoding token by token.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,6 +23,7 @@ from dunes.generate import PrefixCache, generate
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.parts import CacheFormat, cache_for
+from dunes.runs.score import evaluation_tokens
 
 FORMATS = {"full": None} | {f"int{bits}": CacheFormat(bits) for bits in (8, 4, 2)}
 SHAPES = {"GPT-2 124M": (12, 12, 64), "Mistral 7B": (32, 8, 128), "LLaMA 7B": (32, 32, 128)}
@@ -35,22 +38,23 @@ def row_bytes(layers: int, heads: int, dim: int, tokens: int) -> dict[str, int]:
     return {name: layers * size for name, size in sizes.items()}
 
 
-def rate(model: nn.Module, format: CacheFormat | None, prompt: int, tokens: int) -> float:
-    """Tokens/s after a prompt."""
-    cache = PrefixCache(model, format=format)
+def rates(model: nn.Module, format: CacheFormat | None, prompt: int, tokens: int) -> tuple[float, float]:
+    """Tokens/s of a prompt, and after it."""
+    cache, start = PrefixCache(model, format=format), time.perf_counter()
     stream = generate(model, [1] * prompt, limit=tokens + 1, context_length=prompt + tokens + 1, cache=cache)
     next(stream)
-    start = time.perf_counter()
-    return sum(1 for _ in stream) / (time.perf_counter() - start)
+    first = time.perf_counter()
+    return prompt / (first - start), sum(1 for _ in stream) / (time.perf_counter() - first)
 
 
-def speeds(width: int, depth: int, rounds: int) -> dict[int, dict[str, float]]:
-    """The best tokens/s of each format, by length of the prompt."""
+def speeds(width: int, depth: int, rounds: int) -> dict[int, dict[str, tuple[float, float]]]:
+    """The best tokens/s with each format, by length of the prompt: of the prompt, and after it."""
     model = initialise(llama.build(llama.Config.from_size(4096, width, depth, 4096))).eval()
-    best = {n: dict.fromkeys(FORMATS, 0.0) for n in (128, 1024, 3072)}
-    for (n, rates), _ in itertools.product(best.items(), range(rounds)):
+    best = {n: dict.fromkeys(FORMATS, (0.0, 0.0)) for n in (128, 1024, 3072)}
+    for (n, fastest), _ in itertools.product(best.items(), range(rounds)):
         for name, format in FORMATS.items():
-            rates[name] = max(rates[name], round(rate(model, format, n, 32), 1))
+            pair = zip(fastest[name], rates(model, format, n, 32), strict=True)
+            fastest[name] = tuple(round(max(rate), 1) for rate in pair)
     return best
 
 
@@ -77,31 +81,29 @@ def variants() -> dict[str, CacheFormat | None]:
     }
 
 
-def losses(folder: Path, text: Path, tokens: int) -> dict[str, float]:
+def losses(folder: Path) -> dict[str, float]:
     """The loss without quantization, and by how much each variant is above it."""
     loaded = checkpoint.load_with_tokenizer(folder)
-    model, content = loaded.model.eval(), text.read_text()
-    ids = torch.tensor(loaded.require_tokenizer().encode(content[len(content) * 9 // 10 :])[: tokens + 1])
+    ids = torch.from_numpy(np.asarray(evaluation_tokens(loaded)[0], np.int64))
     windows = ids.unfold(0, loaded.context_length + 1, loaded.context_length)
-    results = {name: loss(model, windows, format) for name, format in variants().items()}
+    results = {name: loss(loaded.model.eval(), windows, format) for name, format in variants().items()}
     return {name: round(value - (results["full"] if name != "full" else 0), 4) for name, value in results.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("width", 384), ("depth", 6), ("rounds", 3), ("tokens", 28_000), ("row", 4096)):
+    for name, value in (("width", 384), ("depth", 6), ("rounds", 3), ("row", 4096)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name in ("model", "text"):
-        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--model", type=Path)
     options = parser.parse_args()
     print(
         json.dumps({"bytes": {name: row_bytes(*shape, options.row) for name, shape in SHAPES.items()}}, indent=1)
     )
     if options.model:
-        print(json.dumps({"loss": losses(options.model, options.text, options.tokens)}, indent=1))
+        print(json.dumps({"loss": losses(options.model)}, indent=1))
     else:
-        rates = speeds(options.width, options.depth, options.rounds)
-        print(json.dumps({"threads": torch.get_num_threads(), "tokens/s": rates}, indent=1))
+        fastest = speeds(options.width, options.depth, options.rounds)
+        print(json.dumps({"threads": torch.get_num_threads(), "tokens/s": fastest}))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from dunes import checkpoint
+from dunes.cli import verbs
 from dunes.generate import PrefixCache, generate, look_up
-from dunes.models import FAMILIES
+from dunes.models import FAMILIES, llama
 from dunes.models.initialise import initialise
 from dunes.parts import Cache, CacheFormat, QuantizedCache, cache_for
 from dunes.parts.quantized_cache import SLACK, pack, quantize, unpack
+from dunes.runs.chat import load_chat_engine
+from dunes.runs.sampling import SamplingOptions
+from dunes.text import Tokenizer
+from dunes.units import format_bytes
 
 HEADS, LENGTH = 2, 70
 FORMATS = [
@@ -287,3 +293,30 @@ def test_proposals_and_rollbacks_write_the_same_text():
 def test_a_step_and_a_format_are_refused():
     with pytest.raises(ValueError, match="a compiled step reads whole keys and values"):
         PrefixCache(made(), step=object(), format=CacheFormat(4))
+
+
+def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "model"
+    model = initialise(llama.build(llama.Config.from_size(265, 64, 2, 128)))
+    checkpoint.save(model, folder, Tokenizer.train("bytes", ()), 128)
+
+    def refuse(*arguments):
+        raise AssertionError("a step")
+
+    monkeypatch.setattr("dunes.runs.step_package.load_step", refuse)
+    assert verbs.generate(str(folder), SamplingOptions(tokens=100), "abcdefgh" * 8, cache="int4") == 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 2
+    assert "--cache int4: the compiled step is not used" in error
+    capacity, heads, dim = 128, model.blocks[0].attn.k.out_features // 64, 64
+    assert f", int4 cache of {format_bytes(2 * CacheFormat(4).layer_bytes(capacity, heads, dim, 4))}\n" in error
+
+    engine = load_chat_engine(str(folder), compiles=True, format=CacheFormat(2))
+    generator = engine.chat_model().generator
+    generator.text("abc", 5)
+    assert generator.cache.cache.format == CacheFormat(2)
+
+    monkeypatch.setattr("dunes.runs.chat.load_chat_engine", lambda *arguments: pytest.fail(str(arguments[-1])))
+    with pytest.raises(pytest.fail.Exception, match=r"CacheFormat\(bits=8, group=32, residual=32"):
+        verbs.chat(str(folder), "a", cache="int8")
+    assert capsys.readouterr().err.startswith("--cache int8: the compiled step is not used")
