@@ -104,9 +104,9 @@ def test_what_is_read_depends_on_the_position_alone(format, cuts):
 def test_a_row_reads_the_same_in_a_ragged_batch(format):
     k, v, generator = random(3, HEADS, LENGTH, 8), random(3, HEADS, LENGTH, 5, seed=1), torch.Generator()
     generator.manual_seed(2)
-    cache, held = QuantizedCache(3, 20, format=format), [0, 0, 0]
-    cache.grow(LENGTH)
-    for width in (25, 1, 9, 1, 1, 1, 14, 2, 1, 1, 9):
+    cache, held = QuantizedCache(3, 26, format=format), [0, 0, 0]
+    for width in (25, 1, 9, 1, 1, 1, 14, 2, 1, 1, 30):
+        cache.grow(26 if width == 25 else LENGTH)
         wanted = width, int(torch.randint(width + 1, (), generator=generator)), width // 2
         new = [min(n, LENGTH - h) for n, h in zip(wanted, held, strict=True)]
         real = torch.arange(width) >= width - torch.tensor(new)[:, None]
@@ -260,6 +260,7 @@ def test_a_cache_of_which_nothing_is_quantized_yet_is_a_full_one():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bytes_are_those_of_the_formula(bits, dtype):
     model, format = made(dtype=dtype), CacheFormat(bits)
+    rough = CacheFormat(bits, group=24)  # which does not divide the channels
     attention = model.blocks[0].attn
     heads = attention.k.out_features // attention.head_dim
     for capacity in (100, 1000, 1024):
@@ -270,6 +271,9 @@ def test_the_bytes_are_those_of_the_formula(bits, dtype):
         model(ids(3, 5), cache=full)
         assert full.nbytes == 3 * 2 * 2 * heads * (capacity + 1) * attention.head_dim * dtype.itemsize
         assert capacity == 100 or cache.nbytes < full.nbytes
+    cache = QuantizedCache(1, 240, format=rough)
+    model(ids(1, 5), cache=cache)
+    assert cache.nbytes == 2 * rough.layer_bytes(240, heads, attention.head_dim, dtype.itemsize)
     # For 64 channels and groups of 32: codes, a grid a channel, and two grids a token.
     slope = format.layer_bytes(3200, 1, 64, 2) - format.layer_bytes(0, 1, 64, 2)
     assert slope == 3200 * (2 * 8 * bits + 2 * 4 + 2 * 4)

@@ -247,6 +247,7 @@ class QuantizedCache(Cache):
     def _plan(self, positions: Tensor) -> _Writes:
         size, ring = self.format.group, self.format.ring
         real, begun = positions >= 0, self.length // size
+        # A slot is written once: which of several values stays is not defined on a GPU.
         kept = real & (positions >= self._ring_start(positions.amax(1))[:, None])
         count = self._completed(positions.shape[1])
         numbers = torch.arange(max(size, count), device=real.device)
