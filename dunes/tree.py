@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 from torch import nn
 
@@ -35,6 +35,11 @@ def anything(module: nn.Module) -> bool:
 def linear(module: nn.Module) -> bool:
     """Whether the module maps `in_features` to `out_features`, whatever its class."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def is_dense(module: object) -> TypeGuard[nn.Linear]:
+    """Whether the module computes what `nn.Linear` does with its weight and bias, and nothing else."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:

@@ -416,8 +416,8 @@ def test_more_refusals():
     with pytest.raises(ValueError, match="adapters a, b are at different places"):
         merge(model)
     merge(model, "a")
-    with pytest.raises(ValueError, match="kind is 'int4'"):
-        quantize(model, kind="int4")
+    with pytest.raises(ValueError, match="kind is 'int5'"):
+        quantize(model, kind="int5")
 
 
 def test_any_module_with_linears_and_blocks_that_are_wrapped():

@@ -65,6 +65,8 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
+        if keeps_zeros(base) and not self.depends_on_input:
+            return (y + self._masked_update(x, base)).to(y.dtype)
         update = self.update(x)
         if self.magnitude is None:
             return (y + update).to(y.dtype)
@@ -85,6 +87,11 @@ class Adapter(nn.Module):
         if self.A0 is not None and self.B0 is not None:
             y = y - F.linear(F.linear(x, self.A0), self.B0)
         return y * self.config.scale
+
+    def _masked_update(self, x: Tensor, base: nn.Module) -> Tensor:
+        """(..., I) -> (..., O): by the difference of the matrices, in which the base's zeros are zero."""
+        x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
+        return F.linear(x, self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A and B, of twice the rank with PiSSA, whose product times the scale is the update of the matrix."""
@@ -111,10 +118,12 @@ class Adapter(nn.Module):
         return squares.clamp(min=TINY).sqrt()
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The base's matrix plus the update, (O, I) for a linear layer."""
+        """The base's matrix plus the update, (O, I) for a linear layer; zeros of a pruned base stay."""
         a, b = self.factors()
         with _without_autocast(a):
             whole = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
+        if keeps_zeros(base):
+            whole = whole * (dense(base) != 0)
         if self.magnitude is None:
             return whole
         norms = whole.detach().square().sum(1).clamp(min=TINY).sqrt()
@@ -132,6 +141,11 @@ class EmbeddingAdapter(Adapter):
         """The table (I, O) plus the update."""
         with _without_autocast(self.A):
             return dense(base).to(dtype) + self.config.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
+
+
+def keeps_zeros(module: nn.Module) -> bool:
+    """Whether the zeros of this linear layer are to stay, as those of a pruned one."""
+    return bool(getattr(module, "keeps_zeros", False))
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:

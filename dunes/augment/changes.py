@@ -4,17 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import expand, experts, lora, lora_experts, routing, upcycle
-from dunes.augment.change import Change
+from dunes.augment import expand, experts, lora, lora_experts, prune, routing, upcycle
+from dunes.augment.change import Change, Show, no_show
 
 CHANGES: dict[str, Any] = {
     "expand": expand,
     "experts": experts,
     "lora": lora,
     "lora-experts": lora_experts,
+    "prune": prune,
     "quantize": quantization,
     "routing": routing,
     "upcycle": upcycle,
@@ -23,30 +24,42 @@ CHANGES: dict[str, Any] = {
 
 - `VERSION`, which rises when an older record would give another model,
 - `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
+- if the weights change while the model is still dense, as by calibration, `solve(model, change, ids, show)
+  -> tuple[Change, Mapping[str, Any]]`: it changes them in place, and returns the record with what it decided, and
+  by place what `fill` needs besides the weights,
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
-- if new weights are computed, `fill(model, change, weights)`, from the state dict before the change,
+- if new weights are computed, `fill(model, change, weights)`, from the state dict before the change; after a
+  `solve`, from that behind it: `fill(model, change, weights, solved)`,
+- if more calibration text than usual is of use, `calibration_tokens(model) -> int`,
 - if a user should see what was decided, `describe(change) -> str`, one sentence,
 - and if it can be taken back, `undo(model, change)`; with `RESTORES = True`, it gives back the very weights.
 """
 
 
-def apply_change(model: nn.Module, name: str, **request: Any) -> Change:
+def apply_change(model: nn.Module, name: str, *, show: Show = no_show, **request: Any) -> Change:
     """Change the model, and return the record of the change.
 
-    `request` are arguments of the change's `decide`. Raises ValueError for an invalid request, before anything is
-    changed.
+    `request` are arguments of the change's `decide`; the calibration text among them, `ids` (S, T), also goes to
+    its `solve`. Raises ValueError for an invalid request, before anything is changed.
     """
     change: Change = CHANGES[name].decide(model, **request)
-    make_change(model, change)
-    return change
+    return make_change(model, change, request.get("ids"), show)
 
 
-def make_change(model: nn.Module, change: Change) -> None:
-    """Make a change that was decided before: its structure and its first weights."""
-    entry, weights = _entry(change), model.state_dict()
+def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, show: Show = no_show) -> Change:
+    """Make a change that was decided before: its structure and its first weights. Returns its record.
+
+    The record has more in it where weights are solved for, by the calibration text `ids` (S, T) if the change
+    needs one.
+    """
+    entry, solved = _entry(change), None
+    if hasattr(entry, "solve"):
+        change, solved = entry.solve(model, change, ids, show)
+    weights = model.state_dict()
     repeat_structure(model, change)
     if hasattr(entry, "fill"):
-        entry.fill(model, change, weights)
+        entry.fill(model, change, weights, *([] if solved is None else [solved]))
+    return change
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:

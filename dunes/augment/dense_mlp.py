@@ -28,7 +28,7 @@ def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
         if isinstance(tree.innermost(module), MoE):
             raise ValueError(f"{place}: already a mixture of experts; make the change to the dense model")
         for name, layer in {"": module, **dict(module.named_children())}.items():
-            if type(layer) not in (MLP, GatedMLP, nn.Linear):
+            if type(layer) not in (MLP, GatedMLP) and not tree.is_dense(layer):
                 raise ValueError(
                     f"{place}{'.' * bool(name)}{name} is {type(layer).__name__}; expected a plain linear layer: "
                     "merge adapters (dunes augment merge) and dequantize (dunes export --to hf) first"

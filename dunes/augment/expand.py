@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import sides
 from dunes.augment.change import Change
-from dunes.augment.quantize import Quantized
+from dunes.augment.masked import unmask_linears
+from dunes.augment.quantized import Quantized
 from dunes.parts import Decoder, cache_for
 from dunes.units import plural
 
@@ -74,7 +75,8 @@ def shape(model: nn.Module, change: Change) -> None:
     for index in _indices(change):
         if not 0 < index <= len(blocks):
             raise ValueError(f"blocks.{index}: the model has only {plural(len(blocks), 'block')} to stand behind")
-        tree.insert(model, "blocks", index, deepcopy(blocks[index - 1]))
+        tree.insert(model, "blocks", index, block := deepcopy(blocks[index - 1]))
+        unmask_linears(block)  # their zeros are there to be trained
 
 
 def _indices(change: Change) -> list[int]:

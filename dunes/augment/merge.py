@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import Adapted, dense, is_embedding
+from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros
 from dunes.augment.lora import adapted_modules
+from dunes.augment.masked import MaskedLinear
 
 
 class Merged(NamedTuple):
@@ -76,7 +77,7 @@ def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:
         plain = (
             nn.Embedding(*weight.shape)
             if is_embedding(base)
-            else nn.Linear(weight.shape[1], weight.shape[0], False)
+            else (MaskedLinear if keeps_zeros(base) else nn.Linear)(weight.shape[1], weight.shape[0], False)
         )
     trainable = any(p.requires_grad for p in base.parameters())
     plain.weight = nn.Parameter(weight, trainable)

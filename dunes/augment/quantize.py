@@ -1,55 +1,32 @@
-"""Quantized linear layers: int8 per row, and NF4 in blocks of 64.
+"""Quantized linear layers: int8 per row, int4 and int3 by group, and NF4 in blocks of 64.
 
 QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.07339
 """
 
 # Shapes: I inputs, O outputs, N blocks.
 
-from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
-from typing import Literal
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment import awq, gptq, hqq
 from dunes.augment.adapted import dense
-from dunes.augment.change import Change, float_dtype
-from dunes.ops import low_rank
-from dunes.ops.autocast import autocast_dtype
+from dunes.augment.calibrate import require_ids, require_tokens
+from dunes.augment.change import Change, Show, float_dtype, no_show
+from dunes.augment.group_int import GroupInt
+from dunes.augment.quantized import Grid, Quantized, Steps
+from dunes.units import plural
 
-VERSION = 2
+VERSION = 3
 
 BLOCK = 64
 OUTER = 256
 """Blocks that share one scale of scales, with double quantization."""
-
-
-class Quantized(nn.Module, ABC):
-    """A linear layer whose forward dequantizes its weight each time, and again in the backward pass."""
-
-    makes_dense = True  # `dense` returns a new matrix without gradient
-    supports_packing = True
-    mutable_buffers = ()  # training changes no code and no scale
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
-        self.dtype = base.weight.dtype
-
-    @abstractmethod
-    def fill(self, weight: Tensor) -> None:
-        """Quantize this matrix (O, I)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or (self.bias is not None and self.bias.requires_grad):
-            return F.linear(x, self.dense().to(autocast_dtype(x)), self.bias)
-        return low_rank.frozen(x, self.dense, self.bias)
-
-    @abstractmethod
-    def dense(self) -> Tensor:
-        """The dequantized matrix (O, I) in the original dtype."""
 
 
 class Int8(Quantized):
@@ -64,10 +41,11 @@ class Int8(Quantized):
         self.register_buffer("codes", torch.empty(shape, dtype=torch.int8, device=device))
         self.register_buffer("scale", torch.empty(shape[0], 1, device=device))
 
-    def fill(self, weight: Tensor) -> None:
-        weight = weight.float()
-        self.scale.copy_(weight.abs().amax(1, keepdim=True) / 127)
-        self.codes.copy_((weight / self.scale.clamp(min=1e-30)).round())
+    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+        weight, grid = weight.float(), Grid(8, symmetric=True)
+        steps = steps or grid.fit(weight)
+        self.scale.copy_(steps.scale)
+        self.codes.copy_(grid.codes(weight, steps))
 
     def dense(self) -> Tensor:
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
@@ -96,7 +74,8 @@ class NF4(Quantized):
         self.register_buffer("outer", torch.empty(-(-blocks // OUTER), 1, device=device) if double else None)
         self.register_buffer("middle", torch.empty((), device=device) if double else None)
 
-    def fill(self, weight: Tensor) -> None:
+    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+        assert steps is None, "its levels are fixed"
         codes, scale = encode(weight)
         if len(codes) % 2:
             codes = F.pad(codes, (0, 1), value=7)  # the code of zero
@@ -192,31 +171,135 @@ def dequantize(model: nn.Module) -> list[str]:
     return tree.replace(model, places, make, reach="inner") if places else []
 
 
-Kind = Literal["int8", "nf4"]
+Kind = Literal["int8", "int4", "int3", "nf4"]
+Method = Literal["rtn", "gptq", "awq", "hqq"]
+BITS = {"int8": 8, "int4": 4, "int3": 3}
+METHODS = {
+    "int8": ("rtn", "gptq"),
+    "int4": ("rtn", "gptq", "awq", "hqq"),
+    "int3": ("rtn", "gptq", "awq", "hqq"),
+    "nf4": ("rtn",),
+}
+CALIBRATED = ("gptq", "awq")
+"""Methods that need calibration text."""
+GROUP = 64
 
 
 def decide(
     model: nn.Module,
     *,
+    ids: Tensor | None = None,
     where: tree.Where = ("blocks.**", "!**.router", "!**.router.**"),
     kind: Kind = "nf4",
     double: bool = False,
+    method: Method = "rtn",
+    group: int | None = None,
+    symmetric: bool = False,
+    act_order: bool | None = None,
+    int8: tree.Where = (),
 ) -> Change:
-    """The record of the change: every setting, the places and the dtype of each. Raises ValueError for others."""
-    if kind not in ("int8", "nf4") or (double and kind != "nf4"):
+    """The record of the change: every setting, the places, and the kind and dtype of each.
+
+    `method` is round to nearest, or a solver: gptq and awq need calibration text `ids` (S, T). int4 and int3 have
+    a scale for each `group` of a row's inputs (64; 0 for the whole row), and a zero point unless `symmetric`.
+    GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. Places that `int8` selects
+    are int8 instead. Quantized layers that `where` selects by a wildcard are left as they are, so that changes of
+    several kinds can follow each other.
+
+    Raises ValueError for settings that do not go together, and for layers that are not dense.
+    """
+    request = _request(kind, double, group, symmetric) | _method(kind, method, act_order)
+    if symmetric and method == "hqq":
+        raise ValueError("method hqq solves for zero points, which symmetric codes do not have; omit one of them")
+    if (ids is not None) != (method in CALIBRATED):
         raise ValueError(
-            f"kind is {kind!r}, double {double}; expected 'int8' or 'nf4', and double only with 'nf4'"
+            f"method is {method!r}; calibration text goes with {' and '.join(CALIBRATED)}, and only these"
         )
-    globs = [where] if isinstance(where, str) else list(where)
-    modules = {p.name: tree.innermost(p.module) for p in tree.find(model, globs, _quantizable)}
-    if quantized := [name for name, module in modules.items() if isinstance(module, Quantized)]:
-        raise ValueError(f"{quantized[0]}: already quantized; load the dense model and quantize that")
+    globs, kept = ([w] if isinstance(w, str) else list(w) for w in (where, int8))
+    modules = _dense_layers(model, globs, kept)
+    if ids is not None:
+        _require_text(model, ids, modules)
     places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
-    return Change("quantize", VERSION, {"where": globs, "kind": kind, "double": double}, places)
+    if kept:
+        request["int8"] = kept
+        for name, settings in places.items():
+            settings["kind"] = "int8" if tree.matches(kept, name) else kind
+    return Change(
+        "quantize", 2 if {*request} == {"kind", "double"} else VERSION, {"where": globs, **request}, places
+    )
+
+
+def _request(kind: str, double: bool, group: int | None, symmetric: bool) -> dict[str, Any]:
+    """The settings that this kind has. Raises ValueError for others."""
+    if kind not in METHODS or (double and kind != "nf4"):
+        raise ValueError(
+            f"kind is {kind!r}, double {double}; expected {', '.join(METHODS)}, and double only with nf4"
+        )
+    if kind in ("int8", "nf4"):
+        if group is not None or symmetric:
+            raise ValueError(f"kind {kind} has no choice of group or symmetry; these go with int4 and int3")
+        return {"kind": kind, "double": double}
+    if (group := GROUP if group is None else group) < 0:
+        raise ValueError(f"group is {group}; expected a number of inputs, or 0 for the whole row")
+    return {"kind": kind, "double": double, "group": group, "symmetric": symmetric}
+
+
+def _method(kind: str, method: str, act_order: bool | None) -> dict[str, Any]:
+    """The settings of the method. Raises ValueError for one that this kind does not have.
+
+    Plain int8 and NF4 are recorded as version 2 did: older versions open them, and adapters and runs on such a
+    base stay comparable with older ones.
+    """
+    if method not in METHODS[kind]:
+        raise ValueError(f"kind {kind} has no method {method!r}; expected {', '.join(METHODS[kind])}")
+    if act_order is not None and method != "gptq":
+        raise ValueError(f"method {method} has no act_order; it goes with gptq")
+    if method == "gptq":
+        return {"method": method, "act_order": act_order is not False}
+    return {} if kind in ("int8", "nf4") else {"method": method}
+
+
+def _dense_layers(model: nn.Module, globs: list[str], kept: list[str]) -> dict[str, nn.Module]:
+    """The linear layers by place that either list selects, less quantized ones that no name selects by itself."""
+    selected = {p.name: tree.innermost(p.module) for p in tree.find(model, globs, _quantizable)}
+    if kept:
+        selected |= {p.name: tree.innermost(p.module) for p in tree.find(model, kept, _quantizable)}
+    layers = {name: m for name, m in selected.items() if not isinstance(m, Quantized) or name in (*globs, *kept)}
+    if quantized := [name for name, m in (layers or selected).items() if isinstance(m, Quantized)]:
+        raise ValueError(f"{quantized[0]}: already quantized; load the dense model and quantize that")
+    return layers
+
+
+def _require_text(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for text that is not the model's, or has fewer tokens than a layer has inputs."""
+    require_ids(model, ids)
+    linears = {name: m for name, m in layers.items() if isinstance(m, nn.Linear)}
+    require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
 
 
 def _quantizable(module: nn.Module) -> bool:
     return isinstance(tree.innermost(module), nn.Linear | Quantized)
+
+
+def grid_at(change: Change, place: str) -> Grid | None:
+    """The grid of the weight at this place; None for NF4's levels."""
+    request, kind = change.request, change.places[place].get("kind", change.request["kind"])
+    if kind in ("nf4", "int8"):
+        return Grid(8, symmetric=True) if kind == "int8" else None
+    return Grid(BITS[kind], request["group"], request["symmetric"], request["method"] == "hqq")
+
+
+def describe(change: Change) -> str:
+    """The kind and the method, in one sentence."""
+    request = change.request
+    names = {"rtn": "rounded to nearest", "gptq": "by GPTQ", "awq": "by AWQ", "hqq": "by HQQ"}
+    group = request.get("group")
+    size = "" if group is None else f" in groups of {group}" if group else " with a scale for each row"
+    kept = sum(settings.get("kind") == "int8" != request["kind"] for settings in change.places.values())
+    return (
+        f"{request['kind']}{size}{', symmetric' * bool(request.get('symmetric'))}, "
+        f"{names[request.get('method', 'rtn')]}" + (f"; int8 at {plural(kept, 'place')}" if kept else "")
+    )
 
 
 def shape(model: nn.Module, change: Change) -> None:
@@ -224,29 +307,80 @@ def shape(model: nn.Module, change: Change) -> None:
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
-    request = change.request
-
-    def make(base: nn.Module) -> nn.Module:
-        assert isinstance(base, nn.Linear)
-        layer = Int8(base) if request["kind"] == "int8" else NF4(base, request["double"])
-        return layer.train(base.training)
-
-    linears = {p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), nn.Linear)}
-    if missing := sorted({*change.places} - linears):
+    linears = {p.name: tree.innermost(p.module) for p in tree.places(model)}
+    dense_places = {name for name, module in linears.items() if isinstance(module, nn.Linear)}
+    if missing := sorted({*change.places} - dense_places):
         raise ValueError(f"{missing[0]}: this model has no such dense linear layer; was it quantized already?")
     dtypes = {name: float_dtype(s["dtype"]) for name, s in change.places.items() if "dtype" in s}
-    tree.replace(model, {*change.places}, make, reach="inner")
+    layers = {id(linears[name]): _layer(linears[name], change, name) for name in change.places}
+    tree.replace(model, {*change.places}, lambda base: layers[id(base)], reach="inner")
     for name, module in _quantized(model).items():
         module.dtype = dtypes.get(name, module.dtype)
 
 
+def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
+    """The layer without codes that takes the place of a linear one."""
+    assert isinstance(base, nn.Linear)
+    grid = grid_at(change, place)
+    layer: Quantized
+    if grid is None:
+        layer = NF4(base, change.request["double"])
+    else:
+        layer = Int8(base) if grid.bits == 8 else GroupInt(base, grid)
+    return layer.train(base.training)
+
+
+def solve(
+    model: nn.Module, change: Change, ids: Tensor | None, show: Show = no_show
+) -> tuple[Change, dict[str, Steps]]:
+    """The grids that a method chose, by place, after it has changed the weights in place.
+
+    GPTQ rounds them, and records the places that had too little text and are rounded to nearest. AWQ only scales
+    them, with the layers before them, which leaves what the model computes. Raises ValueError, before anything is
+    changed, for weights that are not finite.
+    """
+    _require_finite(model, change)
+    method, grids = change.request.get("method", "rtn"), {name: grid_at(change, name) for name in change.places}
+    if method not in CALIBRATED:
+        return change, {}
+    if ids is None:
+        raise ValueError(f"method {method} needs calibration text")
+    if method == "gptq":
+        solved, short = gptq.solve(
+            model, ids, {n: grid for n, grid in grids.items() if grid}, change.request["act_order"], show
+        )
+        places = {
+            n: {**settings, **({"method": "rtn"} if n in short else {})} for n, settings in change.places.items()
+        }
+        return replace(change, places=places), solved
+    awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid and grid.bits < 8}, show)
+    return change, {}
+
+
+def _require_finite(model: nn.Module, change: Change) -> None:
+    for place in tree.places(model):
+        if place.name in change.places:
+            least, largest = dense(tree.innermost(place.module)).aminmax()
+            if not (least.isfinite() and largest.isfinite()):
+                raise ValueError(f"{place.name}: not all weights are finite; dunes inspect --values lists them")
+
+
 @torch.no_grad()
-def fill(model: nn.Module, change: Change, weights: MutableMapping[str, Tensor]) -> None:
-    """Quantize the weights, each of which is dropped from `weights` afterwards."""
+def fill(
+    model: nn.Module,
+    change: Change,
+    weights: MutableMapping[str, Tensor],
+    solved: Mapping[str, Steps] | None = None,
+) -> None:
+    """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
     for name, module in _quantized(model).items():
         if name in change.places:
-            module.fill(weights.pop(f"{paths[id(module)]}.weight"))
+            weight = weights.pop(f"{paths[id(module)]}.weight")
+            steps = (solved or {}).get(name)
+            if isinstance(module, GroupInt) and module.grid.real_zero:
+                steps = hqq.solve(weight.float(), module.grid)
+            module.fill(weight, steps)
 
 
 def undo(model: nn.Module, change: Change) -> None:

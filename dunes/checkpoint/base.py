@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dunes.augment import lora
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint.files import atomic
 from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.forms.card import CARD

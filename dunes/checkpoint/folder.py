@@ -16,7 +16,9 @@ from torch import nn
 
 from dunes import __version__
 from dunes.augment import lora
+from dunes.augment.masked import mask_linears, masked_places
 from dunes.checkpoint.files import atomic
+from dunes.checkpoint.files.compact import COMPACT, compacted
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.checkpoint.forms import architecture as architectures
@@ -37,6 +39,8 @@ READY = ".ready"
 MAX_RETRIES = 10
 """How often a folder is read again after concurrent saves before it is locked."""
 SPECIAL_TOKENS = ("bos", "eos", "pad")
+MASKED = "masked"
+"""The card's key of the places whose zeros stay while they are trained."""
 T = TypeVar("T")
 
 
@@ -69,12 +73,16 @@ def save(
     check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
     *,
     architecture: Architecture | None = None,
+    compact: bool = False,
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
     A model that no family describes is saved in a form of its own, with its architecture, which must give the same
     model with other weights: `Architecture.of_function(build, **arguments)` for a function that builds it (`load`
     needs that function again), or that of a loaded model with the changes since.
+
+    With `compact`, matrices with many zeros are stored as a mask and the other values (`files.compact`), which
+    only `load` reads.
 
     `check` is called with the staged folder before it is moved into place; it may raise, and its result is added
     to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready` when
@@ -85,7 +93,8 @@ def save(
     if context_length < 1:
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
     described, folder = hf_config_of(model, context_length), Path(folder)
-    facts = dict(facts or {})
+    facts = {key: value for key, value in (facts or {}).items() if key != MASKED}
+    facts |= {MASKED: masked} if (masked := masked_places(model)) else {}
     if isinstance(described, Architecture):
         known, settings, weights = _hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
@@ -101,9 +110,10 @@ def save(
             "function that builds it, Architecture.of_function(build), then checkpoint.load(folder, build=build)"
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
+    stored, file = (compacted(weights), COMPACT) if compact else (weights, SINGLE)
 
     def fill(staged: Path) -> None:
-        write_tensors(staged, weights)
+        write_tensors(staged, stored, name=file)
         ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -112,7 +122,7 @@ def save(
         (staged / CARD).write_text(json.dumps(card))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
-    write_files(folder, fill, sum(w.nbytes for w in weights.values()))
+    write_files(folder, fill, sum(w.nbytes for w in stored.values()))
 
 
 def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
@@ -302,7 +312,19 @@ def load_decoder(source: Source) -> Decoder:
     else:
         architectures.fill(model, weights, source.card)
         lora.set_adapter(model, source.card.get("adapter"))
+    _mask(model, source)
     return model
+
+
+def _mask(model: nn.Module, source: Source) -> None:
+    """Keep the zeros of pruned layers. Raises ValueError if the card's list of them does not fit the model."""
+    places = source.card.get(MASKED, [])
+    try:
+        if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
+            raise ValueError("expected a list of places")
+        mask_linears(model, places)
+    except ValueError as error:
+        raise ValueError(f"{source.folder / CARD}: {MASKED!r}: {error}") from None
 
 
 def open_verified_source(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dunes import tree
 from dunes.generate.step_script import Run, load_script
 from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
@@ -219,7 +220,7 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _matrices(model: nn.Module) -> list[Tensor]:
-    return [m.weight for m in model.modules() if type(m) is nn.Linear or type(m) is nn.Embedding]
+    return [m.weight for m in model.modules() if tree.is_dense(m) or type(m) is nn.Embedding]
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,9 @@ depends on the routing and so cannot be estimated.
 
 # Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +36,8 @@ from dunes.ops.autocast import autocast_dtype
 
 FEW = 1
 """Up to this many tokens per expert, on average, the plain form is faster without gradients."""
+
+_ONE_BY_ONE = ContextVar("one_by_one", default=False)
 
 Stack = Tensor | Sequence[Tensor]
 """A matrix of equal shape for each expert: a view of their storage, or a sequence."""
@@ -60,6 +64,16 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tens
             outputs = expert(x[token]) * weights[token, slot, None]
             y = y.index_add(0, token, outputs.to(y.dtype))
     return y
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Inside, the plain form is used: it calls the linear layers of experts, so that hooks see their tokens."""
+    token = _ONE_BY_ONE.set(True)
+    try:
+        yield
+    finally:
+        _ONE_BY_ONE.reset(token)
 
 
 def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
@@ -208,6 +222,8 @@ def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool
     `weights` are one expert's, which gets `tokens_per_expert` tokens on average. In a process group they may
     belong to FSDP and must not be moved.
     """
+    if not torch.compiler.is_compiling() and _ONE_BY_ONE.get():
+        return False
     dtype = autocast_dtype(x)
     supported = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
     # A model that is loaded one module at a time has the others on the meta device.

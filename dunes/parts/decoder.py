@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dunes import tree
 from dunes.ops.attention import QUERY_BLOCK
 from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
@@ -176,8 +177,7 @@ class Decoder(nn.Module):
         """The matrix (V, dim) if that is all there is to the head; None if it has a bias or is another module."""
         if self.head is None:
             return self.embed.token.weight if isinstance(self.embed.token, nn.Embedding) else None
-        plain = isinstance(self.head, nn.Linear) and type(self.head).forward is nn.Linear.forward
-        return self.head.weight if plain and self.head.bias is None else None
+        return self.head.weight if tree.is_dense(self.head) and self.head.bias is None else None
 
     def _uses_varlen(self, positions: Tensor) -> bool:
         """Whether all documents can stand in one row: attention must then take each by itself."""

@@ -157,7 +157,7 @@ class MoE(nn.Module):
         """The gate, up and down weights of all experts, if the experts are equal in structure."""
         experts = [e for e in self.experts if type(e) is GatedMLP and e.act is F.silu]
         linears = [(e.gate, e.up, e.down) for e in experts]
-        if len(experts) < len(self.experts) or any(type(m) is not nn.Linear for row in linears for m in row):
+        if len(experts) < len(self.experts) or any(not tree.is_dense(m) for row in linears for m in row):
             return None
         signatures = {
             tuple((m.weight.shape, m.weight.dtype, m.weight.device, m.bias) for m in row) for row in linears

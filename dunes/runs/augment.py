@@ -9,14 +9,16 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
+from dunes.augment.quantize import CALIBRATED
 from dunes.checkpoint.base import DTYPES, weights_identity
 from dunes.checkpoint.convert import Show, exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
+from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
-from dunes.runs.score import calibration_ids
+from dunes.runs.score import calibration_ids, trained_text
 from dunes.units import format_bytes, plural
 
 LEARNED = ("trained", "finetuned", "measured", "timings")
@@ -29,32 +31,35 @@ def augment_folder(
     name: str,
     *,
     calibration: Sequence[str] | None = None,
+    compact: bool = False,
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
     """Make the change of this name to the model in a folder, and write the result to `out`; returns a report.
 
     `request` are arguments of the change's `decide`, which also gets the ids of the `calibration` sources, if that
-    is not None; without sources, of the model's training text. The written model is loaded again and compared
-    with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and, with
-    nothing written, if the comparison fails.
+    is not None; without sources, of the model's training text. `compact` is that of `checkpoint.save`. The written
+    model is loaded again and compared with the one in memory. Raises ValueError if `out` exists, for a request
+    that the change refuses, and, with nothing written, if the comparison fails.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
     show("reading", 0.0)
     loaded = checkpoint.load(folder)
     if calibration is not None:
-        request["ids"] = calibration_ids(loaded, calibration)
+        tokens = getattr(CHANGES[name], "calibration_tokens", lambda model: None)(loaded.model)
+        request["ids"] = calibration_ids(loaded, calibration, tokens)
     show("measuring", 0.1)
     size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
     show(name, 0.2)
     identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
-    change = replace(apply_change(loaded.model, name, **request), before=identity)
+    shown: Show = lambda what, share: show(f"{name}: {what}", 0.2 + 0.4 * share)
+    change = replace(apply_change(loaded.model, name, show=shown, **request), before=identity)
     show("measuring", 0.6)
     after = model_logits(loaded.model, loaded.context_length)
     show("writing and comparing", 0.7)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
-    _write(loaded, (change,), out, after, {"change": name, **effect})
+    _write(loaded, (change,), out, after, {"change": name, **effect}, compact)
     show("written", 1.0)
     describe = getattr(CHANGES[name], "describe", None)
     return [
@@ -63,8 +68,43 @@ def augment_folder(
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
-        f"written as {describe_form(loaded)}",
+        _describe_compact(out) if compact else f"written as {describe_form(loaded)}",
     ]
+
+
+def _describe_compact(out: Path) -> str:
+    """What a compact folder is, and the size of its weights."""
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return f"written in a compact form, {format_bytes(size)}, which only dunes opens; dunes convert makes it plain"
+
+
+def quantize_folder(
+    folder: Path,
+    out: Path,
+    *,
+    kind: str,
+    method: str | None = None,
+    calibration: Sequence[str] = (),
+    show: Show = lambda what, share: None,
+    **request: Any,
+) -> list[str]:
+    """`augment_folder` for quantization; by default the method is gptq for int4 and int3 with text, else rtn.
+
+    That is text in the `calibration` sources, or else that of the model's training. Raises ValueError as that
+    does, and for sources together with a method that reads none.
+    """
+    text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
+    chosen = method or ("gptq" if kind in ("int4", "int3") and text else "rtn")
+    if calibration and chosen not in CALIBRATED:
+        raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
+    sources = calibration if chosen in CALIBRATED else None
+    lines = augment_folder(
+        folder, out, "quantize", calibration=sources, show=show, kind=kind, method=chosen, **request
+    )
+    if method is None and chosen == "gptq":
+        source = "the calibration text" if calibration else "the text that the model was trained on"
+        return [f"method gptq, which reads {source}; --method rtn reads none", *lines]
+    return lines
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:
@@ -99,7 +139,12 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
 
 
 def _write(
-    loaded: LoadedModel, changes: tuple[Change, ...], out: Path, expected: Tensor, facts: dict[str, Any]
+    loaded: LoadedModel,
+    changes: tuple[Change, ...],
+    out: Path,
+    expected: Tensor,
+    facts: dict[str, Any],
+    compact: bool = False,
 ) -> None:
     """Save a model with these logits. Raises ValueError, and leaves nothing, if the written one has others."""
 
@@ -110,7 +155,7 @@ def _write(
         return {"augmented": {**facts, "verified": difference}}
 
     with exclusive_folder(out):
-        save_changed(loaded, changes, out, check)
+        save_changed(loaded, changes, out, check, compact)
 
 
 def records(loaded: LoadedModel) -> list[Any]:
@@ -137,13 +182,15 @@ def describe_form(loaded: LoadedModel) -> str:
     return f"a plain Hugging Face folder: {described.family}"
 
 
-def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
+def save_changed(
+    loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any, compact: bool = False
+) -> None:
     """Save a loaded model that was changed since; the card inherits what the change does not concern."""
     facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
         loaded.model, out, loaded.tokenizer, loaded.context_length, facts | {"changes": history(loaded)}, check,
-        architecture=architecture,
+        architecture=architecture, compact=compact,
     )  # fmt: skip
 
 

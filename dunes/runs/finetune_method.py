@@ -11,7 +11,7 @@ from torch import nn
 
 from dunes import tree
 from dunes.augment import CHANGES, Change, lora, make_change, repeat_structure
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.data.examples import Records
 from dunes.parts import Decoder

@@ -52,7 +52,8 @@ class Trainer:
     `lr_scale(step)` is the factor of the optimizer's learning rates. `seed` seeds all randomness inside a step, so
     that random numbers drawn between steps change nothing. A step whose loss or gradient is not finite, or whose
     count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every
-    other step, modules with a method `after_step` are called: what must hold then, such as a mask of weights.
+    other step, modules with a method `after_step` are called: what must hold then, such as a mask of weights; and
+    those with a `before_step` before it.
     With several ranks of torch.distributed, sums and counts are over the batches of all; the model has to be
     sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
     Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss or
@@ -139,11 +140,16 @@ class Trainer:
 
     def update(self) -> None:
         """Apply the gradients, then let modules restore what must hold after a step."""
+        self._call("before_step")
         self.optimizer.step()
         with torch.no_grad():
-            for module in self.model.modules():
-                if after_step := getattr(module, "after_step", None):
-                    after_step()
+            self._call("after_step")
+
+    def _call(self, name: str) -> None:
+        """Call the method of this name of all modules that have one."""
+        for module in self.model.modules():
+            if method := getattr(module, name, None):
+                method()
 
     def _next_lr_scale(self) -> float:
         """The factor of the learning rates for the next step."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import Change, lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint.base import (
     ANY_BASE_HINT,
     BaseRecord,

@@ -118,7 +118,8 @@ def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
         plain = {k: _stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         tensors = {**module._parameters, **module._buffers}
         shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
-        yield ModuleRow(place, type(module).__qualname__, plain, shapes)
+        kind = getattr(type(module), "structure_name", type(module).__qualname__)
+        yield ModuleRow(place, kind, plain, shapes)
 
 
 def _stable_repr(value: Any) -> str:

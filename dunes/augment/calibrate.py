@@ -1,0 +1,204 @@
+"""Calibration: what each linear layer reads of some text, block by block, with later blocks fed by changed ones.
+
+The walk of GPTQ https://arxiv.org/abs/2210.17323 and SparseGPT https://arxiv.org/abs/2301.00774
+"""
+
+# Shapes: S sequences, T tokens, D width, I inputs of a linear layer, N tokens that it gets.
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment.change import Show, no_show
+from dunes.ops.experts import one_by_one
+from dunes.parts import Decoder
+from dunes.parts.context import ForwardContext
+from dunes.units import plural
+
+TOKENS = 4096
+"""Tokens that go through a block at once."""
+
+
+@dataclass
+class Gram:
+    """The inputs x of linear layers over `tokens` tokens.
+
+    `matrix` (I, I) is the sum of x xT, `absolute` (I,) that of |x|; both float32.
+    """
+
+    matrix: Tensor
+    absolute: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def zeros(cls, inputs: int, device: torch.device) -> "Gram":
+        """That of no tokens."""
+        return cls(torch.zeros(inputs, inputs, device=device), torch.zeros(inputs, device=device))
+
+    def add(self, x: Tensor) -> None:
+        """Count the inputs (..., I)."""
+        x = x.detach().flatten(0, -2).float()
+        self.matrix.addmm_(x.T, x)
+        self.absolute += x.abs().sum(0)
+        self.tokens += len(x)
+
+
+Solve = Callable[[Mapping[str, Gram]], None]
+"""Changes the weights of the layers at these places by their inputs."""
+
+
+def require_ids(model: nn.Module, ids: Any) -> None:
+    """Raise ValueError unless the calibration text is ids (S, T) of the model's vocabulary."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.long or 0 in ids.shape:
+        kind = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"the calibration text is {kind}; expected int64 ids (sequences, tokens)")
+    vocab = _decoder(model).embed.token.num_embeddings
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise ValueError(
+            f"the calibration text has ids from {int(ids.min())} to {int(ids.max())}; the model's vocabulary "
+            f"ends at {vocab - 1}: use its own tokenizer"
+        )
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    ids: Tensor,
+    places: Collection[str],
+    solve: Solve,
+    *,
+    sequential: bool = False,
+    show: Show = no_show,
+) -> None:
+    """Let `solve` change the linear layers at `places`, one block after another, by what they read of ids (S, T).
+
+    It is called for each block with the Gram of every place in it; layers that read the same tensor share one,
+    and an expert's is that of its own tokens. The next block reads what the changed one writes. With
+    `sequential`, a block's layers are solved in the order in which they compute, each by what the layers before
+    it write after their change. The head, if it is one of the places, comes last.
+
+    Memory: the hidden states of all tokens, and the Grams of a block. Raises ValueError, before any work, for
+    ids that do not fit, and for places that are no plain linear layers of a block or the head.
+    """
+    require_ids(model, ids)
+    decoder = _decoder(model)
+    linears = _plain_linears(decoder, places)
+    rows = [*torch.split(torch.arange(len(ids)), max(1, TOKENS // ids.shape[1]))]
+    with tree.mode(model, False), one_by_one():
+        ids = ids.to(next(decoder.parameters()).device)
+        ctx = ForwardContext.of(ids)
+        states = torch.cat([decoder.embed(ids[part], ctx) for part in rows])
+        for layer, block in enumerate(decoder.blocks):
+            show(f"block {layer + 1} of {len(decoder.blocks)}", layer / len(decoder.blocks))
+            prefix, run = f"blocks.{layer}.", _Run(block, layer, ctx)
+            inside = {name: module for name, module in linears.items() if name.startswith(prefix)}
+            stages = _stages(run, states[rows[0]], inside) if sequential else [inside]
+            for stage in filter(None, stages):
+                solve(_collect(run, states, rows, stage))
+            for part in rows:
+                states[part] = run(states[part])
+        if "head" in linears:
+            run = _Run(decoder.norm, 0, ctx, head=linears["head"])
+            solve(_collect(run, states, rows, {"head": linears["head"]}))
+
+
+@dataclass
+class _Run:
+    """Calls a block, or the head below its norm, on states."""
+
+    block: nn.Module
+    layer: int
+    ctx: ForwardContext
+    head: nn.Linear | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x, self.ctx, self.layer) if self.head is None else self.head(self.block(x))
+        return y
+
+
+def _collect(run: _Run, states: Tensor, rows: list[Tensor], linears: Mapping[str, nn.Linear]) -> dict[str, Gram]:
+    """The Gram of each linear layer, over all states, in the order in which they compute."""
+    with _watch(linears) as grams:
+        for part in rows:
+            run(states[part])
+    missing = {n: Gram.zeros(m.in_features, m.weight.device) for n, m in linears.items() if n not in grams}
+    return {**grams, **missing}
+
+
+@contextmanager
+def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Gram]]:
+    """The Grams of what these layers read inside; those that read the same tensor share one."""
+    grams: dict[str, Gram] = {}
+    readers: dict[str, str] = {}  # the first layer that reads the same tensor
+    last: list[tuple[Tensor, str]] = []
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(module: nn.Linear, inputs: tuple[Tensor]) -> None:
+            x = inputs[0]
+            first = last[0][1] if last and last[0][0] is x else name
+            if readers.setdefault(name, first) != first:
+                raise ValueError(f"{name}: reads the same tensor as {readers[name]} in some calls only")
+            if first == name:
+                gram = grams.setdefault(name, Gram.zeros(module.in_features, module.weight.device))
+                gram.add(x)
+                last[:] = [(x, name)]
+            grams[name] = grams[first]
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(count(name)) for name, module in linears.items()]
+    try:
+        yield grams
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _stages(run: _Run, states: Tensor, linears: Mapping[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
+    """The layers of a block by when they compute; those with one input together, and those of all experts."""
+    with _watch(linears) as grams:
+        run(states)
+    stage_of: dict[str, int] = {}
+    stages: dict[int, dict[str, nn.Linear]] = {}
+    for name in {**grams, **linears}:
+        stage = stage_of.setdefault(re.sub(r"\d+", "*", name), id(grams.get(name)))
+        stages.setdefault(stage, {})[name] = linears[name]
+    return [*stages.values()]
+
+
+def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Linear]:
+    """The linear layers at these places. Raises ValueError for others."""
+    modules = {p.name: p.module for p in tree.places(decoder) if p.name in names}
+    for name in names:
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear):
+            kind = "no module" if module is None else type(module).__name__
+            raise ValueError(
+                f"{name} is {kind}; calibration needs dense linear layers: merge adapters (dunes augment merge) "
+                "and start from the model that is not quantized"
+            )
+        if not name.startswith("blocks.") and name != "head":
+            raise ValueError(f"{name}: only layers of blocks and the head are calibrated")
+    return {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+
+
+def _decoder(model: nn.Module) -> Decoder:
+    if not isinstance(model, Decoder):
+        raise ValueError(f"{type(model).__name__} is no Decoder, whose blocks calibration runs one after another")
+    return model
+
+
+def require_tokens(ids: Tensor, linears: Mapping[str, nn.Linear]) -> None:
+    """Raise ValueError if there are fewer tokens than inputs of a layer that gets all of them."""
+    name, widest = max(((n, m.in_features) for n, m in linears.items()), key=lambda pair: pair[1])
+    if ids.numel() < widest:
+        raise ValueError(
+            f"the calibration text is too short: {plural(ids.numel(), 'token')} for {widest} inputs of {name}; "
+            "pass more of it"
+        )

@@ -1,0 +1,117 @@
+"""Rounding a linear layer's weight column by column, each error made up for by the columns after it (GPTQ).
+
+https://arxiv.org/abs/2210.17323: with the Gram matrix G of the inputs, the change of the outputs |(W - Q) X|^2 is
+least, given that column j is rounded, if the error of that column is spread over the later ones in proportion to a
+row of the upper Cholesky factor of the inverse of G.
+"""
+
+# Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, so that a column is contiguous.
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment.calibrate import Gram, calibrate
+from dunes.augment.change import Show, no_show
+from dunes.augment.quantized import Grid, Steps, join
+from dunes.augment.sparsegpt import hessian
+
+BLOCK, DAMP = 128, 0.01
+"""Columns that are rounded before the rest of the matrix is updated, and what is added to the Gram's diagonal, as
+a fraction of its mean."""
+
+Factors = dict[int, tuple[Tensor, Tensor | None]]
+
+
+@torch.no_grad()
+def solve(
+    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool, show: Show = no_show
+) -> tuple[dict[str, Steps], list[str]]:
+    """Round the linear layers at these places in place, by what they read of `ids` (S, T).
+
+    Layers that compute earlier come first, and later ones are calibrated on what these then write ("true
+    sequential"). With `act_order` the columns whose inputs are largest come first. Returns the steps (O, G) by
+    place, and the places of experts that got fewer tokens than they have inputs: these are rounded to nearest.
+    """
+    layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
+    solved, short = dict[str, Steps](), list[str]()
+
+    def solve_layers(grams: Mapping[str, Gram]) -> None:
+        factors: Factors = {}
+        for name, gram in grams.items():
+            weight, grid = layers[name].weight, grids[name]
+            if gram.tokens < weight.shape[1]:
+                short.append(name)
+                solved[name] = grid.fit_weight(weight.float())
+                weight.copy_(grid.round_weight(weight.float(), solved[name]))
+                continue
+            if id(gram) not in factors:  # layers with the same input share it
+                factors[id(gram)] = factor_of(gram, act_order)
+            rounded, solved[name] = round_columns(weight.float(), *factors[id(gram)], grid)
+            weight.copy_(rounded)
+
+    calibrate(model, ids, [*grids], solve_layers, sequential=True, show=show)
+    return solved, short
+
+
+def factor_of(gram: Gram, act_order: bool) -> tuple[Tensor, Tensor | None]:
+    """The upper Cholesky factor (I, I) of the inverse of the damped Gram matrix, and the order (I,) of columns.
+
+    Raises ValueError for a matrix that is not finite.
+    """
+    if not act_order:
+        return hessian(gram, DAMP).factor, None
+    order = gram.matrix.diagonal().argsort(descending=True, stable=True)
+    return hessian(replace(gram, matrix=gram.matrix[order][:, order]), DAMP).factor, order
+
+
+def round_columns(weight: Tensor, factor: Tensor, order: Tensor | None, grid: Grid) -> tuple[Tensor, Steps]:
+    """The rounded weight (O, I) and its steps (O, G), for a weight in float32 and `factor_of` its inputs.
+
+    A group's steps are those of its columns as they are when its first column is reached; with an order, they are
+    those of the weight ("static groups").
+    """
+    width = grid.width(weight.shape[1])
+    if order is not None:
+        steps = grid.fit_weight(weight)
+        groups = [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in (order // width).tolist()]
+        columns = _round_in_order(weight.T[order].contiguous(), factor, grid, lambda j, current: groups[j])
+        return columns[order.argsort()].T.contiguous(), steps
+    parts = list[Steps]()
+
+    def steps_of(j: int, current: Tensor) -> Steps:
+        if j % width == 0:
+            parts.append(grid.fit(current[j : j + width].T))
+        return parts[-1]
+
+    columns = _round_in_order(weight.T.clone(memory_format=torch.contiguous_format), factor, grid, steps_of, width)
+    return columns.T.contiguous(), join(parts)
+
+
+def _round_in_order(
+    columns: Tensor, factor: Tensor, grid: Grid, steps_of: Callable[[int, Tensor], Steps], width: int = BLOCK
+) -> Tensor:
+    """The columns (I, O) of a weight, rounded in place from the first to the last."""
+    for start, stop in _blocks(len(columns), width):
+        block, rows = columns[start:stop], factor[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        for i, column in enumerate(block):
+            rounded = grid.round(column[:, None], steps_of(start + i, columns))[:, 0]
+            errors[i] = (column - rounded) / rows[i, i]
+            block[i:].addr_(rows[i, i:], errors[i], alpha=-1)
+            block[i] = rounded
+        columns[stop:] -= factor[start:stop, stop:].T @ errors
+    return columns
+
+
+def _blocks(inputs: int, width: int) -> Iterator[tuple[int, int]]:
+    """Blocks of columns. A group that is wider than one begins with a block, others are whole inside of one."""
+    span = width if width > BLOCK else BLOCK // width * width
+    for first in range(0, inputs, span):
+        last = min(first + span, inputs)
+        for start in range(first, last, BLOCK):
+            yield start, min(start + BLOCK, last)

@@ -1,0 +1,183 @@
+"""Pruning: single weights of linear layers become zero and stay zero, by SparseGPT, Wanda or magnitude.
+
+SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.11695. The layers compute and are
+stored as before; an entry of CHANGES, see `changes.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment import sparsegpt
+from dunes.augment.calibrate import Gram, calibrate, require_ids, require_tokens
+from dunes.augment.change import Change, Show
+from dunes.augment.masked import mask_linears
+from dunes.augment.sparsegpt import Pattern
+from dunes.augment.wanda import lowest, lowest_of_groups, smallest, wanda_scores
+from dunes.units import plural
+
+VERSION = 1
+Method = Literal["sparsegpt", "wanda", "magnitude"]
+SPARSITY = 0.5
+SMALL = 20_000_000
+"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less (LOG.md, "Pruning")."""
+
+
+def decide(
+    model: nn.Module,
+    *,
+    ids: Tensor | None = None,
+    method: Method = "sparsegpt",
+    sparsity: float | None = None,
+    pattern: str | None = None,
+    block: int = 128,
+    damp: float = 0.01,
+    where: tree.Where = ("blocks.**", "!**.router", "!**.router.**"),
+) -> Change:
+    """The record of the change: every setting and the places.
+
+    `sparsity` is the fraction of each layer's weights that become zero, by default a half; with a `pattern`
+    KEPT:GROUP so many of every GROUP consecutive inputs stay. SparseGPT and Wanda need calibration text `ids`
+    (S, T); SparseGPT prunes `block` columns at once and adds `damp` times the mean of H's diagonal to it. Raises
+    ValueError for an invalid request, for layers that are not dense or not finite, and for text that is too short.
+    """
+    _require_choice(method, ids)
+    sparsity, shape = _require_sparsity(sparsity, pattern, block, damp)
+    globs = [where] if isinstance(where, str) else list(where)
+    linears = _find_linears(model, globs)
+    for name, linear in linears.items():
+        if shape is not None and linear.in_features % shape.group:
+            raise ValueError(
+                f"{name}: its {linear.in_features} inputs are no multiple of {shape.group} ({pattern})"
+            )
+        if not linear.weight.isfinite().all():
+            raise ValueError(f"{name}: has weights that are not finite; dunes inspect --values lists them")
+    if ids is not None:
+        require_ids(model, ids)
+        require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
+    request = {"method": method, "sparsity": sparsity, "pattern": pattern, "block": block, "damp": damp}
+    return Change("prune", VERSION, request | {"where": globs}, {name: {} for name in linears})
+
+
+def _require_choice(method: str, ids: Tensor | None) -> None:
+    if method not in get_args(Method):
+        raise ValueError(f"method is {method[:80]!r}; expected {', '.join(get_args(Method))}")
+    if (ids is None) != (method == "magnitude"):
+        needs = "needs calibration text" if ids is None else "takes no calibration text"
+        raise ValueError(f"method {method} {needs}")
+
+
+def _require_sparsity(
+    sparsity: float | None, pattern: str | None, block: int, damp: float
+) -> tuple[float, Pattern | None]:
+    """The fraction of zeros and the pattern. Raises ValueError if they do not agree, and for other values."""
+    shape = None if pattern is None else Pattern.of(pattern)
+    implied = SPARSITY if shape is None else 1 - shape.kept / shape.group
+    sparsity = implied if sparsity is None else sparsity
+    if not 0 < sparsity < 1 or (shape is not None and abs(sparsity - implied) > 1e-9):
+        expected = "more than 0 and less than 1" if shape is None else f"{implied:g}, which {pattern} gives"
+        raise ValueError(f"sparsity is {sparsity:g}; expected {expected}")
+    if block < 1 or (shape is not None and block % shape.group):
+        raise ValueError(f"block is {block}; expected a multiple of {1 if shape is None else shape.group}")
+    if not 0 <= damp < float("inf"):
+        raise ValueError(f"damp is {damp:g}; expected a fraction of at least 0")
+    return sparsity, shape
+
+
+def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
+    """The linear layers to prune by place. Raises ValueError for those that are not dense, and a tied head."""
+    if getattr(model, "head", True) is None and tree.matches(globs, "head"):
+        raise ValueError("head: has the embedding's matrix, which is not pruned; exclude it with '!head'")
+    linears = {}
+    for place in tree.find(model, globs, tree.linear):
+        if isinstance(place.module, nn.Linear):
+            linears[place.name] = place.module
+        elif not any(True for _ in tree.innermost(place.module).children()):
+            raise ValueError(
+                f"{place.name} is {type(place.module).__name__}; prune the dense model: before it is quantized, "
+                "and after adapters are merged (dunes augment merge)"
+            )
+    return linears
+
+
+def calibration_tokens(model: nn.Module) -> int:
+    """How many tokens of calibration text are of use."""
+    return 131_072 if tree.count(model) <= SMALL else 32_768
+
+
+@torch.no_grad()
+def solve(model: nn.Module, change: Change, ids: Tensor | None, show: Show) -> tuple[Change, Mapping[str, Any]]:
+    """Prune the layers, block by block; the record gets the weights and the zeros of each.
+
+    Layers of experts that got fewer tokens than they have inputs are pruned by magnitude, which the record says.
+    """
+    linears = {p.name: p.module for p in tree.places(model) if p.name in change.places}
+    places: dict[str, dict[str, Any]] = {}
+    hessians: dict[int, sparsegpt.Hessian] = {}
+
+    def prune(grams: Mapping[str, Gram]) -> None:
+        hessians.clear()
+        for name, gram in grams.items():
+            places[name] = _prune(name, linears[name], gram, change.request, hessians)
+
+    if change.request["method"] == "magnitude":
+        for i, (name, linear) in enumerate(linears.items()):
+            show(name, i / len(linears))
+            places[name] = _prune(name, linear, None, change.request, hessians)
+    else:
+        assert ids is not None
+        calibrate(model, ids, linears.keys(), prune, show=show)
+    return replace(change, places={name: places[name] for name in change.places}), {}
+
+
+def _prune(
+    name: str, linear: Any, gram: Gram | None, request: Mapping[str, Any], hessians: dict[int, sparsegpt.Hessian]
+) -> dict[str, Any]:
+    """Prune one layer in place; returns what its record says. Factors of shared Grams are kept in `hessians`."""
+    weight: Tensor = linear.weight
+    method, sparsity = request["method"], request["sparsity"]
+    pattern = None if request["pattern"] is None else Pattern.of(request["pattern"])
+    said = {}
+    if gram is not None and gram.tokens < linear.in_features:
+        method, said = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
+    if method == "sparsegpt":
+        assert gram is not None
+        try:
+            h = hessians.setdefault(id(gram), hessians.get(id(gram)) or sparsegpt.hessian(gram, request["damp"]))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        weight.copy_(sparsegpt.prune(weight, h, sparsity, pattern, request["block"]))
+        said = {} if h.damp == request["damp"] else {"damp": h.damp}
+    else:
+        scores = weight.float().abs() if method == "magnitude" or gram is None else wanda_scores(weight, gram)
+        weight.masked_fill_(_chosen(scores, method, sparsity, pattern), 0)
+    return {"weights": weight.numel(), "nonzero": int(weight.count_nonzero()), **said}
+
+
+def _chosen(scores: Tensor, method: str, sparsity: float, pattern: Pattern | None) -> Tensor:
+    """The weights to prune (O, I): by the pattern, else for each output with Wanda, for all with magnitude."""
+    if pattern is not None:
+        return lowest_of_groups(scores, pattern.kept, pattern.group)
+    if method == "wanda":
+        return lowest(scores, int(scores.shape[1] * sparsity), 1)
+    return smallest(scores, sparsity)
+
+
+def describe(change: Change) -> str:
+    """How many weights are zero, and which layers were pruned by magnitude for want of tokens, in one sentence."""
+    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
+    few = [name for name, place in change.places.items() if "tokens" in place]
+    pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
+    more = f"; {plural(len(few), 'layer')} by magnitude: fewer tokens than inputs ({few[0]}, ...)" if few else ""
+    return (
+        f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero ({change.request['method']}{pattern}){more}"
+    )
+
+
+def shape(model: nn.Module, change: Change) -> None:
+    """Keep the zeros. Raises ValueError, before anything is changed, if the change does not fit the model."""
+    mask_linears(model, change.places)

@@ -1,0 +1,139 @@
+"""A linear layer with a quantized weight, and the grid of values that such a weight can take."""
+
+# Shapes: I inputs, O outputs, C columns of a weight, G groups of a row.
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dunes.ops import low_rank
+from dunes.ops.autocast import autocast_dtype
+
+TINY = 1e-30
+"""The least divisor: the scale of a group of zeros is zero."""
+
+
+class Steps(NamedTuple):
+    """Scales and zero points of a weight's groups (O, G), or of some columns (O, 1), in float32."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values scale * (code - zero), with a scale and a zero point for each `group` of a row's inputs.
+
+    Group 0 is the whole row; the last group of a row may be shorter. Symmetric: the zero point is the middle code,
+    and the number of largest magnitude has code 0, so that a scale may be negative (as llama.cpp's Q4_0, which
+    uses all codes). Otherwise the range includes zero, which has a code; with `real_zero` a zero point is any
+    number, and zero may have none. 8 bits are those of `Int8`: symmetric by row, with float32 scales.
+
+    Scales of groups have the values of bfloat16, two bytes with float32's range: codes are computed with the
+    truncated scale, so that it costs next to nothing.
+    """
+
+    bits: int
+    group: int = 0
+    symmetric: bool = False
+    real_zero: bool = False
+
+    @property
+    def lowest(self) -> int:
+        return -127 if self.bits == 8 else 0
+
+    @property
+    def highest(self) -> int:
+        return 127 if self.bits == 8 else 2**self.bits - 1
+
+    def width(self, inputs: int) -> int:
+        """Inputs of a group in rows of `inputs`."""
+        return min(self.group or inputs, inputs)
+
+    def fit(self, columns: Tensor) -> Steps:
+        """The steps of one group (O, 1), or of several: columns (..., C) -> (..., 1). The range includes zero."""
+        if self.symmetric:
+            return self._fit_symmetric(columns)
+        low, high = columns.amin(-1, keepdim=True).clamp(max=0), columns.amax(-1, keepdim=True).clamp(min=0)
+        scale = _truncated((high - low) / self.highest)
+        return Steps(scale, (-low / scale.clamp(min=TINY)).round().clamp(0, self.highest))
+
+    def _fit_symmetric(self, columns: Tensor) -> Steps:
+        if self.bits == 8:
+            scale = columns.abs().amax(-1, keepdim=True) / 127
+            return Steps(scale, torch.zeros_like(scale))
+        middle = 2 ** (self.bits - 1)
+        largest = columns.gather(-1, columns.abs().argmax(-1, keepdim=True))
+        return Steps(_truncated(largest / -middle), torch.full_like(largest, middle))
+
+    def codes(self, columns: Tensor, steps: Steps) -> Tensor:
+        """The codes (..., C), as floating point numbers, of columns with steps (..., 1)."""
+        codes = columns / torch.where(steps.scale.abs() < TINY, TINY, steps.scale)
+        codes = (codes + steps.zero).round() if self.real_zero else codes.round() + steps.zero
+        return codes.clamp(self.lowest, self.highest)
+
+    def round(self, columns: Tensor, steps: Steps) -> Tensor:
+        """The columns (..., C) at the nearest values of the grid with steps (..., 1)."""
+        return (self.codes(columns, steps) - steps.zero) * steps.scale
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        """A weight (O, I) as groups (O, G, C), the last one with zeros at its end if it is shorter."""
+        inputs, width = weight.shape[1], self.width(weight.shape[1])
+        return F.pad(weight, (0, -inputs % width)).view(len(weight), -1, width)
+
+    def fit_weight(self, weight: Tensor) -> Steps:
+        """The steps (O, G) of a weight (O, I)."""
+        steps = self.fit(self.grouped(weight))
+        return Steps(steps.scale[..., 0], steps.zero[..., 0])
+
+    def weight_codes(self, weight: Tensor, steps: Steps) -> Tensor:
+        """The codes (O, I) of a weight with steps (O, G)."""
+        codes = self.codes(self.grouped(weight), Steps(steps.scale[..., None], steps.zero[..., None]))
+        return codes.flatten(1)[:, : weight.shape[1]]
+
+    def round_weight(self, weight: Tensor, steps: Steps) -> Tensor:
+        """The weight (O, I) at the nearest values of the grid with steps (O, G)."""
+        wide = Steps(steps.scale[..., None], steps.zero[..., None])
+        return self.round(self.grouped(weight), wide).flatten(1)[:, : weight.shape[1]]
+
+
+def _truncated(scale: Tensor) -> Tensor:
+    """The next number of bfloat16 towards zero, as float32: with a smaller step the outermost codes are used, so
+    that rounded weights give their own codes again."""
+    return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
+
+
+def join(parts: Sequence[Steps]) -> Steps:
+    """The steps (O, G) of consecutive groups (O, 1)."""
+    return Steps(torch.cat([p.scale for p in parts], 1), torch.cat([p.zero for p in parts], 1))
+
+
+class Quantized(nn.Module, ABC):
+    """A linear layer whose forward dequantizes its weight each time, and again in the backward pass."""
+
+    makes_dense = True  # `dense` returns a new matrix without gradient
+    supports_packing = True
+    mutable_buffers = ()  # training changes no code and no scale
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
+        self.dtype = base.weight.dtype
+
+    @abstractmethod
+    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+        """Quantize this matrix (O, I), with these steps if they are given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or (self.bias is not None and self.bias.requires_grad):
+            return F.linear(x, self.dense().to(autocast_dtype(x)), self.bias)
+        return low_rank.frozen(x, self.dense, self.bias)
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The dequantized matrix (O, I) in the original dtype."""

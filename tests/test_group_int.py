@@ -1,0 +1,254 @@
+"""int4 and int3 by group: packing to the bit, the grid, and layers that save, load, train adapters and export."""
+
+import json
+import struct
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adapters import IDS, build, difference
+from dunes import checkpoint
+from dunes.augment import Change, apply_change, dequantize, quantize
+from dunes.augment.group_int import GroupInt, pack, packed_bytes, unpack
+from dunes.augment.quantize import VERSION, Int8, shape
+from dunes.augment.quantized import Grid, Steps
+from dunes.checkpoint import Architecture
+from dunes.models import llama
+from dunes.runs.augment import augment_folder
+from dunes.runs.export import export
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
+
+GRIDS = [
+    Grid(bits, group, symmetric, real)
+    for bits in (4, 3)
+    for group in (32, 64, 128, 0)
+    for symmetric, real in ((False, False), (True, False), (False, True))
+]
+
+
+def noise(*sides, seed=0):
+    return torch.randn(sides, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(weight, grid):
+    layer = GroupInt(nn.Linear(weight.shape[1], weight.shape[0]), grid)
+    layer.fill(weight)
+    return layer
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 16, 51, 64, 129])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_packed_codes_are_exact_and_take_the_fewest_bytes(bits, count):
+    codes = torch.randint(2**bits, (5, count), generator=torch.Generator().manual_seed(count))
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (5, packed_bytes(count, bits)) == (5, (count * bits + 7) // 8)
+    assert torch.equal(unpack(packed, bits, count), codes.int())
+    for row, data in zip(codes.tolist(), packed.tolist(), strict=True):
+        number = sum(code << bits * i for i, code in enumerate(row))
+        assert bytes(data) == number.to_bytes(len(data), "little")
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("sides", [(5, 51), (8, 64), (3, 129), (6, 256)])
+def test_values_are_the_nearest_of_the_grid(grid, sides):
+    weight = noise(*sides)
+    weight[:, ::7] = 0.0
+    layer = filled(weight, grid)
+    (scale, zero), width = layer.steps(), grid.width(sides[1])
+    wide = [t.repeat_interleave(width, 1)[:, : sides[1]] for t in (scale, zero)]
+    ends = torch.stack([(code - wide[1]) * wide[0] for code in (0, grid.highest)])
+    inside = (weight >= ends.amin(0)) & (weight <= ends.amax(0))
+    error = (layer.dense() - weight).abs()
+    assert (error <= 0.5001 * wide[0].abs())[inside].all(), "Q1"
+    outside = torch.stack([(weight - end).abs() for end in ends]).amin(0)
+    assert (error - outside).abs()[~inside].le(1e-6).all()
+    if grid.symmetric or not grid.real_zero:
+        assert not layer.dense()[weight == 0].any(), "Q1: zero stays zero"
+        assert torch.equal(filled(layer.dense(), grid).codes, layer.codes), "Q3"
+        assert torch.equal(filled(layer.dense(), grid).dense(), layer.dense())
+    if not grid.symmetric and not grid.real_zero:
+        assert (error <= 0.62 * wide[0]).all(), "zero points and scales are rounded"
+    again = GroupInt(nn.Linear(*reversed(sides)), grid)
+    again.fill(layer.dense(), layer.steps())
+    assert torch.equal(again.codes, layer.codes)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_layer_multiplies_by_its_dense_form(grid):
+    weight, x = noise(12, 96), noise(2, 3, 96, seed=1).requires_grad_()
+    layer = filled(weight, grid)
+    y = layer(x)
+    expected = F.linear(x, layer.dense(), layer.bias)
+    assert difference(y, expected) <= 1e-5, "Q6"
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert difference(grad, layer.dense().sum(0).expand_as(grad)) <= 1e-5
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_and_extreme_numbers(grid, dtype):
+    for weight in (torch.zeros(3, 70), torch.ones(3, 70), noise(3, 70) * 1e-6, noise(3, 70) * 6e3):
+        layer = GroupInt(nn.Linear(70, 3, dtype=dtype), grid)
+        layer.fill(weight.to(dtype))
+        assert layer.dense().dtype == dtype
+        loss = (layer.dense().float() - weight).norm() / weight.norm().clamp(min=1e-30)
+        assert loss < 0.3
+    layer.fill(torch.zeros(3, 70))
+    assert not layer.dense().any()
+
+
+def bytes_of(linear, bits, group, zero):
+    """Bytes of a linear layer: codes, scales in two bytes, zero points (none, packed, or in two bytes)."""
+    rows, inputs = linear.weight.shape
+    groups = -(-inputs // (group or inputs))
+    zeros = {"none": 0, "packed": -(-groups * bits // 8), "real": 2 * groups}[zero]
+    return rows * (-(-inputs * bits // 8) + 2 * groups + zeros)
+
+
+@pytest.mark.parametrize(
+    ("request_", "zero"),
+    [
+        ({"kind": "int4"}, "packed"),
+        ({"kind": "int4", "symmetric": True, "group": 32}, "none"),
+        ({"kind": "int3", "group": 0}, "packed"),
+        ({"kind": "int3", "method": "hqq", "group": 24}, "real"),
+    ],
+)
+def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, request_, zero):
+    model, config = build(), llama.Config.from_size(50, 32, 2, 32)
+    linears = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
+    dense = sum(p.nbytes for p in model.parameters()) - sum(m.weight.nbytes for m in linears)
+    bits, group = int(request_["kind"][3:]), request_.get("group", 64)
+    expected = dense + sum(bytes_of(m, bits, group, zero) for m in linears)
+    change = quantize(model, **request_)
+    assert change.version == VERSION
+    checkpoint.save(model, tmp_path / "m", None, 32, architecture=Architecture("llama", config, (change,)))
+    data = (tmp_path / "m" / "model.safetensors").read_bytes()
+    header = struct.unpack("<Q", data[:8])[0]
+    assert len(data) - 8 - header == expected, "Q5"
+    loaded = checkpoint.load(tmp_path / "m")
+    state = loaded.model.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items()), "Q8"
+    assert torch.equal(loaded.model(IDS), model(IDS))
+
+
+def test_a_model_is_shaped_without_numbers():
+    model = build()
+    note = Change.of(json.loads(json.dumps(quantize(model, kind="int3", int8=["blocks.0.attn.*"]).record())))
+    with torch.device("meta"):
+        other = llama.build(llama.Config.from_size(50, 32, 2, 32)).eval()
+    shape(other, note)
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other(IDS), model(IDS))
+    assert isinstance(other.blocks[0].attn.q, Int8)
+    assert isinstance(other.blocks[1].attn.q, GroupInt)
+
+
+def test_adapters_learn_on_a_frozen_base():
+    model = build()
+    quantize(model, kind="int4", group=32)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    change = apply_change(model, "lora", rank=2)
+    model.requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(".adapters." in name)
+    model.train()(IDS, targets=IDS)[0].backward()
+    gradients = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert gradients, "Q10"
+    assert all(name.endswith((".A", ".B")) for name in gradients)
+    assert change.new
+    after = model.state_dict()
+    assert all(torch.equal(after[n.replace(".codes", ".base.codes")], before[n]) for n in before if "codes" in n)
+
+
+def test_layers_below_adapters_are_quantized():
+    model = build()
+    apply_change(model, "lora", rank=2, where="**.q")
+    quantize(model, kind="int4")
+    assert isinstance(model.blocks[0].attn.q.base, GroupInt)
+
+
+def test_changes_of_several_kinds_follow_each_other():
+    one, two = build(), build()
+    quantize(one, kind="int8", where="blocks.0.**")
+    quantize(one, kind="int4")
+    quantize(two, kind="int4", int8="blocks.0.**")
+    assert torch.equal(one(IDS), two(IDS))
+    for request in ({}, {"where": "blocks.0.attn.q"}):
+        with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q: already quantized"):
+            quantize(one, kind="int8", **request)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q: already quantized"):
+        quantize(one, where=["blocks.1.**", "blocks.0.attn.q"])
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"kind": "nf4", "method": "gptq"}, "kind nf4 has no method 'gptq'; expected rtn"),
+        ({"kind": "int8", "method": "hqq"}, "kind int8 has no method 'hqq'; expected rtn, gptq"),
+        ({"kind": "int8", "group": 64}, "kind int8 has no choice of group"),
+        ({"kind": "int4", "double": True}, "double only with nf4"),
+        ({"kind": "int4", "group": -1}, "group is -1; expected"),
+        ({"kind": "int4", "method": "hqq", "symmetric": True}, "solves for zero points"),
+        ({"kind": "int4", "method": "gptq"}, "method is 'gptq'; calibration text goes with"),
+        ({"kind": "int4", "ids": IDS}, "method is 'rtn'; calibration text goes with"),
+        ({"kind": "int4", "where": "**.router"}, "selects nothing"),
+        ({"kind": "int4", "int8": "blocks.7.**"}, "selects nothing"),
+    ],
+)
+def test_requests_that_mean_nothing_are_refused(request_, message):
+    model = build()
+    before = model(IDS)
+    with pytest.raises(ValueError, match=message):
+        quantize(model, **request_)
+    assert torch.equal(model(IDS), before)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "int4"])
+def test_weights_that_are_not_finite_are_refused(kind):
+    model = build()
+    model.blocks[1].attn.k.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn\.k: not all weights are finite"):
+        quantize(model, kind=kind)
+    assert isinstance(model.blocks[0].attn.q, nn.Linear)
+
+
+def test_records_of_before_are_made_and_read():
+    """Plain int8 and NF4 are recorded as version 2 did, and still load."""
+    where = ["blocks.**", "!**.router", "!**.router.**"]
+    for kind, double in (("int8", False), ("nf4", True)):
+        model = build()
+        change = quantize(model, kind=kind, double=double)
+        assert change.version == 2
+        assert change.request == {"where": where, "kind": kind, "double": double}
+        assert all(settings == {"dtype": "float32"} for settings in change.places.values())
+
+
+def test_a_folder_becomes_plain_again(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    checkpoint.save(build(), tmp_path / "dense", None, 32)
+    lines = augment_folder(tmp_path / "dense", tmp_path / "small", "quantize", kind="int4", int8=["blocks.1.**"])
+    assert lines[0] == "int4 in groups of 64, rounded to nearest; int8 at 7 places"
+    export(tmp_path / "small", tmp_path / "plain")
+    model = checkpoint.load(tmp_path / "small").model
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert difference(theirs(IDS).logits, model(IDS)) <= 1e-4
+    assert len(dequantize(model)) == 14
+
+
+def test_columns_are_rounded_one_group_at_a_time():
+    """What a solver uses: the steps of some columns, and the columns on the grid."""
+    grid, weight = Grid(4, 32), noise(6, 96)
+    whole = grid.round_weight(weight, grid.fit_weight(weight))
+    for start in (0, 32, 64):
+        columns = weight[:, start : start + 32]
+        steps = grid.fit(columns)
+        assert isinstance(steps, Steps)
+        assert steps.scale.shape == (6, 1)
+        for i in range(32):
+            assert torch.equal(grid.round(columns[:, i : i + 1], steps), whole[:, start + i : start + i + 1])

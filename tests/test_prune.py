@@ -1,0 +1,332 @@
+"""Pruning: SparseGPT as derived directly, Wanda and magnitude, patterns, zeros that stay."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dunes import checkpoint, tree
+from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, repeat_structure, sparsegpt
+from dunes.augment.calibrate import Gram
+from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
+from dunes.augment.sparsegpt import Pattern
+from dunes.augment.wanda import lowest, smallest, wanda_scores
+from dunes.train import Trainer, muon
+from test_calibrate import IDS, model_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
+
+
+def layer(outputs=24, inputs=32, tokens=400, seed=0):
+    """A weight, and the Gram of inputs that depend on each other."""
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(inputs, inputs, generator=draw) * torch.linspace(0.2, 2, inputs)
+    x = torch.randn(tokens, inputs, generator=draw) @ mix
+    gram = Gram.zeros(inputs, torch.device("cpu"))
+    gram.add(x)
+    return torch.randn(outputs, inputs, generator=draw), gram
+
+
+def damped(gram, damp=0.01):
+    h = 2 / gram.tokens * gram.matrix.double()
+    return h + damp * h.diagonal().mean() * torch.eye(len(h), dtype=torch.double)
+
+
+def exact(weight, h, choose):
+    """SparseGPT without its factor: after each column, the rest is solved for and the column leaves the Hessian.
+
+    `choose(j, weight, inverse)` returns the rows whose weight in column j goes.
+    """
+    weight, inverse = weight.double().clone(), torch.linalg.inv(h)
+    for j in range(weight.shape[1]):
+        rows = choose(j, weight, inverse)
+        # Least squares: the change of the later weights of a row that makes up for weight j, with the earlier ones
+        # fixed, minimises d H d with d_j = -w_j.
+        later = torch.arange(j + 1, weight.shape[1])
+        if len(later):
+            solved = torch.linalg.solve(h[later][:, later], h[later, j])
+            weight[rows[:, None], later] += weight[rows, j, None] * solved
+        weight[rows, j] = 0
+        inverse = inverse[1:, 1:] - inverse[1:, :1] @ inverse[:1, 1:] / inverse[0, 0]
+    return weight
+
+
+def scores(weight, h, columns):
+    """Each weight's error if it alone is pruned: later weights make up for it, earlier ones are fixed."""
+    inverses = {j: torch.linalg.inv(h[j:, j:])[0, 0] for j in columns}
+    return torch.stack([weight[:, j].double().square() / inverses[j] for j in columns], 1)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.7])
+def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
+    weight, gram = layer()
+    h = damped(gram)
+    all_scores = scores(weight, h, range(32))
+    threshold = all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
+    mask = all_scores <= threshold
+    expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
+    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), sparsity, None)
+    assert torch.equal(pruned == 0, mask)
+    assert int(mask.sum()) == int(weight.numel() * sparsity) + 1
+    assert (pruned - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "3:4"])
+def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
+    weight, gram = layer()
+    h, shape = damped(gram), Pattern.of(pattern)
+    chosen = {}
+
+    def choose(j, w, inverse):
+        if j % shape.group == 0:
+            group = range(j, j + shape.group)
+            worst = scores(w, h, group).topk(shape.group - shape.kept, largest=False).indices
+            for i in group:
+                chosen[i] = (worst == i - j).any(1).nonzero()[:, 0]
+        return chosen[j]
+
+    expected = exact(weight, h, choose)
+    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), 0.5, shape)
+    assert (pruned - expected).abs().max() < 1e-4
+    assert ((pruned != 0).unflatten(1, (-1, shape.group)).sum(2) == shape.kept).all()
+
+
+def test_blocks_of_columns_have_a_threshold_each_and_make_up_for_each_other():
+    weight, gram = layer()
+    h = sparsegpt.hessian(gram, 0.01)
+    pruned = sparsegpt.prune(weight, h, 0.5, None, block=8)
+    assert [int((part == 0).sum()) for part in pruned.split(8, 1)] == 4 * [24 * 4 + 1]
+    mask = pruned == 0
+    expected = exact(weight, damped(gram), lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
+    assert (pruned - expected).abs().max() < 1e-4
+
+
+def test_layer_errors_are_ordered():
+    error = dict.fromkeys(("sparsegpt", "wanda", "magnitude"), 0.0)
+    for seed in range(3):
+        weight, gram = layer(64, 64, 800, seed)
+        ways = {
+            "sparsegpt": sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), 0.5, None),
+            "wanda": weight.masked_fill(lowest(wanda_scores(weight, gram), 32, 1), 0),
+            "magnitude": weight.masked_fill(smallest(weight.abs(), 0.5), 0),
+        }
+        for name, pruned in ways.items():
+            d = pruned - weight
+            error[name] += float((d @ gram.matrix * d).sum())
+    print(error)
+    assert error["sparsegpt"] < 0.7 * error["wanda"] < 0.7 * error["magnitude"]
+
+
+def test_wanda_prunes_the_lowest_scores_of_each_output():
+    weight, gram = layer()
+    x_norms = gram.matrix.diagonal().sqrt()
+    mask = lowest(wanda_scores(weight, gram), int(32 * 0.7), 1)
+    assert (mask.sum(1) == 22).all()
+    for row, gone in zip(weight, mask, strict=True):
+        s = row.abs() * x_norms
+        assert s[gone].max() < s[~gone].min()
+
+
+def test_dead_inputs_and_singular_matrices():
+    weight, gram = layer()
+    for i in (3, 17):
+        gram.matrix[i] = gram.matrix[:, i] = 0
+    h = sparsegpt.hessian(gram, 0.01)
+    assert h.damp == 0.01
+    pruned = sparsegpt.prune(weight, h, 0.5, None)
+    assert pruned.isfinite().all()
+    assert not pruned[:, [3, 17]].any()
+    row = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    flat = Gram(row.T @ row, row.abs()[0], 100)  # rank one
+    h = sparsegpt.hessian(flat, 0.0)
+    assert h.damp > 0
+    assert sparsegpt.prune(weight, h, 0.5, None).isfinite().all()
+    with pytest.raises(ValueError, match="not finite"):
+        sparsegpt.hessian(Gram(flat.matrix * math.nan, flat.absolute, 100), 0.01)
+
+
+FAMILY_FIELDS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("arcee", {}), ("mixtral", {"experts": 2})]
+LONG = torch.randint(50, (40, 32), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+@pytest.mark.parametrize(("family", "fields"), FAMILY_FIELDS)
+def test_models_of_all_families(family, fields, method):
+    model = model_of(family, **fields)
+    others = {n: p.clone() for n, p in model.named_parameters() if "router" in n or not n.startswith("blocks")}
+    text = {} if method == "magnitude" else {"ids": LONG}
+    change = apply_change(model, "prune", method=method, pattern="2:4", **text)
+    assert all(torch.equal(model.get_parameter(n), p) for n, p in others.items())
+    assert all("router" not in place and place.startswith("blocks.") for place in change.places)
+    for place, said in change.places.items():
+        linear = model.get_submodule(place)
+        assert type(linear) is MaskedLinear
+        assert said == {"weights": linear.weight.numel(), "nonzero": int((linear.weight != 0).sum())}
+        assert ((linear.weight != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all()
+    assert Change.of(json.loads(json.dumps(change.record()))) == change
+    assert CHANGES["prune"].describe(change).startswith("50.0% of ")
+    fresh = model_of(family, **fields)
+    repeat_structure(fresh, change)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(IDS), model(IDS))
+    assert masked_places(fresh) == masked_places(model)
+
+
+def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
+    made = []
+    hessian = sparsegpt.hessian
+    monkeypatch.setattr(sparsegpt, "hessian", lambda *a: made.append(a) or hessian(*a))
+    apply_change(model_of(), "prune", ids=LONG)
+    assert len(made) == 2 * 4  # q, k, v; out; gate, up; down
+
+
+def test_experts_with_few_tokens_are_pruned_by_magnitude():
+    model = model_of("mixtral", experts=8)
+    for block in model.blocks:
+        block.mlp.router.weight.data[2] = -100 * block.mlp.router.weight.data[:2].sign().sum(0)
+    change = apply_change(model, "prune", ids=LONG[:8])
+    few = {name for name, said in change.places.items() if said.get("method") == "magnitude"}
+    print(CHANGES["prune"].describe(change))
+    assert few
+    assert all(".experts." in name for name in few)
+    assert all(change.places[n]["tokens"] < model.get_submodule(n).in_features for n in few)
+    assert f"{len(few)} layers by magnitude" in CHANGES["prune"].describe(change)
+    for name in few:
+        weight = model.get_submodule(name).weight
+        assert int((weight == 0).sum()) == weight.numel() // 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"method": "random"}, "method is 'random'; expected sparsegpt, wanda, magnitude"),
+        ({"ids": None}, "method sparsegpt needs calibration text"),
+        ({"method": "magnitude"}, "magnitude takes no calibration text"),
+        ({"sparsity": 0.0}, "sparsity is 0; expected more than 0 and less than 1"),
+        ({"sparsity": 1.0}, "sparsity is 1;"),
+        ({"sparsity": math.nan}, "sparsity is nan"),
+        ({"sparsity": 0.6, "pattern": "2:4"}, "sparsity is 0.6; expected 0.5, which 2:4 gives"),
+        ({"pattern": "4:2"}, "pattern is '4:2'; expected KEPT:GROUP, like 2:4"),
+        ({"pattern": "half"}, "pattern is 'half'"),
+        ({"pattern": "2:5", "block": 125}, "blocks.0.attn.q: its 32 inputs are no multiple of 5 "),
+        ({"pattern": "2:4", "block": 6}, "block is 6; expected a multiple of 4"),
+        ({"block": 0}, "block is 0"),
+        ({"damp": -1.0}, "damp is -1"),
+        ({"ids": LONG[:1]}, "too short: 32 tokens"),
+        ({"ids": LONG + 50}, "vocabulary ends at 49"),
+        ({"where": "head"}, "head: has the embedding's matrix"),
+        ({"where": "**"}, "head: has the embedding's matrix"),
+        ({"where": "blocks.7.**"}, "selects nothing"),
+    ],
+)  # fmt: skip
+def test_requests_that_do_not_fit_change_nothing(request_, message):
+    model = model_of(tied=True)
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")) as raised:
+        apply_change(model, "prune", **{"ids": LONG, **request_})
+    assert "\n" not in str(raised.value)
+    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+
+
+def test_other_layers_are_refused_and_a_head_of_its_own_is_pruned_on_request():
+    model = model_of(tied=False)
+    apply_change(model, "prune", ids=LONG, where=["blocks.0.**", "head"])
+    assert int((model.head.weight == 0).sum()) >= model.head.weight.numel() // 2
+    nan = model_of()
+    nan.blocks[1].mlp.up.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.up: has weights that are not finite"):
+        apply_change(nan, "prune", ids=LONG)
+    adapted, quantized = model_of(), model_of()
+    attach(adapted, where="blocks.*.attn.q", rank=2)
+    quantize(quantized, where="blocks.*.attn.q")
+    for other, name in ((adapted, "AdaptedLinear"), (quantized, "NF4")):
+        with pytest.raises(ValueError, match=f"blocks.0.attn.q is {name}; prune the dense model"):
+            apply_change(other, "prune", ids=LONG)
+
+
+def zeros(model):
+    return {p.name: tree.innermost(p.module).weight == 0 for p in tree.find(model, "blocks.**", tree.linear)}
+
+
+def loss(model, ids):
+    total, count, _ = model(ids[:, :-1], targets=ids[:, 1:])
+    return total, count
+
+
+def train(model, steps=4):
+    trainer = Trainer(model, muon(model), loss)
+    for step in trainer.run(iter(lambda: LONG[:4], None)):
+        if step.number == steps:
+            return model
+    return None
+
+
+def test_zeros_stay_while_all_weights_are_trained():
+    model, free = model_of(), model_of()
+    apply_change(model, "prune", ids=LONG, pattern="2:4")
+    before, weights = zeros(model), {n: p.clone() for n, p in model.named_parameters()}
+    train(model)
+    assert all(torch.equal(mask, before[name]) for name, mask in zeros(model).items())
+    assert all(not torch.equal(p, weights[n]) for n, p in model.named_parameters() if p.dim() == 2)
+    free.load_state_dict(model.state_dict())
+    train(free)
+    assert not any(torch.equal(mask, before[name]) for name, mask in zeros(free).items())
+
+
+def test_adapters_on_a_pruned_model_compute_what_merging_them_gives():
+    for options in ({}, {"dora": True}, {"init": "pissa"}, {"rslora": True}):
+        model = model_of()
+        apply_change(model, "prune", ids=LONG, pattern="2:4")
+        before, plain = zeros(model), model(IDS)
+        attach(model, rank=4, **options)
+        assert (model(IDS) - plain).abs().max() < 1e-5
+        tree.freeze(model, ["**", "!**.adapters.**"])
+        train(model)
+        trained = model(IDS)
+        assert (trained - plain).abs().max() > 1e-3
+        merge(model)
+        assert (model(IDS) - trained).abs().max() < 1e-4, options
+        assert all(torch.equal(mask, before[name]) for name, mask in zeros(model).items())
+        assert masked_places(model) == [*before]
+
+
+@torch.no_grad()
+def test_a_pruned_model_is_a_plain_folder_whose_zeros_stay(tmp_path):
+    model = model_of("llama", tied=True)
+    change = apply_change(model, "prune", ids=LONG, pattern="2:4")
+    checkpoint.save(model, tmp_path / "pruned", None, 32, {"changes": [change.record()]})
+    loaded = checkpoint.load(tmp_path / "pruned")
+    assert json.loads((tmp_path / "pruned" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert torch.equal(loaded.model(IDS), model(IDS))
+    assert masked_places(loaded.model) == [*change.places]
+    card = tmp_path / "pruned" / "dunes.json"
+    for masked, message in ((["blocks.7.attn.q"], "no such dense linear layer"), ("all", "a list of places")):
+        card.write_text(json.dumps(json.loads(card.read_text()) | {"masked": masked}))
+        with pytest.raises(ValueError, match=f"dunes.json: 'masked': .*{message}"):
+            checkpoint.load(tmp_path / "pruned")
+
+
+def test_new_blocks_of_a_pruned_model_learn():
+    model = model_of()
+    apply_change(model, "prune", ids=LONG)
+    apply_change(model, "expand", blocks=1)
+    masked = {place.split(".")[1] for place in masked_places(model)}
+    assert len(masked) == 2
+    assert len(model.blocks) == 3
+
+
+def test_masked_layers_are_the_linear_layers_they_are():
+    model = model_of("mixtral", experts=4)
+    with torch.no_grad():
+        before = model(IDS)
+        mask_linears(model, [p.name for p in tree.find(model, "blocks.*.mlp.experts.**", tree.linear)])
+        assert torch.equal(model(IDS), before)
+    assert all(block.mlp.pack() for block in model.blocks)
+    described = checkpoint.hf_config_of(model, 32)
+    assert not isinstance(described, str)
+    linear = nn.Linear(3, 3)
+    mask_linears(nn.ModuleDict({"a": linear}), ["a"])
+    with pytest.raises(ValueError, match="b: this model has no such dense linear layer"):
+        mask_linears(nn.ModuleDict({"a": linear}), ["b"])

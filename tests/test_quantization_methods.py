@@ -1,0 +1,249 @@
+"""GPTQ, AWQ and HQQ: against plain derivations, on what they promise, and where they have too little to go by."""
+
+import pytest
+import torch
+from torch import nn
+
+from adapters import difference
+from dunes import tree
+from dunes.augment import apply_change, awq, dequantize, quantize
+from dunes.augment.calibrate import Gram
+from dunes.augment.gptq import factor_of, round_columns
+from dunes.augment.group_int import GroupInt
+from dunes.augment.hqq import solve
+from dunes.augment.quantize import decide, grid_at
+from dunes.augment.quantized import Grid
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+
+IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
+GRIDS = [Grid(8, symmetric=True), Grid(4, 32), Grid(4, 0), Grid(3, 64), Grid(3, 40, True), Grid(3, 150)]
+
+
+def noise(*sides, seed=0):
+    return torch.randn(sides, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(count=160, tokens=600):
+    """Correlated inputs (tokens, count), of which some are much larger than others."""
+    mixed = noise(tokens, count, seed=1) @ noise(count, count, seed=2) / count**0.5
+    return (mixed + noise(tokens, 1, seed=3)) * noise(count, seed=4).exp()
+
+
+def model_of(family="llama", depth=2, **fields):
+    """A small model whose hidden states have a few large components."""
+    module = FAMILIES[family]
+    config = module.Config.from_size(50, 32, depth, 32)
+    model = initialise(module.build(type(config)(**{**vars(config), **fields})), 0)
+    draw = torch.Generator().manual_seed(2)
+    for name, p in model.named_parameters():
+        p.data += 0.1 * torch.randn(p.shape, generator=draw)
+        if "norm.weight" in name:
+            p.data *= torch.randn(p.shape, generator=draw).exp()
+    return model.eval()
+
+
+def gram_of(x):
+    gram = Gram.zeros(x.shape[1], x.device)
+    gram.add(x)
+    return gram
+
+
+def best_rest(weight, rounded, gram, j):
+    """The later columns that minimise the error of the outputs, given that the columns up to j are rounded."""
+    done, rest = slice(0, j + 1), slice(j + 1, None)
+    error = weight[:, done] - rounded[:, done]
+    return weight[:, rest] + error @ gram[done, rest] @ torch.linalg.inv(gram[rest, rest])
+
+
+def plain_gptq(weight, gram, grid, static):
+    """GPTQ by a least-squares problem for each column, in float64."""
+    weight, gram = weight.double(), gram.double().clone()
+    gram.diagonal().add_(0.01 * gram.diagonal().mean())
+    order = gram.diagonal().argsort(descending=True) if static else torch.arange(len(gram))
+    original, weight, gram = weight, weight[:, order], gram[order][:, order]
+    current, rounded = weight.clone(), torch.zeros_like(weight)
+    width = grid.width(weight.shape[1])
+    for j in range(weight.shape[1]):
+        first = int(order[j]) // width * width
+        if static:
+            steps = grid.fit(original[:, first : first + width])
+        elif j == first:
+            steps = grid.fit(current[:, j : j + width])
+        rounded[:, j] = grid.round(current[:, j : j + 1], steps)[:, 0]
+        current[:, j] = rounded[:, j]
+        current[:, j + 1 :] = best_rest(weight, rounded, gram, j)
+    return rounded[:, order.argsort()]
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_gptq_solves_the_least_squares_of_each_column(grid, act_order):
+    x, weight = inputs(), noise(24, 160)
+    rounded, steps = round_columns(weight, *factor_of(gram_of(x), act_order), grid)
+    expected = plain_gptq(weight, x.T @ x, grid, act_order)
+    same = (rounded - expected).abs() <= 1e-5 * expected.abs().max()
+    print(f"{grid}: {(~same).sum()} of {same.numel()} numbers differ")
+    assert same.all(), "Q7"
+    assert torch.equal(grid.round_weight(rounded, steps), rounded), "on the grid"
+    plain = grid.round_weight(weight, grid.fit_weight(weight))
+    errors = [((w - weight) @ x.T).norm() / (weight @ x.T).norm() for w in (rounded, plain)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_gptq_of_dead_inputs_and_of_too_few_tokens():
+    x, weight, grid = inputs(tokens=40), noise(8, 160), Grid(4, 32)
+    x[:, 5], x[:, 64:96] = 0.0, 0.0
+    rounded, _ = round_columns(weight, *factor_of(gram_of(x), False), grid)
+    assert rounded.isfinite().all()
+    plain = grid.round_weight(weight, grid.fit_weight(weight))
+    assert torch.equal(rounded[:, 64:96], plain[:, 64:96]), "inputs without text are rounded to nearest"
+    assert ((rounded - weight) @ x.T).norm() < 0.3 * ((plain - weight) @ x.T).norm()
+    zeros, _ = round_columns(weight, *factor_of(gram_of(0 * x), False), grid)
+    assert torch.equal(zeros, plain)
+    copies = x[:, :1].expand(-1, 160) * 1e4
+    assert round_columns(weight, *factor_of(gram_of(copies), True), grid)[0].isfinite().all()
+    with pytest.raises(ValueError, match="not finite"):
+        factor_of(gram_of(torch.full((4, 4), torch.nan)), False)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("group", [0, 64, 100])
+def test_hqq_lowers_the_norm_that_it_is_for(bits, group):
+    grid, weight = Grid(bits, group, real_zero=True), noise(32, 192) * 0.02
+    steps, plain = solve(weight, grid), grid.fit_weight(weight)
+    errors = [(grid.round_weight(weight, s) - weight).abs() for s in (steps, plain)]
+    assert torch.equal(steps.scale, plain.scale)
+    print([[float((e**p).mean()) for p in (0.7, 1, 2)] for e in errors])
+    assert errors[0].mean() < 0.99 * errors[1].mean()
+    assert errors[0].square().mean() < 0.99 * errors[1].square().mean()
+    assert torch.equal(steps.zero, steps.zero.half().float()), "as they are stored"
+    assert not grid.round_weight(torch.zeros(3, 64), solve(torch.zeros(3, 64), grid)).any()
+
+
+FAMILY_FIELDS = [
+    *(("gpt2", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("llama", {"kv_heads": 1, "heads": 2})),
+    *(("qwen3", {}), ("arcee", {}), ("mixtral", {"experts": 4})),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), FAMILY_FIELDS)
+def test_awq_changes_nothing_until_it_rounds(family, fields):
+    model = model_of(family, **fields)
+    expected, before = model(IDS), {n: p.clone() for n, p in model.named_parameters()}
+    change = decide(model, kind="int3", method="awq", ids=IDS)
+    awq.fold(model, IDS, {name: grid_at(change, name) for name in change.places})
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert (model(IDS) - expected).norm() <= 1e-5 * expected.norm()
+    down = "experts.0.down" if family == "mixtral" else "down"
+    assert {"blocks.0.attn_norm.weight", "blocks.0.attn.q.weight"} <= moved
+    assert any("attn.out" in n for n in moved)
+    assert any(n.endswith(f"{down}.weight") for n in moved) == (family not in ("gpt2", "arcee"))
+
+
+def quantized(model, **request):
+    ids = IDS if request.get("method") in ("gptq", "awq") else None
+    return apply_change(model, "quantize", **request, **({} if ids is None else {"ids": ids}))
+
+
+def moved(family, fields, **request):
+    model = model_of(family, **fields)
+    expected = model(IDS)
+    quantized(model, **request)
+    return ((model(IDS) - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("family", "fields"), FAMILY_FIELDS)
+def test_models_of_all_families_move_least_by_gptq(family, fields):
+    """Logits on the calibration text; on other text and trained models see the slow tests."""
+    by = {m: moved(family, fields, kind="int3", group=32, method=m) for m in ("rtn", "gptq")}
+    print(family, {method: f"{distance:.4f}" for method, distance in by.items()})
+    assert by["gptq"] < 0.9 * by["rtn"]
+    assert moved(family, fields, kind="int8", method="gptq") < 0.1
+
+
+def test_awq_lowers_the_error_of_layers_with_large_inputs():
+    """Of each layer's output on the calibration text, with its own inputs, summed over those with one input."""
+    errors = {}
+    for method in ("rtn", "awq"):
+        model, dense = model_of(), model_of()
+        quantized(model, kind="int3", method=method)
+        for layers in (("attn.q", "attn.k"), ("mlp.gate",)):  # outputs of others are scaled
+            names = [f"blocks.0.{layer}" for layer in layers]
+            with tree.watch(model, names) as ours, tree.watch(dense, names) as exact:
+                model(IDS), dense(IDS)
+            errors[method, layers] = sum(float((ours[n] - exact[n]).detach().square().sum()) for n in names)
+    print(errors)
+    for layers in {layers for _, layers in errors}:
+        assert errors["awq", layers] < 0.8 * errors["rtn", layers]
+
+
+def test_codes_are_those_of_the_weights_that_were_solved_for(monkeypatch):
+    """What GPTQ leaves in the dense weights is what the layers give."""
+    solved = {}
+    original = GroupInt.fill
+
+    def fill(self, weight, steps=None):
+        original(self, weight, steps)
+        solved[id(self)] = (weight.clone(), self.dense())
+
+    monkeypatch.setattr(GroupInt, "fill", fill)
+    for dtype in (torch.float32, torch.bfloat16):
+        solved.clear()
+        model = model_of().to(dtype)
+        quantized(model, kind="int4", method="gptq", group=32)
+        assert len(solved) == 14
+        assert all(torch.equal(weight, dense) for weight, dense in solved.values())
+
+
+def test_experts_with_few_tokens_are_rounded_to_nearest_and_recorded():
+    model, few = model_of("mixtral", experts=4), model_of("mixtral", experts=4)
+    change = apply_change(model, "quantize", kind="int3", method="gptq", ids=IDS)
+    assert not any("method" in settings for settings in change.places.values())
+    bias = few.blocks[0].mlp.router
+    bias.weight.data[3] = 0.0
+    bias.weight.data[3, 0] = -1e3
+    states = []
+    hook = bias.register_forward_pre_hook(lambda m, x: states.append(x[0].detach()))
+    few(IDS)
+    hook.remove()
+    assert states
+    change = apply_change(few, "quantize", kind="int3", method="gptq", ids=IDS[:4])
+    short = {name for name, settings in change.places.items() if settings.get("method") == "rtn"}
+    assert short
+    assert all(".experts." in name for name in short)
+
+
+def test_places_at_int8_and_the_head_are_solved_too():
+    model = model_of(tied=False)
+    change = apply_change(model, "quantize", kind="int3", method="gptq", ids=IDS, int8=["blocks.0.**", "head"])
+    assert change.places["head"]["kind"] == "int8"
+    with pytest.raises(ValueError, match="selects nothing"):
+        apply_change(model_of(tied=True), "quantize", kind="int4", int8="head")
+
+
+def test_text_that_is_too_short_is_refused_before_anything_changes():
+    model = model_of()
+    before = model(IDS)
+    with pytest.raises(ValueError, match="the calibration text is too short: 16 tokens"):
+        apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS[:1, :16])
+    with pytest.raises(ValueError, match="vocabulary"):
+        apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS + 1000)
+    assert torch.equal(model(IDS), before)
+
+
+def test_a_model_with_adapters_is_not_calibrated():
+    model = model_of()
+    apply_change(model, "lora", rank=2)
+    with pytest.raises(ValueError, match="merge adapters"):
+        apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS)
+
+
+def test_layers_of_a_quantized_model_are_dense_again_on_the_grid():
+    model = model_of()
+    quantized(model, kind="int3", method="gptq")
+    expected = model(IDS)
+    dequantize(model)
+    assert all(type(m) is nn.Linear for m in model.blocks[0].attn.children() if hasattr(m, "in_features"))
+    assert difference(model(IDS), expected) <= 1e-5
+    quantize(model, kind="int8")
