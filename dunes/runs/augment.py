@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
-from dunes.checkpoint.base import DTYPES, weights_identity
+from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.convert import Show, exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
@@ -84,10 +84,10 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
     undo_change(loaded.model, change)
     # Training from a folder casts weights to float32, and saves them so.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
-    if weights_identity(loaded.model) != change.before:
+    if part := changed_part(loaded.model, change.before):
         raise ValueError(
-            f"{folder}: cannot undo {name}: the weights from before it were trained or rounded since; train with "
-            "--trainable new to keep them"
+            f"{folder}: cannot undo {name}: {part} of the model from before it was trained or rounded since; "
+            "train with --trainable new to keep it"
         )
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
