@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.runs.config import Dtype, flag, option
 from dunes.runs.finetune_config import Router
+
+if TYPE_CHECKING:
+    from dunes.runs.progress import Display
 
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "nf4"]
@@ -203,17 +206,23 @@ def lora_experts(
 
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
     """Make the change from folder to folder, and print its report."""
-    from rich.console import Console
-
     from dunes import checkpoint
     from dunes.runs.augment import augment_folder
+
+    with _display() as display:
+        folder = checkpoint.locate_model(model).folder
+        lines = augment_folder(folder, out, change, show=display.time_left, **request)
+    print("\n".join(lines))
+
+
+def _display() -> "Display":
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+
     from dunes.runs.progress import Display
 
     console = Console(stderr=True)
-    with Display(console, quiet=not console.is_terminal) as display:
-        folder = checkpoint.locate_model(model).folder
-        lines = augment_folder(folder, out, change, show=display.state, **request)
-    print("\n".join(lines))
+    return Display(console, quiet=not console.is_terminal)
 
 
 def _undo(change: str, arguments: Mapping[str, Any]) -> None:
@@ -228,7 +237,10 @@ def _undo(change: str, arguments: Mapping[str, Any]) -> None:
     given = [option(p.name) for p in options if p.name != "undo" and arguments[p.name] != p.default]
     if given:
         raise ValueError(f"--undo takes back all of the change; omit --{' and --'.join(given)}")
-    print(undo_folder(checkpoint.locate_model(arguments["model"]).folder, arguments["out"], change))
+    with _display() as display:
+        folder = checkpoint.locate_model(arguments["model"]).folder
+        report = undo_folder(folder, arguments["out"], change, show=display.time_left)
+    print(report)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
