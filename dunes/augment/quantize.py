@@ -20,6 +20,7 @@ from dunes.augment.calibrate import require_ids, require_tokens
 from dunes.augment.change import Change, Show, float_dtype, no_show
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Quantized, Steps
+from dunes.steps import each
 from dunes.units import plural
 
 VERSION = 3
@@ -374,7 +375,7 @@ def fill(
 ) -> None:
     """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
-    for name, module in _quantized(model).items():
+    for name, module in each(_quantized(model).items()):
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
             steps = (solved or {}).get(name)

@@ -17,7 +17,7 @@ def wanda_scores(weight: Tensor, gram: Gram) -> Tensor:
 
 
 def smallest(scores: Tensor, sparsity: float) -> Tensor:
-    """Where the scores are up to one threshold for all; as published, that is one weight more than the fraction."""
+    """Where the scores are up to one threshold for all; as published, one weight more than the fraction."""
     threshold = scores.flatten().kthvalue(int(scores.numel() * sparsity) + 1).values
     return scores <= threshold
 
