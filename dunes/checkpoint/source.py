@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint.files import header, pickle_file
+from dunes.checkpoint.files.compact import COMPACT, dense_tensors
 from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
 from dunes.checkpoint.forms import card as cards
@@ -24,7 +25,7 @@ from dunes.text import json_file
 from dunes.text.gguf_file import SUFFIX
 
 CONFIG = "config.json"
-SINGLE = ("model.safetensors", "pytorch_model.bin")
+SINGLE = ("model.safetensors", "pytorch_model.bin", COMPACT)
 """One file, or the same name with .index.json for several."""
 ADAPTER = "adapter_config.json"
 POSITIONS = "embed.place.weight"
@@ -197,8 +198,8 @@ def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source
         raise ValueError(
             f"{folder / cards.CARD}: adapter is {header.quote(active)}; expected one of its adapters, or null"
         )
-    if (files := _find_weights(folder, SINGLE[0])) is None:
-        raise ValueError(f"{folder}: no weights; looked for {SINGLE[0]} and its index")
+    if (files := _find_weights(folder, SINGLE[0], COMPACT)) is None:
+        raise ValueError(f"{folder}: no weights; looked for {SINGLE[0]}, {COMPACT} and their indices")
     return Source(
         folder, "dunes", json_file.read_if_present(folder / CONFIG), files, [], (), (), card, architecture
     )
@@ -309,10 +310,10 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
 def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
     """The tensors in the first of these files, or in those that its index names; None if none exists."""
     for name in names:
-        if (folder / name).exists():
-            return tensors(folder / name)
-        if (index := folder / f"{name}.index.json").is_file():
-            return indexed_tensors(index)
+        index = folder / f"{name}.index.json"
+        if (folder / name).exists() or index.is_file():
+            files = tensors(folder / name) if (folder / name).exists() else indexed_tensors(index)
+            return dense_tensors(files, folder / name) if name == COMPACT else files
     return None
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import Adapted, dense, is_embedding, sides
+from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros, sides
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.checkpoint.forms import native
@@ -211,9 +211,10 @@ def _make_lazy(model: nn.Module, weights: Weights) -> None:
     for place, module in list(model.named_modules()):
         parameters = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
         if isinstance(module, nn.Linear | nn.Embedding):
-            lazy = _LazyEmbedding if isinstance(module, nn.Embedding) else _LazyLinear
+            lazy = (_LazyEmbedding if isinstance(module, nn.Embedding) else _LazyLinear)(parameters)
+            lazy.keeps_zeros = keeps_zeros(module)
             parent, _, key = place.rpartition(".")
-            setattr(model.get_submodule(parent), key, lazy(parameters))
+            setattr(model.get_submodule(parent), key, lazy)
         else:
             for name, tensor in parameters.items():
                 module._parameters[name] = nn.Parameter(tensor.read().float(), requires_grad=False)
@@ -222,6 +223,8 @@ def _make_lazy(model: nn.Module, weights: Weights) -> None:
 
 class _LazyLinear(nn.Module):
     """A linear layer whose weights are in a file."""
+
+    keeps_zeros = False
 
     def __init__(self, parameters: Weights) -> None:
         super().__init__()
@@ -245,6 +248,8 @@ class _LazyLinear(nn.Module):
 
 class _LazyEmbedding(nn.Module):
     """An embedding whose vectors are in a file."""
+
+    keeps_zeros = False
 
     def __init__(self, parameters: Weights) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq", "awq", "hqq"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
+Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Scale = Literal["unbiased", "official"]
 
 
@@ -92,6 +93,41 @@ def quantize(
     options |= {"kind": kind, "double": double, "group": group, "symmetric": symmetric, "int8": int8}
     _augment(model, out, "quantize", method=method, calibration=calibration, **options)
     print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
+
+
+def prune(
+    model: Model,
+    out: Out,
+    *,
+    method: Annotated[Pruning, flag("|".join(get_args(Pruning)))] = "sparsegpt",
+    sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None,
+    pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None,
+    calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
+    target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
+    compact: bool = False,
+) -> None:
+    """Set weights of linear layers to zero, where they stay while the model is trained or finetuned.
+
+    Files get smaller only with --compact; on a CPU nothing gets faster.
+
+    Example: dunes augment prune ~/models/llama ~/models/llama-half
+
+    Example: dunes augment prune ~/models/llama ~/models/llama-24 --pattern 2:4 --calibration corpus.txt
+
+    Args:
+        method: SparseGPT lets the other weights make up for those it prunes; Wanda and magnitude do not.
+        sparsity: The fraction of each layer's weights to set to zero.
+        pattern: Keep so many of every GROUP consecutive inputs of an output, such as 2:4 or 4:8.
+        calibration: Text for SparseGPT and Wanda, as the model's training text.
+        target_modules: Linear layers to prune; ! excludes, the last match wins.
+        compact: Store a bit for each weight and the weights that are not zero; only dunes reads it.
+    """
+    if calibration and method == "magnitude":
+        raise ValueError("--method magnitude reads no text; omit --calibration")
+    options: dict[str, Any] = {"where": target_modules} if target_modules else {}
+    options |= {"calibration": None if method == "magnitude" else calibration, "compact": compact}
+    _augment(model, out, "prune", method=method, sparsity=sparsity, pattern=pattern, **options)
+    print(f"next: dunes train SOURCE --from {out} --out RUN   trains the other weights; the zeros stay")
 
 
 def expand(
@@ -269,6 +305,7 @@ def _undo(change: str, arguments: Mapping[str, Any]) -> None:
 COMMANDS: dict[str, Callable[..., Any]] = {
     "expand": expand,
     "merge": merge,
+    "prune": prune,
     "quantize": quantize,
     "upcycle": upcycle,
     "experts": experts,

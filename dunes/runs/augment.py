@@ -34,22 +34,24 @@ def augment_folder(
     name: str,
     *,
     calibration: Sequence[str] | None = None,
+    compact: bool = False,
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
     """Make the change of this name to the model in a folder, and write the result to `out`; returns a report.
 
     `request` are arguments of the change's `decide`, which also gets the ids of the `calibration` sources, if that
-    is not None; without sources, of the model's training text. The written model is loaded again and compared
-    with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and, with
-    nothing written, if the comparison fails.
+    is not None; without sources, of the model's training text. `compact` is that of `checkpoint.save`. The written
+    model is loaded again and compared with the one in memory. Raises ValueError if `out` exists, for a request
+    that the change refuses, and, with nothing written, if the comparison fails.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
     with step(show, "reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
         if calibration is not None:
-            request["ids"] = calibration_ids(loaded, calibration)
+            tokens = getattr(CHANGES[name], "calibration_tokens", lambda model: None)(loaded.model)
+            request["ids"] = calibration_ids(loaded, calibration, tokens)
     with step(show, "measuring", 0.05, 0.1):
         size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
     with step(show, "hashing", 0.1, 0.15):
@@ -59,7 +61,7 @@ def augment_folder(
     with step(show, "measuring", 0.55, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
-    _write(loaded, (change,), out, after, {"change": name, **effect}, show)
+    _write(loaded, (change,), out, after, {"change": name, **effect}, show, compact)
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *([] if describe is None else [describe(change)]),
@@ -67,8 +69,14 @@ def augment_folder(
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
-        f"written as {describe_form(loaded)}",
+        _describe_compact(out) if compact else f"written as {describe_form(loaded)}",
     ]
+
+
+def _describe_compact(out: Path) -> str:
+    """What a compact folder is, and the size of its weights."""
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return f"written in a compact form, {format_bytes(size)}, which only dunes opens; dunes convert makes it plain"
 
 
 def quantize_folder(
@@ -144,6 +152,7 @@ def _write(
     expected: Tensor,
     facts: dict[str, Any],
     show: Show,
+    compact: bool = False,
 ) -> None:
     """Save a model with these logits. Raises ValueError, and leaves nothing, if the written one has others."""
 
@@ -156,7 +165,7 @@ def _write(
         return {"augmented": {**facts, "verified": difference}}
 
     with exclusive_folder(out), step(show, "writing", WRITING, COMPARING):
-        save_changed(loaded, changes, out, check)
+        save_changed(loaded, changes, out, check, compact)
     show("written", 1.0)
 
 
@@ -184,13 +193,15 @@ def describe_form(loaded: LoadedModel) -> str:
     return f"a plain Hugging Face folder: {described.family}"
 
 
-def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
+def save_changed(
+    loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any, compact: bool = False
+) -> None:
     """Save a loaded model that was changed since; the card inherits what the change does not concern."""
     facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
         loaded.model, out, loaded.tokenizer, loaded.context_length, facts | {"changes": history(loaded)}, check,
-        architecture=architecture,
+        architecture=architecture, compact=compact,
     )  # fmt: skip
 
 

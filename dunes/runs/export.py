@@ -12,6 +12,7 @@ import torch
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import active_adapter
+from dunes.augment.masked import masked_places
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.files import atomic
@@ -61,13 +62,14 @@ class Report:
     """The result of an export. `errors` are rounding errors by merged module, relative to the update.
 
     When merging into the original of a quantized base, `moved` is the relative distance between its logits and
-    those of the trained model, and `allowed` the limit.
+    those of the trained model, and `allowed` the limit. `pruned` matrices keep their zeros.
     """
 
     errors: Mapping[str, float]
     verified: Verification
     moved: float | None = None
     allowed: float | None = None
+    pruned: int = 0
 
     def lines(self) -> list[str]:
         lines = [
@@ -80,6 +82,8 @@ class Report:
                 f"merged into {plural(len(self.errors), 'matrix', 'matrices')}; rounding error relative to "
                 f"the update: {mean(self.errors.values()):.1e} on average, {worst:.1e} at most ({place})"
             ]
+        if self.pruned:
+            lines.append(f"the zeros of {plural(self.pruned, 'pruned matrix', 'pruned matrices')} stay")
         if self.moved is not None:
             lines.append(
                 "the adapter was trained on the quantized base; on this one its logits differ by "
@@ -196,7 +200,9 @@ def _write_plain(
     reports: list[Report] = []
 
     def check(staged: Path) -> dict[str, Any]:
-        reports.append(Report(errors, before.verify(open_source(staged)), *(distances or ())))
+        moved, allowed = distances or (None, None)
+        verified = before.verify(open_source(staged))
+        reports.append(Report(errors, verified, moved, allowed, len(masked_places(model))))
         return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
 
     facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}

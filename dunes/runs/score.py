@@ -54,11 +54,12 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     return _ids(tokenizer, documents, full, separate), len(documents)
 
 
-def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = ()) -> Tensor:
+def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
     """Ids (sequences, tokens) of the context length, spread evenly over the sources but their last tenth.
 
-    Without sources, over the training split that the card records. Raises ValueError if it records none, or
-    if the text is shorter than one sequence.
+    They are 64, or about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the
+    training split that the card records. Raises ValueError if it records none, or if the text is shorter than one
+    sequence.
     """
     trained = trained_text(loaded.card)
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
@@ -68,9 +69,10 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = ()) -> Tensor:
     documents = corpus.train or corpus.valid
     ids = np.asarray(_ids(loaded.require_tokenizer(), documents, True, False))
     width = min(CALIBRATION_TOKENS, loaded.context_length)
+    sequences = SEQUENCES if tokens is None else -(-tokens // width)
     if (last := tail_start(0, len(ids)) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
-    starts = np.unique(np.linspace(0, last, min(SEQUENCES, 1 + last // width)).astype(int))
+    starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
 
 

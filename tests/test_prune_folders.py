@@ -1,0 +1,127 @@
+"""Pruned folders: made by the verb, opened by transformers, and with the same zeros after any training."""
+
+import json
+
+import pytest
+import torch
+
+from conftest import display
+from dunes import checkpoint, tree
+from dunes.augment.masked import masked_places
+from dunes.cli import augment, verbs
+from dunes.runs.augment import augment_folder
+from dunes.runs.export import export
+from dunes.runs.score import calibration_ids
+from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
+from test_finetune import asked, base, examples, finetuned, tokenizer
+from test_runs import stopping_at
+
+__all__ = ["base", "examples", "tokenizer"]  # fixtures
+IDS = torch.arange(60)[None]
+
+
+@pytest.fixture(scope="module")
+def pruned(base, tmp_path_factory):
+    """A model pruned to 2:4, and its calibration text."""
+    folder = tmp_path_factory.mktemp("pruned")
+    text = folder / "text.txt"
+    text.write_text("".join(f"What comes after one two {i}? Six or seven of ten.\n" for i in range(400)))
+    augment_folder(base, folder / "model", "prune", calibration=[str(text)], pattern="2:4")
+    return folder / "model"
+
+
+def zeros(folder):
+    model = checkpoint.load(folder).model
+    places = masked_places(model)
+    assert len(places) == 2 * 7
+    return {p.name: tree.innermost(p.module).weight == 0 for p in tree.places(model) if p.name in places}
+
+
+def assert_same_zeros(one, two):
+    before, after = zeros(one), zeros(two)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_transformers_opens_a_pruned_folder(pruned):
+    from transformers import AutoModelForCausalLM
+
+    theirs, ours = AutoModelForCausalLM.from_pretrained(pruned).eval(), checkpoint.load(pruned).model
+    assert (theirs(IDS).logits - ours(IDS)).abs().max() < 1e-5
+    down = theirs.model.layers[1].mlp.down_proj.weight
+    assert ((down != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all()
+
+
+def test_the_verb_reports_what_it_pruned_and_how_small_it_is(base, pruned, tmp_path, capsys):
+    text = str(pruned.parent / "text.txt")
+    out, no = tmp_path / "out", tmp_path / "no"
+    augment.prune(str(base), out, pattern="2:4", calibration=(text,), compact=True)
+    printed = capsys.readouterr().out
+    print(printed)
+    assert "50.0% of " in printed
+    assert "(sparsegpt, 2:4)" in printed
+    assert "compact form" in printed
+    assert_same_zeros(pruned, tmp_path / "out")
+    size = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
+    assert size < 0.75 * sum(f.stat().st_size for f in pruned.glob("*.safetensors"))
+    verbs.convert(out, tmp_path / "plain")
+    assert_same_zeros(pruned, tmp_path / "plain")
+    assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
+    augment.prune(str(base), tmp_path / "magnitude", method="magnitude")
+    for options, message in (
+        ({}, "does not record its training text; pass one with --calibration FILE"),
+        ({"method": "magnitude", "calibration": (text,)}, "--method magnitude reads no text; omit --calibration"),
+        ({"pattern": "2:3", "calibration": (text,)}, "block is 128; expected a multiple of 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            augment.prune(str(base), no, **options)
+    assert not no.exists()
+
+
+def test_calibration_has_as_many_tokens_as_asked(base, pruned):
+    loaded, text = checkpoint.load(base), str(pruned.parent / "text.txt")
+    assert calibration_ids(loaded, [text], 1000).shape == (8, 128)
+    whole = calibration_ids(loaded, [text], 10**9)
+    assert 1000 < whole.numel() < 10_000 * 3
+
+
+def test_zeros_stay_in_training_that_is_stopped_and_resumed_and_goes_on(pruned, code, tmp_path, monkeypatch):
+    fixed = {"batch": 4, "context_length": 32, "steps": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
+    config = TrainConfig(sources=(str(code),), base=str(pruned), **fixed)
+    with monkeypatch.context() as patch:
+        stopping_at(2, patch)
+        assert train(config, tmp_path / "run", display()[0]) == 130
+    assert train(TrainConfig(), tmp_path / "run", display()[0], resume=True) == 0
+    assert_same_zeros(pruned, tmp_path / "run")
+    weights = [checkpoint.load(folder).model.blocks[0].attn.q.weight for folder in (pruned, tmp_path / "run")]
+    assert not torch.equal(*weights)
+    again = TrainConfig(sources=(str(code),), base=str(tmp_path / "run"), **fixed)
+    assert train(again, tmp_path / "more", display()[0]) == 0
+    assert_same_zeros(pruned, tmp_path / "more")
+
+
+@pytest.mark.parametrize(
+    "method", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dora"))]
+)
+def test_zeros_stay_in_finetuning_and_in_what_is_merged(method, pruned, examples, tmp_path):
+    finetuned(asked(pruned, examples, method=method), tmp_path / "run")
+    if method == "full":
+        assert_same_zeros(pruned, tmp_path / "run")
+        return
+    report = export(tmp_path / "run", tmp_path / "merged").lines()
+    assert "the zeros of 14 pruned matrices stay" in report
+    assert_same_zeros(pruned, tmp_path / "merged")
+    with torch.no_grad():
+        one, two = (checkpoint.load(folder).model(IDS) for folder in (tmp_path / "run", tmp_path / "merged"))
+        assert (one - two).abs().max() < 1e-4
+        assert (one - checkpoint.load(pruned).model(IDS)).abs().max() > 1e-3
+
+
+def test_cards_of_models_without_zeros_to_keep_say_nothing_of_them(base, pruned):
+    assert "masked" not in json.loads((base / "dunes.json").read_text())
+    card = json.loads((pruned / "dunes.json").read_text())
+    assert len(card["masked"]) == 14
+    assert card["changes"][-1]["places"]["blocks.0.attn.q"] == {"weights": 1024, "nonzero": 512}
