@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.calibrate import Gram, calibrate
-from dunes.augment.change import Show, no_show
 from dunes.augment.quantized import Grid
 from dunes.parts import MLP, Attention, Block, GatedMLP, RMSNorm
 from dunes.parts.context import ForwardContext
@@ -39,7 +38,7 @@ class _Fold(NamedTuple):
 
 
 @torch.no_grad()
-def fold(model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], show: Show = no_show) -> None:
+def fold(model: nn.Module, ids: Tensor, grids: Mapping[str, Grid]) -> None:
     """Scale the layers at these places for their grids, in place, by what they read of `ids` (S, T).
 
     Layers after a norm, the output of attention and the second matrix of a gated MLP are scaled; others have
@@ -60,7 +59,7 @@ def fold(model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], show: Show = 
                 _apply(each, scale)
         _require_equality(name, before, block)
 
-    calibrate(model, ids, [*grids], scale_block, show=show)
+    calibrate(model, ids, [*grids], scale_block)
 
 
 def _folds(name: str, block: Any) -> Iterator[_Fold]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.calibrate import Gram, calibrate
-from dunes.augment.change import Show, no_show
 from dunes.augment.quantized import Grid, Steps, join
 from dunes.augment.sparsegpt import hessian
 
@@ -31,7 +30,7 @@ Factors = dict[int, tuple[Tensor, Tensor | None]]
 
 @torch.no_grad()
 def solve(
-    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool, show: Show = no_show
+    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool
 ) -> tuple[dict[str, Steps], list[str]]:
     """Round the linear layers at these places in place, by what they read of `ids` (S, T).
 
@@ -57,7 +56,7 @@ def solve(
             rounded, solved[name] = round_columns(weight.float(), *factors[id(gram)], grid, pruned)
             weight.copy_(rounded)
 
-    calibrate(model, ids, [*grids], solve_layers, sequential=True, show=show)
+    calibrate(model, ids, [*grids], solve_layers, sequential=True)
     return solved, short
 
 

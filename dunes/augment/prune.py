@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import sparsegpt
 from dunes.augment.calibrate import Gram, calibrate, calibration_tokens, require_ids, require_tokens
-from dunes.augment.change import Change, Show
+from dunes.augment.change import Change
 from dunes.augment.masked import mask_linears
 from dunes.augment.sparsegpt import Pattern
 from dunes.augment.wanda import lowest, lowest_of_groups, smallest, wanda_scores
+from dunes.steps import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
@@ -104,7 +105,7 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 
 @torch.no_grad()
-def solve(model: nn.Module, change: Change, ids: Tensor | None, show: Show) -> tuple[Change, Mapping[str, Any]]:
+def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, Mapping[str, Any]]:
     """Prune the layers, block by block; the record gets the weights and the zeros of each.
 
     Layers of experts that got fewer tokens than they have inputs are pruned by magnitude, which the record says.
@@ -119,12 +120,11 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None, show: Show) -> t
             places[name] = _prune(name, linears[name], gram, change.request, hessians)
 
     if change.request["method"] == "magnitude":
-        for i, (name, linear) in enumerate(linears.items()):
-            show(name, i / len(linears))
+        for name, linear in each(linears.items()):
             places[name] = _prune(name, linear, None, change.request, hessians)
     else:
         assert ids is not None
-        calibrate(model, ids, linears.keys(), prune, show=show)
+        calibrate(model, ids, linears.keys(), prune)
     return replace(change, places={name: places[name] for name in change.places}), {}
 
 
