@@ -12,6 +12,7 @@ from dunes.augment import attach, quantize
 from dunes.augment.calibrate import TOKENS, calibrate, require_tokens
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
+from dunes.steps import step
 
 IDS = torch.randint(50, (5, 24), generator=torch.Generator().manual_seed(1))
 
@@ -163,8 +164,9 @@ def test_bfloat16_models_have_float32_grams():
 
 def test_progress_goes_by_blocks():
     shown = []
-    calibrate(model_of(depth=4), IDS, [], fail, show=lambda what, share: shown.append((what, share)))
-    assert shown == [(f"block {i + 1} of 4", i / 4) for i in range(4)]
+    with step(lambda what, share: shown.append((what, share)), "pruning", 0.2, 0.6):
+        calibrate(model_of(depth=4), IDS, [], fail)
+    assert shown == [("pruning", pytest.approx(0.2 + 0.4 * i / 4)) for i in range(5)]
     assert TOKENS >= 2048  # products of few rows are slow
 
 

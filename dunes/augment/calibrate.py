@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.change import Show, no_show
 from dunes.ops.experts import one_by_one
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext
+from dunes.steps import each
 from dunes.units import plural
 
 TOKENS = 4096
 """Tokens that go through a block at once."""
+SMALL = 20_000_000
+"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less (LOG.md, "Pruning")."""
 
 
 @dataclass
@@ -74,7 +76,6 @@ def calibrate(
     solve: Solve,
     *,
     sequential: bool = False,
-    show: Show = no_show,
 ) -> None:
     """Let `solve` change the linear layers at `places`, one block after another, by what they read of ids (S, T).
 
@@ -94,8 +95,7 @@ def calibrate(
         ids = ids.to(next(decoder.parameters()).device)
         ctx = ForwardContext.of(ids)
         states = torch.cat([decoder.embed(ids[part], ctx) for part in rows])
-        for layer, block in enumerate(decoder.blocks):
-            show(f"block {layer + 1} of {len(decoder.blocks)}", layer / len(decoder.blocks))
+        for layer, block in each([*enumerate(decoder.blocks)]):
             prefix, run = f"blocks.{layer}.", _Run(block, layer, ctx)
             inside = {name: module for name, module in linears.items() if name.startswith(prefix)}
             stages = _stages(run, states[rows[0]], inside) if sequential else [inside]
@@ -192,6 +192,11 @@ def _decoder(model: nn.Module) -> Decoder:
     if not isinstance(model, Decoder):
         raise ValueError(f"{type(model).__name__} is no Decoder, whose blocks calibration runs one after another")
     return model
+
+
+def calibration_tokens(model: nn.Module) -> int:
+    """How many tokens of calibration text are of use."""
+    return 131_072 if tree.count(model) <= SMALL else 32_768
 
 
 def require_tokens(ids: Tensor, linears: Mapping[str, nn.Linear]) -> None:

@@ -1,18 +1,11 @@
 """The record of a change to a model, which a checkpoint saves and repeats."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
 import torch
-
-Show = Callable[[str, float], None]
-"""Shows progress: what is done now, and the fraction that is done."""
-
-
-def no_show(what: str, share: float) -> None:
-    """Shows nothing."""
 
 
 @dataclass(frozen=True)

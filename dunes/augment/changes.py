@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import dunes.augment.quantize as quantization
 from dunes.augment import expand, experts, lora, lora_experts, narrow, prune, routing, upcycle
-from dunes.augment.change import Change, Show, no_show
+from dunes.augment.change import Change
 
 CHANGES: dict[str, Any] = {
     "expand": expand,
@@ -25,7 +25,7 @@ CHANGES: dict[str, Any] = {
 
 - `VERSION`, which rises when an older record would give another model,
 - `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
-- if the weights change while the model is still dense, as by calibration, `solve(model, change, ids, show)
+- if the weights change while the model is still dense, as by calibration, `solve(model, change, ids)
   -> tuple[Change, Mapping[str, Any]]`: it changes them in place, and returns the record with what it decided, and
   by place what `fill` needs besides the weights,
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
@@ -37,17 +37,17 @@ CHANGES: dict[str, Any] = {
 """
 
 
-def apply_change(model: nn.Module, name: str, *, show: Show = no_show, **request: Any) -> Change:
+def apply_change(model: nn.Module, name: str, **request: Any) -> Change:
     """Change the model, and return the record of the change.
 
     `request` are arguments of the change's `decide`; the calibration text among them, `ids` (S, T), also goes to
     its `solve`. Raises ValueError for an invalid request, before anything is changed.
     """
     change: Change = CHANGES[name].decide(model, **request)
-    return make_change(model, change, request.get("ids"), show)
+    return make_change(model, change, request.get("ids"))
 
 
-def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, show: Show = no_show) -> Change:
+def make_change(model: nn.Module, change: Change, ids: Tensor | None = None) -> Change:
     """Make a change that was decided before: its structure and its first weights. Returns its record.
 
     The record has more in it where weights are solved for, by the calibration text `ids` (S, T) if the change
@@ -55,7 +55,7 @@ def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, sho
     """
     entry, solved = _entry(change), None
     if hasattr(entry, "solve"):
-        change, solved = entry.solve(model, change, ids, show)
+        change, solved = entry.solve(model, change, ids)
     weights = model.state_dict()
     repeat_structure(model, change)
     if hasattr(entry, "fill"):

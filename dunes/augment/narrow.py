@@ -20,6 +20,7 @@ from dunes.augment.change import Change
 from dunes.augment.masked import MaskedLinear
 from dunes.ops.experts import one_by_one
 from dunes.parts import MLP, Attention, Decoder, GatedMLP, MoE
+from dunes.steps import each
 from dunes.units import plural
 
 VERSION = 1
@@ -87,11 +88,11 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
         name, module = place.name, tree.innermost(place.module)
         if isinstance(module, Attention) and request["heads"] is not None:
             groups = _sides(name, module.k)[0] // module.head_dim
-            each = _sides(name, module.q)[0] // module.head_dim // groups
-            kept = request["heads"] // each
-            if request["heads"] % each or not 0 < kept <= groups:
+            size = _sides(name, module.q)[0] // module.head_dim // groups
+            kept = request["heads"] // size
+            if request["heads"] % size or not 0 < kept <= groups:
                 raise ValueError(
-                    f"{name}: heads is {request['heads']}; expected {each} to {groups * each} by {each}"
+                    f"{name}: heads is {request['heads']}; expected {size} to {groups * size} by {size}"
                 )
             yield f"{name}.out", ("groups", groups, kept)
         elif isinstance(module, MLP | GatedMLP) and (
@@ -122,11 +123,11 @@ def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict
     sums = {name: torch.zeros(count) for name, count in units.items()}
     layers = {p.name: p.module for p in tree.places(model) if p.name in units}
     with tree.mode(model, False), torch.enable_grad(), one_by_one():
-        for part in torch.split(ids.to(next(model.parameters()).device), ROWS) if units else ():
+        ids = ids.to(next(model.parameters()).device)
+        for part in each(torch.split(ids, ROWS)) if units else ():
             for name, product in _products(model, part, layers).items():
-                sums[name] += (
-                    product.view(-1, units[name], product.shape[-1] // units[name]).sum(-1).abs().sum(0).cpu()
-                )
+                by_unit = product.view(-1, units[name], product.shape[-1] // units[name])
+                sums[name] += by_unit.sum(-1).abs().sum(0).cpu()
     return sums
 
 
@@ -147,8 +148,8 @@ def _products(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) ->
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
         grads = torch.autograd.grad(loss, [*read.values()], allow_unused=True)
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in hooks:
+            handle.remove()
     return {n: (x.detach() * g).float() for (n, x), g in zip(read.items(), grads, strict=True) if g is not None}
 
 
@@ -169,8 +170,8 @@ def block_influence(model: Decoder, ids: Tensor) -> Tensor:
             for part in torch.split(ids.to(next(model.parameters()).device), ROWS):
                 model.hidden(part)
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in hooks:
+            handle.remove()
     return sums / ids.numel()
 
 
@@ -180,7 +181,7 @@ def _kept_units(
     """The units that each place keeps; of all layers' with `uneven`, but one of each at least."""
     kept = {}
     for kind in ("groups", "neurons"):
-        chosen = {name: keep for name, (each, count, keep) in units.items() if each == kind}
+        chosen = {name: keep for name, (its_kind, _, keep) in units.items() if its_kind == kind}
         if uneven and chosen:
             total, least = sum(chosen.values()), {name: int(scores[name].argmax()) for name in chosen}
             forced = {n: scores[n].index_fill(0, torch.tensor(least[n]), torch.inf) for n in chosen}

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import sparsegpt
-from dunes.augment.calibrate import Gram, calibrate, require_ids, require_tokens
-from dunes.augment.change import Change, Show
+from dunes.augment.calibrate import Gram, calibrate, calibration_tokens, require_ids, require_tokens
+from dunes.augment.change import Change
 from dunes.augment.masked import mask_linears
 from dunes.augment.sparsegpt import Pattern
 from dunes.augment.wanda import lowest, lowest_of_groups, smallest, wanda_scores
+from dunes.steps import each
 from dunes.units import plural
 
+__all__ = ["calibration_tokens"]
 VERSION = 1
 Method = Literal["sparsegpt", "wanda", "magnitude"]
 SPARSITY = 0.5
-SMALL = 20_000_000
-"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less (LOG.md, "Pruning")."""
 
 
 def decide(
@@ -104,13 +104,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
     return linears
 
 
-def calibration_tokens(model: nn.Module) -> int:
-    """How many tokens of calibration text are of use."""
-    return 131_072 if tree.count(model) <= SMALL else 32_768
-
-
 @torch.no_grad()
-def solve(model: nn.Module, change: Change, ids: Tensor | None, show: Show) -> tuple[Change, Mapping[str, Any]]:
+def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, Mapping[str, Any]]:
     """Prune the layers, block by block; the record gets the weights and the zeros of each.
 
     Layers of experts that got fewer tokens than they have inputs are pruned by magnitude, which the record says.
@@ -125,12 +120,11 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None, show: Show) -> t
             places[name] = _prune(name, linears[name], gram, change.request, hessians)
 
     if change.request["method"] == "magnitude":
-        for i, (name, linear) in enumerate(linears.items()):
-            show(name, i / len(linears))
+        for name, linear in each(linears.items()):
             places[name] = _prune(name, linear, None, change.request, hessians)
     else:
         assert ids is not None
-        calibrate(model, ids, linears.keys(), prune, show=show)
+        calibrate(model, ids, linears.keys(), prune)
     return replace(change, places={name: places[name] for name in change.places}), {}
 
 

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import awq, gptq, hqq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import require_ids, require_tokens
-from dunes.augment.change import Change, Show, float_dtype, no_show
+from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
+from dunes.augment.change import Change, float_dtype
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Quantized, Steps
+from dunes.steps import each
 from dunes.units import plural
 
+__all__ = ["calibration_tokens"]
 VERSION = 3
 
 BLOCK = 64
@@ -330,9 +332,7 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
     return layer.train(base.training)
 
 
-def solve(
-    model: nn.Module, change: Change, ids: Tensor | None, show: Show = no_show
-) -> tuple[Change, dict[str, Steps]]:
+def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, dict[str, Steps]]:
     """The grids that a method chose, by place, after it has changed the weights in place.
 
     GPTQ rounds them, and records the places that had too little text and are rounded to nearest. AWQ only scales
@@ -347,13 +347,13 @@ def solve(
         raise ValueError(f"method {method} needs calibration text")
     if method == "gptq":
         solved, short = gptq.solve(
-            model, ids, {n: grid for n, grid in grids.items() if grid}, change.request["act_order"], show
+            model, ids, {n: grid for n, grid in grids.items() if grid}, change.request["act_order"]
         )
         places = {
             n: {**settings, **({"method": "rtn"} if n in short else {})} for n, settings in change.places.items()
         }
         return replace(change, places=places), solved
-    awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid and grid.bits < 8}, show)
+    awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid and grid.bits < 8})
     return change, {}
 
 
@@ -374,7 +374,7 @@ def fill(
 ) -> None:
     """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
-    for name, module in _quantized(model).items():
+    for name, module in each(_quantized(model).items()):
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
             steps = (solved or {}).get(name)

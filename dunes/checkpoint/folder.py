@@ -19,7 +19,7 @@ from dunes.augment import lora
 from dunes.augment.masked import mask_linears, masked_places
 from dunes.checkpoint.files import atomic
 from dunes.checkpoint.files.compact import COMPACT, compacted
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
 from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.checkpoint.forms import architecture as architectures
 from dunes.checkpoint.forms import card as cards
@@ -31,6 +31,7 @@ from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.staging import folder_lock
+from dunes.steps import advance
 from dunes.text import Tokenizer
 from dunes.text.special_tokens import configured_ids
 from dunes.units import plural
@@ -96,7 +97,7 @@ def save(
     facts = {key: value for key, value in (facts or {}).items() if key != MASKED}
     facts |= {MASKED: masked} if (masked := masked_places(model)) else {}
     if isinstance(described, Architecture):
-        known, settings, weights = _hf_parts(model, described)
+        known, settings, weights = hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
         changes = () if architecture is None else architecture.changes
         facts["changes"] = [*facts.get("changes", []), *(change.record() for change in changes)]
@@ -112,8 +113,10 @@ def save(
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
     stored, file = (compacted(weights), COMPACT) if compact else (weights, SINGLE)
 
+    size = sum(w.nbytes for w in stored.values())
+
     def fill(staged: Path) -> None:
-        write_tensors(staged, stored, name=file)
+        write_tensors(staged, track_reads(stored, advance(size)), name=file)
         ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -122,7 +125,7 @@ def save(
         (staged / CARD).write_text(json.dumps(card))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
-    write_files(folder, fill, sum(w.nbytes for w in stored.values()))
+    write_files(folder, fill, size)
 
 
 def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
@@ -134,7 +137,7 @@ def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
         )
 
 
-def _hf_parts(
+def hf_parts(
     model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""

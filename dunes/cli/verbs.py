@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -16,6 +16,9 @@ from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, Fin
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.train_config import ModelShape, TextData, TrainConfig, TrainOptimization
 
+if TYPE_CHECKING:
+    from dunes.parts import CacheFormat
+
 Model = Annotated[
     str, tyro.conf.Positional, flag("MODEL", about="A model or adapter folder, or a name on the Hub.")
 ]
@@ -23,6 +26,7 @@ Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
 Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
+CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
 CHAT = SamplingOptions(temperature=0.7, tokens=400)
@@ -122,6 +126,7 @@ def generate(
     *,
     lookup: bool = False,
     draft: Annotated[str | None, flag("MODEL", "none")] = None,
+    cache: CacheBits = None,
     any_base: AnyBase = False,
 ) -> int:
     """Generate text, streamed.
@@ -134,6 +139,7 @@ def generate(
         prompt: The text to continue; without one, a new document is generated.
         lookup: Propose what followed the same tokens before, for text with repetition; the text is the same.
         draft: Propose what a smaller model with the same tokenizer writes; the text has the same distribution.
+        cache: Store all but the last keys and values in fewer bits, for long texts: less memory, slower.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -145,7 +151,10 @@ def generate(
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    generator = TextGenerator(loaded, step_source(loaded.model))
+    if (format := _cache_format(cache)) is not None:
+        generator = TextGenerator(loaded, format=format)
+    else:
+        generator = TextGenerator(loaded, step_source(loaded.model))
     small = None
     if draft is not None:
         small = checkpoint.load_with_tokenizer(checkpoint.locate_model(draft).folder, measure.device())
@@ -174,6 +183,7 @@ def chat(
     *,
     adapter: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], flag("FOLDER", "none")] = (),
     system: Annotated[str, flag("TEXT", "none")] = "",
+    cache: CacheBits = None,
     any_base: AnyBase = False,
 ) -> None:
     """Chat with a model, using its chat template. /help lists the commands.
@@ -185,6 +195,7 @@ def chat(
             an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
         system: System prompt.
+        cache: Store all but the last keys and values in fewer bits, for long texts: less memory, slower.
     """
     from functools import partial
 
@@ -195,13 +206,9 @@ def chat(
     measure.keep_freed_memory()
     sample = sampling.sampler()
     note = partial(print, file=sys.stderr, flush=True)
-    talk = Chat(
-        load_chat_engine(model, adapter, measure.device(), any_base, compiles=not message and sys.stdin.isatty()),
-        sample,
-        sampling.tokens,
-        system,
-        note,
-    )
+    compiles = not message and sys.stdin.isatty()
+    engine = load_chat_engine(model, adapter, measure.device(), any_base, compiles, _cache_format(cache))
+    talk = Chat(engine, sample, sampling.tokens, system, note)
     write = partial(print, end="", flush=True)
     if message:
         answer(talk, talk.say(message), write)
@@ -210,6 +217,16 @@ def chat(
     else:
         note("/help lists the commands")
         run(talk, _typed_lines(), write, interactive=True)
+
+
+def _cache_format(bits: str | None) -> "CacheFormat | None":
+    """The format of the cache; says what is not used with it."""
+    if bits is None:
+        return None
+    from dunes.parts import CacheFormat
+
+    print(f"--cache {bits}: the compiled step is not used, since it reads whole keys and values", file=sys.stderr)
+    return CacheFormat(int(bits.removeprefix("int")))
 
 
 def _typed_lines() -> Iterator[str]:
@@ -412,12 +429,14 @@ def export(
     Example: dunes export runs/project ~/models/project.gguf --to gguf --dtype q8_0
 
     Args:
-        to: Format: hf (Hugging Face) or gguf (llama.cpp).
+        to: Format: hf (Hugging Face), gguf (llama.cpp), or compressed-tensors (a quantized model's codes as they
+            are, for transformers and others).
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
     """
-    if to not in ("hf", "gguf"):
+    if to not in ("hf", "gguf", "compressed-tensors"):
         raise ValueError(
-            f"--to {to[:80]!a}: expected hf or gguf; Mistral's and Meta's own formats are read, not written"
+            f"--to {to[:80]!a}: expected hf, gguf or compressed-tensors; Mistral's and Meta's own formats are "
+            "read, not written"
         )
     if to == "hf" and dtype in get_args(Blocks):
         raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
@@ -426,13 +445,18 @@ def export(
         return
     from dunes import checkpoint
     from dunes.runs.export import export_gguf
+    from dunes.runs.export_packed import export_packed
 
+    if to == "compressed-tensors":
+        if dtype is not None:
+            raise ValueError(f"--dtype {dtype}: codes are written as they are; omit it")
+        print(f"{out}: {export_packed(checkpoint.locate_model(model, verify=True).folder, out)}")
+        return
     print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
     import math
-    from time import monotonic
 
     import torch
 
@@ -441,7 +465,6 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.checkpoint.folder import open_verified_source
     from dunes.runs.export import export, is_plain
     from dunes.runs.progress import Display
-    from dunes.units import format_seconds
 
     location = checkpoint.locate_model(model, verify=True)
     if not is_plain(location.folder) and names is None:
@@ -451,14 +474,9 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
         print(f'next: dunes generate {out} "..."')
         return
     source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
-    torch_dtype, start = None if dtype is None else getattr(torch, dtype), monotonic()
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     with Display() as display:
-
-        def show(what: str, share: float) -> None:
-            left = (monotonic() - start) * (1 / share - 1)
-            display.state(f"{what}, {format_seconds(round(left))} left", share)
-
-        verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=show)
+        verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=display.time_left)
     print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {out} "..."')
 

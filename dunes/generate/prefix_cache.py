@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from dunes import tree
 from dunes.generate.step import CompiledStep, Scores, model_state
 from dunes.ops.float32_products import float32_products
-from dunes.parts import Cache, cache_for, vocabulary_size
+from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
 """Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
@@ -30,7 +30,8 @@ class PrefixCache:
     """The cache of a model, whose weights must not change meanwhile, and the ids in each of its rows.
 
     `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use
-    what is active in the model. `step`, if set, computes single tokens of a single row.
+    what is active in the model. `step`, if set, computes single tokens of a single row. With a `format`, keys and
+    values are stored in it; raises ValueError for that together with a step.
     """
 
     def __init__(
@@ -39,12 +40,15 @@ class PrefixCache:
         rows: int = 1,
         activate: Activate | None = None,
         step: CompiledStep | None = None,
+        format: CacheFormat | None = None,
     ) -> None:
+        if step is not None and format is not None:
+            raise ValueError("a compiled step reads whole keys and values; pass a step or a format of the cache")
         self.model, self.activate = model, activate or (lambda names: nullcontext())
         self.cache: Cache | None = None
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
-        self.step = step
+        self.step, self.format = step, format
         self._adapted: list[Any] = []
         self._fitting: object = None  # the `_state` in which the step fitted the model
         self.vocab: int | None = None
@@ -55,7 +59,7 @@ class PrefixCache:
         """Make room for as many ids in each row."""
         if self.cache is None:
             device = next(self.model.parameters()).device
-            self.cache = cache_for(self.model, len(self.ids), capacity, device)
+            self.cache = cache_for(self.model, len(self.ids), capacity, device, self.format)
         if self.cache is not None:
             self.cache.grow(capacity)
 
@@ -92,7 +96,7 @@ class PrefixCache:
         None if it does not fit, or a forward of the ids that are new is faster.
         """
         held, step, cache = self.ids[0], self.step, self.cache
-        if step is None or cache is None or torch.is_autocast_enabled("cpu"):
+        if step is None or cache is None or self.format or torch.is_autocast_enabled("cpu"):
             return None
         kept = _common(held, text, last) if len(self.ids) == 1 else 0
         limit = MAX_STEPPED if step.most(cache, 0) > 1 else 1

@@ -10,18 +10,21 @@ from dunes.parts.mlp import MLP, GatedMLP, squared_relu
 from dunes.parts.moe import MoE
 from dunes.parts.norm import RMSNorm
 from dunes.parts.position import Rotary
+from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 
 __all__ = [
     "MLP",
     "Attention",
     "Block",
     "Cache",
+    "CacheFormat",
     "Checkpointed",
     "Decoder",
     "Embedding",
     "ForwardContext",
     "GatedMLP",
     "MoE",
+    "QuantizedCache",
     "RMSNorm",
     "RollingCache",
     "Rotary",

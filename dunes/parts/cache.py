@@ -122,6 +122,15 @@ class Cache:
         slots = torch.arange(self.readable_slots, device=last.device)
         return torch.where(slots <= last[:, None], slots, -1)
 
+    def visible(self, key: Tensor, query: Tensor) -> Tensor:
+        """True (B, T, S) where a query at (B, T, 1) may attend to the key of each slot, at (B, 1, S)."""
+        return (key >= 0) & (key <= query)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return sum(t.nbytes for t in self.keys + self.values)
+
     def advance(self, n: Tensor) -> None:
         """End the forward: each row is `n` (B or 1,) tokens longer."""
         self.length += n

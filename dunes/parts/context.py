@@ -92,7 +92,7 @@ class ForwardContext:
         query = self.positions[:, :, None]
         key = self.positions if self.cache is None else self.cache.slot_positions(self.positions.amax(1))
         key = key[:, None, :]
-        visible = (key >= 0) & (key <= query)
+        visible = (key >= 0) & (key <= query) if self.cache is None else self.cache.visible(key, query)
         if window is not None:
             visible &= key > query - window
         if self.cache is None:

@@ -25,6 +25,7 @@ from dunes.parts.context import (
     warn_about_mixing,
 )
 from dunes.parts.embedding import Embedding
+from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 
 Read = Callable[[Tensor], Tensor]
 LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
@@ -233,8 +234,16 @@ def vocabulary_size(model: nn.Module) -> int | None:
     return getattr(getattr(getattr(inner, "embed", None), "token", None), "num_embeddings", None)
 
 
-def cache_for(model: nn.Module, batch: int, capacity: int, device: torch.device | str = "cpu") -> Cache | None:
+def cache_for(
+    model: nn.Module,
+    batch: int,
+    capacity: int,
+    device: torch.device | str = "cpu",
+    format: CacheFormat | None = None,
+) -> Cache | None:
     """An empty cache for `batch` rows of up to `capacity` tokens: rolling if every layer's window is smaller.
+
+    With a format it is quantized, and not rolling.
 
     None, with a warning, if a module may mix tokens in ways that keys and values do not capture, also in a model
     that is compiled or wrapped.
@@ -243,6 +252,8 @@ def cache_for(model: nn.Module, batch: int, capacity: int, device: torch.device 
     if inner is not None and undeclared_modules(inner):
         warn_about_mixing(inner, "the whole text is computed again for each new token")
         return None
+    if format is not None:
+        return QuantizedCache(batch, capacity, device, format)
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
     limited = [w for w in windows if w is not None]
     depth = len(model.blocks) if isinstance(model, Decoder) else -1

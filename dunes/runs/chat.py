@@ -22,6 +22,7 @@ from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.generate import Sampler
 from dunes.generate.sampling import greedy
+from dunes.parts import CacheFormat
 from dunes.runs.step_package import step_source
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
@@ -47,9 +48,13 @@ class ChatModel:
     loaded: LoadedModel
     compiles: bool = False
     """Whether a compiled step for decoding is made in the background, if there is none."""
+    format: CacheFormat | None = None
+    """How keys and values are stored; a compiled step is used only where they are whole."""
 
     @cached_property
     def generator(self) -> TextGenerator:
+        if self.format is not None:
+            return TextGenerator(self.loaded, format=self.format)
         step = step_source(self.loaded.model, self.place if self.compiles else None)
         return TextGenerator(self.loaded, step)
 
@@ -150,12 +155,14 @@ def load_chat_engine(
     device: torch.device | str = "cpu",
     any_base: bool = False,
     compiles: bool = False,
+    format: CacheFormat | None = None,
 ) -> ChatEngine:
     """Load a model from a folder or the Hub once, with these adapters on it; the first adapter is the default.
 
-    With `compiles`, a step for decoding with the folder's model is compiled in the background. Raises ValueError,
-    before anything is loaded, for a folder that is not an adapter, two adapters of the same name, adapters trained
-    on differently quantized bases, and adapters of another base unless `any_base`.
+    With `compiles`, a step for decoding with the folder's model is compiled in the background; with a `format` of
+    the cache, no step is used. Raises ValueError, before anything is loaded, for a folder that is not an adapter,
+    two adapters of the same name, adapters trained on differently quantized bases, and adapters of another base
+    unless `any_base`.
     """
     folder = checkpoint.locate_model(model).folder
     labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
@@ -175,7 +182,7 @@ def load_chat_engine(
     for i, path in enumerate(adapters):
         with_adapters[labels[i]] = ChatModel(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
     loaded.model.to(device)
-    return ChatEngine(with_adapters | models)
+    return ChatEngine({name: replace(m, format=format) for name, m in (with_adapters | models).items()})
 
 
 def _label(folder: Path) -> str:

@@ -20,6 +20,7 @@ from dunes.generate import (
     prompt_tokens,
 )
 from dunes.generate.step import CompiledStep
+from dunes.parts import CacheFormat
 from dunes.text import DecodeStream
 from dunes.units import plural
 
@@ -37,14 +38,19 @@ class TextGenerator:
 
     It keeps the cache of the last text: of one that begins alike, as a conversation's next turn or the text after
     a keystroke, only the rest is evaluated. A prompt is a text or the ids of one. `find_step` is asked for a
-    compiled step before each token of a single request.
+    compiled step before each token of a single request; with a `format` of the cache, none is used.
     """
 
-    def __init__(self, loaded: LoadedModel, find_step: Callable[[], CompiledStep | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        find_step: Callable[[], CompiledStep | None] = lambda: None,
+        format: CacheFormat | None = None,
+    ) -> None:
         self.model, self.context_length = loaded.model, loaded.context_length
         self.tokenizer = loaded.require_tokenizer()
         self.cache: PrefixCache | None = None
-        self._find_step = find_step
+        self._find_step, self.format = find_step, format
 
     def stream(
         self,
@@ -90,7 +96,7 @@ class TextGenerator:
         """
         until = [stop for stop in until if stop]
         if self.cache is None or len(self.cache.ids) != len(requests):
-            self.cache = PrefixCache(self.model, len(requests))
+            self.cache = PrefixCache(self.model, len(requests), format=self.format)
         self._use_step(self.cache, requests)
         for row in generate_all(self.model, requests, context_length=self.context_length, cache=self.cache):
             for request, token in zip(requests, row, strict=True) if until else ():
@@ -100,7 +106,7 @@ class TextGenerator:
             self._use_step(self.cache, requests)
 
     def _use_step(self, cache: PrefixCache, requests: Sequence[Request | None]) -> None:
-        if len(cache.ids) == 1:
+        if len(cache.ids) == 1 and cache.format is None:
             step, proposes = self._find_step(), any(r and r.proposer for r in requests)
             # A step's logits are not exactly those of the model, so one that cannot verify proposals is not used.
             verifies = step and cache.cache and step.most(cache.cache, 0) > 1

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from dunes.checkpoint import LoadedModel
-from dunes.generate import Sampler, force_prefix, sampler
+from dunes.generate import PrefixCache, Sampler, force_prefix, sampler
 from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.text.lines import decode_text, split_lines
-from dunes.units import format_count, plural
+from dunes.units import format_bytes, format_count, plural
 
 LINE_ENDS = "\n", "\r"
 
@@ -28,12 +28,20 @@ def describe_generation(
     """
     count = len(times) - 1
     if count:
-        step = generator.cache and generator.cache.step
-        form = "compiled" if step and step.native else "as a script"
-        compiled = f", {form} with {str(step.dtype).removeprefix('torch.')} weights" if step else ""
-        yield describe_rates(min(prompt, generator.context_length), times) + compiled
+        yield describe_rates(min(prompt, generator.context_length), times) + _describe_form(generator.cache)
     if limit is not None and count < limit:
         yield f"the model ended the text after {count} of {plural(limit, 'token')}"
+
+
+def _describe_form(cache: PrefixCache | None) -> str:
+    """How tokens were computed, if not by the model with a full cache."""
+    if cache is not None and cache.format and cache.cache:
+        return f", int{cache.format.bits} cache of {format_bytes(cache.cache.nbytes)}"
+    step = cache.step if cache is not None else None
+    if step is None:
+        return ""
+    form = "compiled" if step.native else "as a script"
+    return f", {form} with {str(step.dtype).removeprefix('torch.')} weights"
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:

@@ -1,0 +1,370 @@
+"""A key/value cache in 8, 4 or 2 bits: keys by channel, values by token, the last tokens whole.
+
+KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens, so a grid for each channel
+over a group of tokens fits them; values have no such channels. A group of G tokens is stored as codes when it is
+complete, and a query reads the codes once the whole group has left the last R tokens, the query's own included;
+until then it reads the tokens themselves. What a query reads follows from its position alone, not from how a text
+was cut into forwards, nor from the other rows.
+
+Tokens stay whole for a while longer than they are read, in a ring of a few groups, so that a short rollback is
+exact.
+"""
+
+# Shapes: B batch, T new tokens, S readable slots, K key/value heads, N groups, G tokens in a group, D head dim,
+# W tokens in the ring, P words of codes.
+
+import copy
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dunes.parts.cache import Cache
+
+Axis = Literal["channel", "token"]
+BITS = 8, 4, 2
+SLACK = 16
+"""Tokens that `truncate` can always drop without any trace, as many as speculation proposes."""
+LARGEST = 65504.0
+"""Of float16, in which grids are kept: what is larger is clipped."""
+SMALLEST = 2.0**-24
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How a cache stores keys and values; raises ValueError for what it cannot store.
+
+    Each grid has 2 ** bits values from a minimum on, in equal steps, both in float16. Keys have one for each
+    channel and `group` tokens, values one for each token and `group` channels (all of a head if `group` does not
+    divide them). The last `residual` tokens are read whole. `keys` and `values` serve comparisons.
+    """
+
+    bits: int
+    group: int = 32
+    residual: int = 32
+    keys: Axis = "channel"
+    values: Axis = "token"
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"a cache of {self.bits} bits; expected {', '.join(map(str, BITS))}")
+        if self.group < 1 or self.residual < 0:
+            raise ValueError(
+                f"a cache with groups of {self.group} and the last {self.residual} tokens whole; "
+                "expected at least 1 and 0"
+            )
+
+    @property
+    def ring(self) -> int:
+        """Tokens W that are kept whole: those that are read whole and SLACK more, in whole groups."""
+        return self.group * (1 + -(-max(0, self.residual - 1 + SLACK) // self.group))
+
+    def layer_bytes(self, capacity: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+        """Bytes of one row in one layer, for keys and values of this many bytes each.
+
+        2 * K * (W + 1) * D * itemsize for whole tokens, and for each of ceil(capacity / G) + 1 groups and head
+        2 * 8 * ceil(G * D * bits / 64) for codes, and 4 for each grid: D of keys; D of values, or G if it does not
+        divide D.
+        """
+        groups = -(-capacity // self.group) + 1
+        codes = 2 * 8 * _words(self.group * head_dim, self.bits)
+        grids = sum(4 * self.grids(axis, head_dim) for axis in (self.keys, self.values))
+        return kv_heads * (groups * (codes + grids) + 2 * (self.ring + 1) * head_dim * itemsize)
+
+    def grids(self, axis: Axis, head_dim: int) -> int:
+        """How many grids a group of tokens has in one head."""
+        return head_dim if axis == "channel" else self.group * self.parts(head_dim)
+
+    def parts(self, head_dim: int) -> int:
+        """Into how many parts with a grid each the channels of a token are divided."""
+        return 1 if head_dim % self.group else head_dim // self.group
+
+
+class QuantizedGroups:
+    """Groups (B, K, N, G, D) of keys or values in codes, made from and read as float32."""
+
+    def __init__(self, like: Tensor, groups: int, format: CacheFormat, axis: Axis) -> None:
+        batch, heads, _, self.dim = like.shape
+        self.bits, self.size, self.axis = format.bits, format.group, axis
+        self.parts = format.parts(self.dim)
+        grid = (1, self.dim) if axis == "channel" else (format.group, self.parts, 1)
+        words = _words(format.group * self.dim, format.bits)
+        self.codes = like.new_zeros(batch, heads, groups, words, dtype=torch.int64)
+        self.scale = like.new_zeros(batch, heads, groups, *grid, dtype=torch.float16)
+        self.zero = torch.zeros_like(self.scale)
+
+    def write(self, numbers: Tensor, x: Tensor) -> None:
+        """Store groups x (B, K, n, G, D) under these numbers (B, n)."""
+        codes, scale, zero = quantize(self._divide(x.float()), -2 if self.axis == "channel" else -1, self.bits)
+        rows = torch.arange(len(numbers), device=numbers.device)[:, None]
+        new = pack(codes.reshape(*x.shape[:3], -1), self.bits), scale, zero
+        for stored, values in zip(self._tensors(), new, strict=True):
+            stored.transpose(1, 2)[rows, numbers] = values.transpose(1, 2)
+
+    def read(self, n: int, out: Tensor) -> None:
+        """Write the tokens of the first n groups into `out` (B, K, n * G, D)."""
+        codes = unpack(self.codes[:, :, :n], self.bits, self.size * self.dim)
+        x = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        groups = x.view(*x.shape[:2], n, self.size, self.dim)
+        groups.copy_(codes.view(groups.shape))
+        groups = self._divide(groups)
+        groups.mul_(self.scale[:, :, :n].float()).add_(self.zero[:, :, :n].float())
+        if x is not out:
+            out.copy_(x)
+
+    def _divide(self, x: Tensor) -> Tensor:
+        return x if self.axis == "channel" else torch.unflatten(x, -1, (self.parts, -1))
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.codes, self.scale, self.zero
+
+    def grow(self, more: int) -> None:
+        """Make room for more groups."""
+        self.codes, self.scale, self.zero = (
+            F.pad(t, (*[0] * (2 * (t.dim() - 3)), 0, more)) for t in self._tensors()
+        )
+
+    def select_rows(self, rows: Tensor) -> Self:
+        """A copy of these rows (N,)."""
+        new = copy.copy(self)
+        new.codes, new.scale, new.zero = (t[rows] for t in self._tensors())
+        return new
+
+    def write_rows(self, rows: Tensor, other: Self) -> None:
+        """Replace these rows (N,)."""
+        for stored, new in zip(self._tensors(), other._tensors(), strict=True):
+            stored[rows] = new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and grids."""
+        return sum(t.nbytes for t in self._tensors())
+
+
+def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (uint8, as x), steps and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
+
+    A grid covers its values, since its ends are rounded outwards: code * step + minimum is off by half a step at
+    most. Values beyond those of float16 are clipped first.
+    """
+    x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
+    zero = _round_outwards(x.amin(dim, True), -torch.inf)
+    scale = _round_outwards((x.amax(dim, True) - zero.float()) / levels, torch.inf)
+    codes = ((x - zero.float()) / scale.float().clamp(min=SMALLEST)).round_().clamp_(0, levels)
+    return codes.to(torch.uint8), scale, zero
+
+
+def _round_outwards(x: Tensor, towards: float) -> Tensor:
+    """The next float16 in this direction."""
+    y = x.half()
+    inside = y.float() > x if towards < 0 else y.float() < x
+    return torch.where(inside, torch.nextafter(y, torch.full_like(y, towards)), y)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes (..., n) of so many bits in words of 8 bytes (..., P): byte i has codes i, 8 P + i, 16 P + i, ..."""
+    count = 8 * _words(codes.shape[-1], bits) * (8 // bits)
+    codes = F.pad(codes, (0, count - codes.shape[-1])).view(torch.int64)
+    parts = torch.unflatten(codes, -1, (8 // bits, -1)).unbind(-2)
+    return torch.stack([part << bits * i for i, part in enumerate(parts)]).sum(0)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack`: codes (..., count) from words (..., P)."""
+    # Shifting words is several times as fast as shifting bytes; what crosses into another byte is masked.
+    mask = int.from_bytes(bytes([2**bits - 1]) * 8, "little", signed=True)
+    parts = [packed] if bits == 8 else [(packed >> i) & mask for i in range(0, 8, bits)]
+    return torch.cat(parts, -1).view(torch.uint8)[..., :count]
+
+
+def _words(count: int, bits: int) -> int:
+    """How many words of 8 bytes hold so many codes."""
+    return -(-count * bits // 64)
+
+
+@dataclass(frozen=True)
+class _Writes:
+    """Where the new tokens (B, T) of a forward go, the same in all layers."""
+
+    ring: Tensor
+    """Their slots (B, T) in the ring; W for those that it does not keep."""
+    groups: Tensor
+    """The groups (B, n) that may become complete; the last one of all stands for those that do not."""
+    index: Tensor
+    """Their places (B, T) in these groups; n * G for none."""
+    begun: Tensor
+    """The slots (B, G) of the ring that hold the beginning of the first of these groups."""
+
+
+class QuantizedCache(Cache):
+    """A cache of `capacity` positions in each row, in the given format.
+
+    `keys` and `values` are the rings of whole tokens (B, K, W + 1, D) of the layers. It serves layers with and
+    without windows; what is out of all windows is kept.
+    """
+
+    row_state = ("length", "first_whole")
+
+    def __init__(
+        self, batch: int, capacity: int, device: torch.device | str = "cpu", format: CacheFormat = CacheFormat(4)
+    ) -> None:
+        super().__init__(batch, capacity, device)
+        self.format = format
+        # The tokens from here on, a multiple of G, are whole in the ring.
+        self.first_whole = torch.zeros_like(self.length)
+        self.groups: list[tuple[QuantizedGroups, QuantizedGroups]] = []
+        self._empty = True
+        self._new_positions = torch.zeros(0)
+        self._writes: _Writes | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the keys to read are in order, without codes beside whole tokens: never."""
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return super().nbytes + sum(g.nbytes for pair in self.groups for g in pair)
+
+    @property
+    def _readable_groups(self) -> int:
+        return self.max_length // self.format.group
+
+    def start(self, new: int | Tensor) -> Tensor:
+        """Positions (B or 1, T) for `new` tokens in each row, or for those that are real (B, T, bool), else -1.
+
+        Raises ValueError when they do not fit into the capacity.
+        """
+        self._empty = self.max_length == 0
+        positions = super().start(new)
+        self._new_positions = positions.expand(self.batch, -1)
+        self._writes = self._plan(self._new_positions)
+        return positions
+
+    def _plan(self, positions: Tensor) -> _Writes:
+        size, ring = self.format.group, self.format.ring
+        real, begun = positions >= 0, self.length // size
+        # A slot is written once: which of several values stays is not defined on a GPU.
+        kept = real & (positions >= self._ring_start(positions.amax(1))[:, None])
+        count = self._completed(positions.shape[1])
+        numbers = torch.arange(max(size, count), device=real.device)
+        groups = begun[:, None] + numbers[:count]
+        complete = (groups + 1) * size <= (self.length + real.sum(1))[:, None]
+        index = positions - begun[:, None] * size
+        return _Writes(
+            torch.where(kept, positions % ring, ring),
+            torch.where(complete, groups, self._group_count),
+            torch.where(real & (index < count * size), index, count * size),
+            (begun[:, None] * size + numbers[:size]) % ring,
+        )
+
+    def _completed(self, new: int) -> int:
+        """How many groups at most become complete in a row; exactly, where all rows are equal."""
+        size = self.format.group
+        if self._in_order:
+            return self.max_length // size - (self.max_length - new) // size
+        return (size - 1 + new) // size
+
+    def _ring_start(self, last: Tensor) -> Tensor:
+        """The first position (B,), a multiple of G, of those that the ring holds up to the last one (B,)."""
+        return last // self.format.group * self.format.group + self.format.group - self.format.ring
+
+    @property
+    def _group_count(self) -> int:
+        return -(-self.capacity // self.format.group)
+
+    def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values (B, K, T, D); return all readable ones (B, K, S, D): codes, ring, new tokens."""
+        if layer == len(self.keys):
+            self._allocate(k, v)
+        keys, values = self.groups[layer]
+        return self._put(self.keys[layer], keys, k), self._put(self.values[layer], values, v)
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        format, count = self.format, self._group_count + 1
+        for rings, new in ((self.keys, k), (self.values, v)):
+            rings.append(new.new_zeros(self.batch, new.shape[1], format.ring + 1, new.shape[3]))
+        pair = (k, format.keys), (v, format.values)
+        keys, values = (QuantizedGroups(new, count, format, axis) for new, axis in pair)
+        self.groups.append((keys, values))
+
+    def _put(self, ring: Tensor, groups: QuantizedGroups, new: Tensor) -> Tensor:
+        writes = self._writes
+        assert writes is not None, "start comes first"
+        if writes.groups.shape[1]:
+            groups.write(writes.groups, self._complete_groups(ring, new, writes))
+        count = self._readable_groups * self.format.group
+        whole = [new] if self._empty else [ring[:, :, :-1], new]
+        slots = count + sum(x.shape[2] for x in whole)
+        readable = new.new_empty(*new.shape[:2], slots, new.shape[3])
+        groups.read(self._readable_groups, readable[:, :, :count])
+        torch.cat(whole, 2, out=readable[:, :, count:])
+        ring.scatter_(2, writes.ring[:, None, :, None].expand_as(new), new)
+        return readable
+
+    def _complete_groups(self, ring: Tensor, new: Tensor, writes: _Writes) -> Tensor:
+        """The tokens (B, K, n, G, D) of the groups to write, from the ring and the new tokens."""
+        (b, heads, _, dim), (count, size) = new.shape, (writes.groups.shape[1], self.format.group)
+        work = new.new_zeros(b, heads, count * size + 1, dim)
+        work[:, :, :size] = ring.gather(2, writes.begun[:, None, :, None].expand(b, heads, size, dim))
+        work.scatter_(2, writes.index[:, None, :, None].expand_as(new), new)
+        return work[:, :, :-1].view(b, heads, count, size, dim)
+
+    def slot_positions(self, last: Tensor) -> Tensor:
+        """The position (B, S) in each readable slot: of codes, of the ring, and of new tokens; -1 if empty."""
+        ring, newest = self.format.ring, self.length[:, None] - 1
+        codes = torch.arange(self._readable_groups * self.format.group, device=last.device)
+        slots = newest - (newest - torch.arange(ring, device=last.device)) % ring
+        parts = [codes.expand(self.batch, -1), slots.clamp(min=-1), self._new_positions]
+        return torch.cat(parts[::2] if self._empty else parts, 1)
+
+    def visible(self, key: Tensor, query: Tensor) -> Tensor:
+        """True (B, T, S) where a query at (B, T, 1) may attend to the key of each slot, at (B, 1, S)."""
+        size = self.format.group
+        codes = torch.arange(key.shape[2], device=key.device) < self._readable_groups * size
+        left = query >= (key // size + 1) * size + self.format.residual - 1
+        # After a long rollback, the codes are all that is left of some of the last tokens.
+        lost = key < self.first_whole[:, None, None]
+        return super().visible(key, query) & ((left | lost) == codes)
+
+    def advance(self, n: Tensor) -> None:
+        """End the forward: each row is `n` (B or 1,) tokens longer."""
+        super().advance(n)
+        self.first_whole = torch.maximum(self.first_whole, self._ring_start(self.length - 1))
+
+    def truncate(self, n: Tensor) -> Tensor:
+        """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain, at most G - 1 fewer.
+
+        Up to SLACK tokens are dropped without a trace. After more, codes may be all that is left of tokens that
+        would be read whole: they are read instead, off by half a step at most. A group of which only the beginning
+        would remain in codes is dropped, and the caller evaluates it again, so that nothing is quantized twice.
+        """
+        n = torch.minimum(self.length, n.to(self.length))
+        remaining = super().truncate(
+            torch.where(n < self.first_whole, n // self.format.group * self.format.group, n)
+        )
+        self.first_whole = torch.minimum(self.first_whole, remaining)
+        return remaining
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` positions in each row, if there is less."""
+        before = self._group_count
+        self.capacity = max(self.capacity, capacity)
+        for group in (g for pair in self.groups for g in pair):
+            group.grow(self._group_count - before)
+
+    def select_rows(self, rows: Tensor) -> Self:
+        """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
+        new = super().select_rows(rows)
+        new.groups = [(k.select_rows(rows), v.select_rows(rows)) for k, v in self.groups]
+        return new
+
+    def write_rows(self, rows: Tensor, other: Self) -> None:
+        """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
+        super().write_rows(rows, other)
+        for own, new in zip(self.groups, other.groups, strict=True):
+            for stored, group in zip(own, new, strict=True):
+                stored.write_rows(rows, group)
