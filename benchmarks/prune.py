@@ -13,7 +13,7 @@ import numpy as np
 
 from dunes import checkpoint
 from dunes.augment import apply_change
-from dunes.augment.prune import calibration_tokens
+from dunes.augment.calibrate import calibration_tokens
 from dunes.checkpoint import LoadedModel
 from dunes.runs.evaluate import evaluate
 from dunes.runs.score import calibration_ids

@@ -103,8 +103,8 @@ def test_gptq_of_dead_inputs_and_of_too_few_tokens():
     assert torch.equal(zeros, plain)
     copies = x[:, :1].expand(-1, 160) * 1e4
     assert round_columns(weight, *factor_of(gram_of(copies), True), grid)[0].isfinite().all()
-    with pytest.raises(ValueError, match="not finite"):
-        factor_of(gram_of(torch.full((4, 4), torch.nan)), False)
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.up: the inputs .* not finite"):
+        factor_of(gram_of(torch.full((4, 4), torch.nan)), False, "blocks.0.mlp.up")
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -230,6 +230,16 @@ def test_text_that_is_too_short_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="vocabulary"):
         apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS + 1000)
     assert torch.equal(model(IDS), before)
+
+
+def test_zeros_of_a_pruned_model_stay():
+    model = model_of()
+    apply_change(model, "prune", method="wanda", pattern="2:4", ids=IDS)
+    zeros = {n: m.weight == 0 for n, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks" in n}
+    quantized(model, kind="int4", method="gptq")
+    layers = dict(model.named_modules())
+    assert all(not layers[n].dense()[zero].any() for n, zero in zeros.items())
+    assert all(zero.float().mean() >= 0.5 for zero in zeros.values())
 
 
 def test_a_model_with_adapters_is_not_calibrated():

@@ -67,7 +67,7 @@ def _folds(name: str, block: Any) -> Iterator[_Fold]:
     attn, mlp = block.attn, block.mlp
     if type(attn) is Attention:
         yield _Fold(block.attn_norm, {f"{name}.attn.{key}": getattr(attn, key) for key in ("q", "k", "v")})
-        if all(type(layer) is nn.Linear for layer in (attn.v, attn.out)):
+        if all(isinstance(layer, nn.Linear) for layer in (attn.v, attn.out)):
             repeats = attn.out.in_features // attn.v.out_features
             yield _Fold(attn.v, {f"{name}.attn.out": attn.out}, repeats, attn.head_dim)
     if type(mlp) in (MLP, GatedMLP):
@@ -82,7 +82,7 @@ def _search(fold: _Fold, grams: Mapping[str, Gram], grids: Mapping[str, Grid]) -
     """The scale of each output of the source whose rounded readers have the least error; None if that is 1."""
     readers = {n: m for n, m in fold.readers.items() if n in grams and grams[n].tokens}
     layers = [fold.source, *fold.readers.values()]
-    if not readers or any(type(layer) not in (nn.Linear, nn.LayerNorm, RMSNorm) for layer in layers):
+    if not readers or not all(isinstance(layer, nn.Linear | nn.LayerNorm | RMSNorm) for layer in layers):
         return None
     if getattr(fold.source, "weight", None) is None:
         return None

@@ -23,6 +23,8 @@ from dunes.units import plural
 
 TOKENS = 4096
 """Tokens that go through a block at once."""
+SMALL = 20_000_000
+"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less (LOG.md, "Pruning")."""
 
 
 @dataclass
@@ -190,6 +192,11 @@ def _decoder(model: nn.Module) -> Decoder:
     if not isinstance(model, Decoder):
         raise ValueError(f"{type(model).__name__} is no Decoder, whose blocks calibration runs one after another")
     return model
+
+
+def calibration_tokens(model: nn.Module) -> int:
+    """How many tokens of calibration text are of use."""
+    return 131_072 if tree.count(model) <= SMALL else 32_768
 
 
 def require_tokens(ids: Tensor, linears: Mapping[str, nn.Linear]) -> None:

@@ -23,6 +23,8 @@ BLOCK, DAMP = 128, 0.01
 """Columns that are rounded before the rest of the matrix is updated, and what is added to the Gram's diagonal, as
 a fraction of its mean."""
 
+StepsOf = Callable[[int, Tensor], Steps]
+"""The steps (O, 1) of column j, of columns as they are then."""
 Factors = dict[int, tuple[Tensor, Tensor | None]]
 
 
@@ -49,36 +51,45 @@ def solve(
                 weight.copy_(grid.round_weight(weight.float(), solved[name]))
                 continue
             if id(gram) not in factors:  # layers with the same input share it
-                factors[id(gram)] = factor_of(gram, act_order)
-            rounded, solved[name] = round_columns(weight.float(), *factors[id(gram)], grid)
+                factors[id(gram)] = factor_of(gram, act_order, name)
+            pruned = weight == 0 if getattr(layers[name], "keeps_zeros", False) else None
+            rounded, solved[name] = round_columns(weight.float(), *factors[id(gram)], grid, pruned)
             weight.copy_(rounded)
 
     calibrate(model, ids, [*grids], solve_layers, sequential=True)
     return solved, short
 
 
-def factor_of(gram: Gram, act_order: bool) -> tuple[Tensor, Tensor | None]:
+def factor_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Tensor, Tensor | None]:
     """The upper Cholesky factor (I, I) of the inverse of the damped Gram matrix, and the order (I,) of columns.
 
-    Raises ValueError for a matrix that is not finite.
+    Raises ValueError, with the place, for a matrix that cannot be inverted.
     """
-    if not act_order:
-        return hessian(gram, DAMP).factor, None
-    order = gram.matrix.diagonal().argsort(descending=True, stable=True)
-    return hessian(replace(gram, matrix=gram.matrix[order][:, order]), DAMP).factor, order
+    order = gram.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
+    if order is not None:
+        gram = replace(gram, matrix=gram.matrix[order][:, order])
+    try:
+        return hessian(gram, DAMP).factor, order
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
-def round_columns(weight: Tensor, factor: Tensor, order: Tensor | None, grid: Grid) -> tuple[Tensor, Steps]:
+def round_columns(
+    weight: Tensor, factor: Tensor, order: Tensor | None, grid: Grid, pruned: Tensor | None = None
+) -> tuple[Tensor, Steps]:
     """The rounded weight (O, I) and its steps (O, G), for a weight in float32 and `factor_of` its inputs.
 
     A group's steps are those of its columns as they are when its first column is reached; with an order, they are
-    those of the weight ("static groups").
+    those of the weight ("static groups"). Where `pruned` (O, I), it becomes zero.
     """
     width = grid.width(weight.shape[1])
+    columns = weight.T.clone(memory_format=torch.contiguous_format)
+    keep = None if pruned is None else ~pruned.T
     if order is not None:
         steps = grid.fit_weight(weight)
         groups = [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in (order // width).tolist()]
-        columns = _round_in_order(weight.T[order].contiguous(), factor, grid, lambda j, current: groups[j])
+        keep = None if keep is None else keep[order]
+        columns = _round_in_order(columns[order], factor, grid, lambda j, current: groups[j], keep)
         return columns[order.argsort()].T.contiguous(), steps
     parts = list[Steps]()
 
@@ -87,12 +98,12 @@ def round_columns(weight: Tensor, factor: Tensor, order: Tensor | None, grid: Gr
             parts.append(grid.fit(current[j : j + width].T))
         return parts[-1]
 
-    columns = _round_in_order(weight.T.clone(memory_format=torch.contiguous_format), factor, grid, steps_of, width)
+    columns = _round_in_order(columns, factor, grid, steps_of, keep, width)
     return columns.T.contiguous(), join(parts)
 
 
 def _round_in_order(
-    columns: Tensor, factor: Tensor, grid: Grid, steps_of: Callable[[int, Tensor], Steps], width: int = BLOCK
+    columns: Tensor, factor: Tensor, grid: Grid, steps_of: StepsOf, keep: Tensor | None, width: int = BLOCK
 ) -> Tensor:
     """The columns (I, O) of a weight, rounded in place from the first to the last."""
     for start, stop in _blocks(len(columns), width):
@@ -100,6 +111,8 @@ def _round_in_order(
         errors = torch.empty_like(block)
         for i, column in enumerate(block):
             rounded = grid.round(column[:, None], steps_of(start + i, columns))[:, 0]
+            if keep is not None:
+                rounded = rounded * keep[start + i]
             errors[i] = (column - rounded) / rows[i, i]
             block[i:].addr_(rows[i, i:], errors[i], alpha=-1)
             block[i] = rounded

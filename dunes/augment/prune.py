@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import sparsegpt
-from dunes.augment.calibrate import Gram, calibrate, require_ids, require_tokens
+from dunes.augment.calibrate import Gram, calibrate, calibration_tokens, require_ids, require_tokens
 from dunes.augment.change import Change
 from dunes.augment.masked import mask_linears
 from dunes.augment.sparsegpt import Pattern
@@ -21,11 +21,10 @@ from dunes.augment.wanda import lowest, lowest_of_groups, smallest, wanda_scores
 from dunes.steps import each
 from dunes.units import plural
 
+__all__ = ["calibration_tokens"]
 VERSION = 1
 Method = Literal["sparsegpt", "wanda", "magnitude"]
 SPARSITY = 0.5
-SMALL = 20_000_000
-"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less (LOG.md, "Pruning")."""
 
 
 def decide(
@@ -103,11 +102,6 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
                 "and after adapters are merged (dunes augment merge)"
             )
     return linears
-
-
-def calibration_tokens(model: nn.Module) -> int:
-    """How many tokens of calibration text are of use."""
-    return 131_072 if tree.count(model) <= SMALL else 32_768
 
 
 @torch.no_grad()

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import awq, gptq, hqq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import require_ids, require_tokens
+from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
 from dunes.augment.change import Change, float_dtype
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Quantized, Steps
 from dunes.steps import each
 from dunes.units import plural
 
+__all__ = ["calibration_tokens"]
 VERSION = 3
 
 BLOCK = 64

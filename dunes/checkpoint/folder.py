@@ -97,7 +97,7 @@ def save(
     facts = {key: value for key, value in (facts or {}).items() if key != MASKED}
     facts |= {MASKED: masked} if (masked := masked_places(model)) else {}
     if isinstance(described, Architecture):
-        known, settings, weights = _hf_parts(model, described)
+        known, settings, weights = hf_parts(model, described)
         _check_rows(tokenizer, described.config.vocab)
         changes = () if architecture is None else architecture.changes
         facts["changes"] = [*facts.get("changes", []), *(change.record() for change in changes)]
@@ -137,7 +137,7 @@ def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
         )
 
 
-def _hf_parts(
+def hf_parts(
     model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""

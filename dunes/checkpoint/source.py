@@ -13,8 +13,8 @@ from dunes.checkpoint.files import header, pickle_file
 from dunes.checkpoint.files.compact import COMPACT, dense_tensors
 from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.forms import bitsandbytes, compressed_tensors, gguf, native
 from dunes.checkpoint.forms import card as cards
-from dunes.checkpoint.forms import gguf, native
 from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
@@ -232,15 +232,27 @@ def _adapter_hint(folder: Path) -> str:
 
 def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     hf_config = json_file.read(folder / CONFIG, json_file.MAX_CONFIG_BYTES)
+    notes: tuple[str, ...] = ()
     if (quantized := hf_config.get("quantization_config")) is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ValueError(
-            f"{folder / CONFIG}: quantized with {header.quote(method)}; only plain weights are read, get those"
-        )
+        hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
+        files, notes = _dequantized(files, quantized, folder), ("quantized weights, dequantized",)
     with _naming_errors(folder / CONFIG):
         family = family_of(hf_config)
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
-    return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored)
+    return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored, notes)
+
+
+def _dequantized(files: dict[str, LazyTensor], quantization: Any, folder: Path) -> dict[str, LazyTensor]:
+    """The tensors with dense ones in place of quantized ones. Raises ValueError for a form that is not known."""
+    if bitsandbytes.is_four_bits(quantization):
+        return bitsandbytes.dense_weights(files)
+    if compressed_tensors.is_packed(quantization):
+        return compressed_tensors.dense_weights(files)
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    raise ValueError(
+        f"{folder / CONFIG}: quantized with {header.quote(method)}; only plain weights and bitsandbytes' of four "
+        "bits and compressed-tensors' packed ones are read, get those"
+    )
 
 
 def _apply_renames(

@@ -429,12 +429,14 @@ def export(
     Example: dunes export runs/project ~/models/project.gguf --to gguf --dtype q8_0
 
     Args:
-        to: Format: hf (Hugging Face) or gguf (llama.cpp).
+        to: Format: hf (Hugging Face), gguf (llama.cpp), or compressed-tensors (a quantized model's codes as they
+            are, for transformers and others).
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
     """
-    if to not in ("hf", "gguf"):
+    if to not in ("hf", "gguf", "compressed-tensors"):
         raise ValueError(
-            f"--to {to[:80]!a}: expected hf or gguf; Mistral's and Meta's own formats are read, not written"
+            f"--to {to[:80]!a}: expected hf, gguf or compressed-tensors; Mistral's and Meta's own formats are "
+            "read, not written"
         )
     if to == "hf" and dtype in get_args(Blocks):
         raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
@@ -443,7 +445,13 @@ def export(
         return
     from dunes import checkpoint
     from dunes.runs.export import export_gguf
+    from dunes.runs.export_packed import export_packed
 
+    if to == "compressed-tensors":
+        if dtype is not None:
+            raise ValueError(f"--dtype {dtype}: codes are written as they are; omit it")
+        print(f"{out}: {export_packed(checkpoint.locate_model(model, verify=True).folder, out)}")
+        return
     print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
 
 
