@@ -129,6 +129,24 @@ def test_wanda_prunes_the_lowest_scores_of_each_output():
         assert s[gone].max() < s[~gone].min()
 
 
+def test_equal_weights_do_not_all_go():
+    weight = torch.ones(8, 16)
+    assert smallest(weight, 0.25).sum() == 8 * 16 // 4 + 1
+    weight[:6] = 0
+    assert smallest(weight, 0.25).sum() == 6 * 16, "zeros are no weights to keep"
+    weight = torch.arange(1.0, 5).repeat(8, 4)
+    assert smallest(weight, 0.5).sum() == 8 * 16 // 2 + 1
+    assert smallest(weight, 0.5)[weight == 1].all()
+
+
+def test_small_weights_have_scores_that_do_not_underflow():
+    weight, gram = layer()
+    h = sparsegpt.hessian(gram, 0.01)
+    for pattern in (None, Pattern(2, 4)):
+        small = sparsegpt.prune(weight * 2.0**-80, h, 0.5, pattern)
+        assert torch.equal(small, sparsegpt.prune(weight, h, 0.5, pattern) * 2.0**-80)
+
+
 def test_dead_inputs_and_singular_matrices():
     weight, gram = layer()
     for i in (3, 17):
