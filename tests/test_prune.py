@@ -138,6 +138,7 @@ def test_dead_inputs_and_singular_matrices():
     pruned = sparsegpt.prune(weight, h, 0.5, None)
     assert pruned.isfinite().all()
     assert not pruned[:, [3, 17]].any()
+    assert not sparsegpt.prune(weight, h, 0.02, None)[:, [3, 17]].any(), "at any sparsity"
     row = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     flat = Gram(row.T @ row, row.abs()[0], 100)  # rank one
     h = sparsegpt.hessian(flat, 0.0)
@@ -172,6 +173,13 @@ def test_models_of_all_families(family, fields, method):
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(IDS), model(IDS))
     assert masked_places(fresh) == masked_places(model)
+
+
+def test_wanda_leaves_each_output_as_many_weights():
+    model = model_of()
+    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
+    for place in tree.find(model, "blocks.**", tree.linear):
+        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
