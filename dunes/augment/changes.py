@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import dunes.augment.quantize as quantization
-from dunes.augment import expand, experts, lora, lora_experts, prune, routing, upcycle
+from dunes.augment import expand, experts, lora, lora_experts, narrow, prune, routing, upcycle
 from dunes.augment.change import Change
 
 CHANGES: dict[str, Any] = {
@@ -15,6 +15,7 @@ CHANGES: dict[str, Any] = {
     "experts": experts,
     "lora": lora,
     "lora-experts": lora_experts,
+    "narrow": narrow,
     "prune": prune,
     "quantize": quantization,
     "routing": routing,

@@ -1,0 +1,331 @@
+"""Structured pruning: whole heads, hidden neurons, experts and blocks are taken out, and the model is smaller.
+
+What matters least for calibration text goes: heads by https://arxiv.org/abs/1905.10650 (with grouped attention,
+whole groups), neurons by the same measure, experts by their neurons, blocks by how little they turn the hidden
+states (https://arxiv.org/abs/2403.03853). An entry of CHANGES, see `changes.py`.
+"""
+
+# Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment.calibrate import require_ids
+from dunes.augment.change import Change
+from dunes.augment.masked import MaskedLinear
+from dunes.ops.experts import one_by_one
+from dunes.parts import MLP, Attention, Decoder, GatedMLP, MoE
+from dunes.steps import each
+from dunes.units import plural
+
+VERSION = 1
+ROWS = 8
+"""Sequences at once."""
+ROWS_OF = {"groups": ("q", "k", "v"), "neurons": ("gate", "up")}
+COLUMNS_OF = {"groups": "out", "neurons": "down"}
+"""The linear layers whose outputs and whose inputs are the units."""
+PARTS: dict[str, Any] = {
+    "blocks": nn.ModuleList,
+    "experts": MoE,
+    "groups": Attention,
+    "neurons": (MLP, GatedMLP),
+}
+"""The classes of what has the units."""
+
+
+def decide(
+    model: nn.Module,
+    *,
+    ids: Tensor | None = None,
+    heads: int | None = None,
+    neurons: int | None = None,
+    experts: int | None = None,
+    blocks: int | None = None,
+    uneven: bool = False,
+) -> Change:
+    """The record of the change: every setting, and which units each place keeps.
+
+    The numbers are what is kept: query heads of each attention, hidden neurons of each MLP or expert, experts of
+    each mixture, blocks. With `uneven`, heads and neurons are compared across layers, so that the layers, as many
+    on average, get different sizes. `ids` (S, T) are calibration text. Raises ValueError for an invalid request.
+    """
+    request = {"heads": heads, "neurons": neurons, "experts": experts, "blocks": blocks, "uneven": uneven}
+    if not any(request[key] is not None for key in ("heads", "neurons", "experts", "blocks")):
+        raise ValueError("nothing to take out; pass how many heads, neurons, experts or blocks to keep")
+    if ids is None:
+        raise ValueError("narrow needs calibration text")
+    require_ids(model, ids)
+    if ids.shape[1] < 2:
+        raise ValueError("the calibration text has sequences of 1 token; expected 2 or more")
+    assert isinstance(model, Decoder)
+    if blocks is not None and not 0 < blocks < len(model.blocks):
+        raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
+    units = dict(_units(model, request))
+    scores = importances(model, ids, {name: count for name, (_, count, _) in units.items()})
+    kept = _kept_units(units, scores, uneven)
+    places = kept
+    if experts is not None:
+        mixtures = _kept_experts(model, scores, experts)
+        places = {n: p for n, p in kept.items() if _stays(n, mixtures)} | mixtures
+    if blocks is not None:
+        chosen = block_influence(model, ids).topk(blocks).indices.sort().values.tolist()
+        places = {n: p for n, p in places.items() if int(n.split(".")[1]) in chosen}
+        places["blocks"] = {"blocks": chosen, "of": len(model.blocks)}
+    return Change("narrow", VERSION, request, places)
+
+
+def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int, int]]]:
+    """By the place of the layer whose inputs they are: the kind of units, how many there are, and how many stay.
+
+    Raises ValueError for a part of another class, for layers that are not dense, and for numbers that do not fit.
+    """
+    for place in tree.places(model):
+        name, module = place.name, tree.innermost(place.module)
+        if isinstance(module, Attention) and request["heads"] is not None:
+            groups = _sides(name, module.k)[0] // module.head_dim
+            size = _sides(name, module.q)[0] // module.head_dim // groups
+            kept = request["heads"] // size
+            if request["heads"] % size or not 0 < kept <= groups:
+                raise ValueError(
+                    f"{name}: heads is {request['heads']}; expected {size} to {groups * size} by {size}"
+                )
+            yield f"{name}.out", ("groups", groups, kept)
+        elif isinstance(module, MLP | GatedMLP) and (
+            request["neurons"] is not None or request["experts"] is not None
+        ):
+            hidden = _sides(name, module.down)[1]
+            kept = hidden if request["neurons"] is None else request["neurons"]
+            if not 0 < kept <= hidden:
+                raise ValueError(f"{name}: neurons is {kept}; expected 1 to {hidden}")
+            yield f"{name}.down", ("neurons", hidden, kept)
+
+
+def _sides(name: str, linear: Any) -> tuple[int, int]:
+    if not tree.is_dense(linear):
+        raise ValueError(
+            f"{name} has a {type(linear).__name__}; narrow the dense model: before it is quantized, and after "
+            "adapters are merged (dunes augment merge)"
+        )
+    return linear.out_features, linear.in_features
+
+
+def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict[str, Tensor]:
+    """The importance (U,) of the units whose outputs the linear layers at these places read.
+
+    It is the sum over tokens of the absolute value of a unit's outputs times their gradients of the loss: how much
+    the loss would change without it, to first order.
+    """
+    sums = {name: torch.zeros(count) for name, count in units.items()}
+    layers = {p.name: p.module for p in tree.places(model) if p.name in units}
+    with tree.mode(model, False), torch.enable_grad(), one_by_one():
+        ids = ids.to(next(model.parameters()).device)
+        for part in each(torch.split(ids, ROWS)) if units else ():
+            for name, product in _products(model, part, layers).items():
+                by_unit = product.view(-1, units[name], product.shape[-1] // units[name])
+                sums[name] += by_unit.sum(-1).abs().sum(0).cpu()
+    return sums
+
+
+def _products(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Each layer's inputs times their gradients."""
+    read: dict[str, Tensor] = {}
+
+    def remember(name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+            read[name] = inputs[0] if inputs[0].requires_grad else inputs[0].detach().requires_grad_()
+            return read[name]
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(remember(name)) for name, layer in layers.items()]
+    try:
+        logits = model(ids)[:, :-1].float()
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+        grads = torch.autograd.grad(loss, [*read.values()], allow_unused=True)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return {n: (x.detach() * g).float() for (n, x), g in zip(read.items(), grads, strict=True) if g is not None}
+
+
+@torch.no_grad()
+def block_influence(model: Decoder, ids: Tensor) -> Tensor:
+    """One minus the mean cosine of each block's input and output (blocks,)."""
+    sums = torch.zeros(len(model.blocks))
+
+    def measure(index: int) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            sums[index] += (1 - F.cosine_similarity(inputs[0].float(), output.float(), -1)).sum().cpu()
+
+        return hook
+
+    hooks = [block.register_forward_hook(measure(i)) for i, block in enumerate(model.blocks)]
+    try:
+        with tree.mode(model, False):
+            for part in torch.split(ids.to(next(model.parameters()).device), ROWS):
+                model.hidden(part)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return sums / ids.numel()
+
+
+def _kept_units(
+    units: Mapping[str, tuple[str, int, int]], scores: Mapping[str, Tensor], uneven: bool
+) -> dict[str, dict[str, Any]]:
+    """The units that each place keeps; of all layers' with `uneven`, but one of each at least."""
+    kept = {}
+    for kind in ("groups", "neurons"):
+        chosen = {name: keep for name, (its_kind, _, keep) in units.items() if its_kind == kind}
+        if uneven and chosen:
+            total, least = sum(chosen.values()), {name: int(scores[name].argmax()) for name in chosen}
+            forced = {n: scores[n].index_fill(0, torch.tensor(least[n]), torch.inf) for n in chosen}
+            threshold = torch.cat([*forced.values()]).topk(total).values[-1]
+            rows = {n: (s >= threshold).nonzero()[:, 0] for n, s in forced.items()}
+        else:
+            rows = {name: scores[name].topk(keep).indices.sort().values for name, keep in chosen.items()}
+        for name, row in rows.items():
+            if len(row) < units[name][1]:
+                kept[name.rpartition(".")[0]] = {kind: row.tolist(), "of": units[name][1]}
+    return kept
+
+
+def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
+    """The experts that each mixture keeps: those whose neurons matter most together."""
+    kept = {}
+    for place in tree.places(model):
+        if isinstance(moe := place.module, MoE):
+            if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
+                raise ValueError(
+                    f"{place.name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
+                    f"{len(moe.experts)}, and a linear router"
+                )
+            sums = torch.stack([scores[f"{place.name}.experts.{e}.down"].sum() for e in range(len(moe.experts))])
+            best = sums.topk(experts).indices.sort().values.tolist()
+            kept[place.name] = {"experts": best, "of": len(moe.experts)}
+    if not kept:
+        raise ValueError("experts: this model has no mixture of experts")
+    return kept
+
+
+def _stays(name: str, mixtures: Mapping[str, Any]) -> bool:
+    """Whether this MLP is no expert that goes."""
+    place, _, expert = name.rpartition(".experts.")
+    return place not in mixtures or int(expert) in mixtures[place]["experts"]
+
+
+def describe(change: Change) -> str:
+    """What was kept, in one sentence."""
+    kept = {key: value for key, value in change.request.items() if value not in (None, False, True)}
+    spread = ", spread over the layers by importance" if change.request["uneven"] else " of each layer"
+    listed = ", ".join(f"{n} {key}" for key, n in kept.items() if key != "blocks")
+    blocks = change.places.get("blocks", {}).get("blocks")
+    parts = [*([f"{listed}{spread}"] if listed else []), *([f"{plural(len(blocks), 'block')}"] if blocks else [])]
+    return f"keeps {' and '.join(parts)}"
+
+
+def shape(model: nn.Module, change: Change) -> None:
+    """Take the units out. Raises ValueError, before anything is changed, for places that do not fit."""
+    modules = {p.name: tree.innermost(p.module) for p in tree.places(model)}
+    for name, kept in change.places.items():
+        _check(name, modules.get(name), kept)
+    for name, kept in change.places.items():
+        module: Any = modules[name]
+        if "blocks" in kept:
+            tree.remove(model, {f"blocks.{i}" for i in range(kept["of"]) if i not in kept["blocks"]})
+        elif "experts" in kept:
+            _keep_experts(module, kept["experts"])
+        else:
+            _resize(module, kept)
+
+
+def _check(name: str, module: Any, kept: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the module has these units."""
+    kind, *others = sorted(kept.keys() - {"of"}) or [""]
+    rows, whole = kept.get(kind), isinstance(module, PARTS.get(kind, ())) and kept.get("of") == _count(module)
+    valid = whole and not others and isinstance(rows, list) and all(type(i) is int for i in rows)
+    if not valid or not rows or rows != sorted({*rows}) or not 0 <= rows[0] <= rows[-1] < kept["of"]:
+        raise ValueError(f"{name[:80]}: has no such {kind[:80]} to keep; was the change made to another model?")
+
+
+def _count(module: Any) -> int:
+    """How many units a module has."""
+    if isinstance(module, Attention):
+        return module.k.out_features // module.head_dim
+    if isinstance(module, MoE):
+        return len(module.experts)
+    return len(module) if isinstance(module, nn.ModuleList) else int(module.down.in_features)
+
+
+def _keep_experts(moe: MoE, kept: list[int]) -> None:
+    moe.experts = nn.ModuleList([moe.experts[e] for e in kept])
+    moe.router = _sized(moe.router, rows=len(kept))
+    for name, buffer in [*moe.named_buffers(recurse=False)]:
+        moe.register_buffer(name, buffer.new_empty(len(kept)))
+
+
+def _resize(module: Any, kept: Mapping[str, Any]) -> None:
+    """Give the linear layers of an attention or an MLP the sizes for the units that it keeps."""
+    (kind,) = kept.keys() - {"of"}
+    for name in ROWS_OF[kind]:
+        if (linear := getattr(module, name, None)) is not None:
+            setattr(module, name, _sized(linear, rows=linear.out_features // kept["of"] * len(kept[kind])))
+    last = getattr(module, COLUMNS_OF[kind])
+    setattr(module, COLUMNS_OF[kind], _sized(last, columns=last.in_features // kept["of"] * len(kept[kind])))
+
+
+def _sized(linear: Any, rows: int | None = None, columns: int | None = None) -> nn.Linear:
+    """A linear layer of other sizes, whose weights are uninitialised."""
+    kind = MaskedLinear if isinstance(linear, MaskedLinear) else nn.Linear
+    bias = linear.bias is not None
+    with torch.device("meta"):
+        other = kind(columns or linear.in_features, rows or linear.out_features, bias)
+    for name, p in [*other.named_parameters()]:
+        new = torch.empty(p.shape, dtype=linear.weight.dtype, device=linear.weight.device)
+        setattr(other, name, nn.Parameter(new, linear.weight.requires_grad))
+    return other.train(linear.training)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
+    """Copy the weights of the units that stay."""
+    for name, tensor in model.state_dict().items():
+        before = _name_before(name, change.places)
+        kept = _selected(weights[before], before, change.places)
+        if kept.data_ptr() != tensor.data_ptr():
+            tensor.copy_(kept)
+
+
+def _name_before(name: str, places: Mapping[str, Any]) -> str:
+    """The tensor's name before blocks and experts were renumbered."""
+    segments = name.split(".")
+    if segments[0] == "blocks" and "blocks" in places:
+        segments[1] = str(places["blocks"]["blocks"][int(segments[1])])
+    if "experts" in segments:
+        i = segments.index("experts")
+        if (kept := places.get(".".join(segments[:i]))) is not None and "experts" in kept:
+            segments[i + 1] = str(kept["experts"][int(segments[i + 1])])
+    return ".".join(segments)
+
+
+def _selected(tensor: Tensor, name: str, places: Mapping[str, Any]) -> Tensor:
+    """The part of a tensor, of this name before, that belongs to units that stay."""
+    place, _, leaf = name.rpartition(".")
+    parent, _, layer = place.rpartition(".")
+    if "experts" in places.get(place, {}):  # a buffer with an entry for each expert
+        return tensor[places[place]["experts"]]
+    if (kept := places.get(parent)) is None or "blocks" in kept:
+        return tensor
+    (kind,) = kept.keys() - {"of"}
+    if kind == "experts":
+        return tensor[kept[kind]] if layer == "router" else tensor
+    if layer in ROWS_OF[kind]:
+        return tensor.reshape(kept["of"], -1, *tensor.shape[1:])[kept[kind]].flatten(0, 1)
+    if layer == COLUMNS_OF[kind] and leaf == "weight":
+        return tensor.reshape(len(tensor), kept["of"], -1)[:, kept[kind]].flatten(1)
+    return tensor

@@ -1,0 +1,220 @@
+"""Heads, neurons, experts and blocks taken out: what is left computes what the others' absence leaves."""
+
+import json
+
+import pytest
+import torch
+
+from dunes import checkpoint, tree
+from dunes.augment import CHANGES, Change, apply_change, attach, quantize, repeat_structure
+from dunes.augment.narrow import block_influence, importances
+from dunes.checkpoint import Architecture
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.parts import MoE
+from test_calibrate import IDS, model_of
+from test_prune import LONG, loss
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
+FAMILY_FIELDS = [
+    ("gpt2", {}), ("llama", {"heads": 4, "kv_heads": 2, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    ("mistral", {"heads": 4, "kv_heads": 2, "head_dim": 8}), ("qwen3", {"heads": 4, "kv_heads": 4, "head_dim": 8}),
+    ("arcee", {"heads": 4, "kv_heads": 2, "head_dim": 8}), ("mixtral", {"experts": 4}),
+]  # fmt: skip
+
+
+def silenced(model, change):
+    """The model with the outputs of what the change takes out set to zero."""
+    for place, kept in change.places.items():
+        (kind,) = kept.keys() - {"of"}
+        module = model.get_submodule(place)
+        gone = [i for i in range(kept["of"]) if i not in kept[kind]]
+        if kind in ("groups", "neurons"):
+            last = module.out if kind == "groups" else module.down
+            last.weight.data.view(len(last.weight), kept["of"], -1)[:, gone] = 0
+        elif kind == "blocks":
+            tree.remove(model, {f"blocks.{i}" for i in gone})
+    return model
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(("family", "fields"), FAMILY_FIELDS)
+@torch.no_grad()
+def test_what_is_left_computes_what_silencing_the_rest_does(family, fields, uneven):
+    build = lambda: model_of(family, depth=3, **fields)
+    model, heads = build(), build().blocks[0].attn.q.out_features // build().blocks[0].attn.head_dim
+    size = tree.count(model)
+    change = apply_change(
+        model, "narrow", ids=LONG[:8], heads=max(1, heads // 2), neurons=20, blocks=2, uneven=uneven
+    )
+    assert tree.count(model) < 0.75 * size
+    expected = silenced(build(), change)(IDS)
+    assert (model(IDS) - expected).abs().max() < 1e-5
+    assert Change.of(json.loads(json.dumps(change.record()))) == change
+    fresh = build()
+    repeat_structure(fresh, change)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(IDS), model(IDS))
+    described = checkpoint.hf_config_of(model, 32)
+    if family == "gpt2" and heads > 1:
+        assert "gpt2" in described  # whose heads together are as wide as the model
+    elif not uneven:
+        assert described.config.hidden == 20
+        assert described.config.depth == 2
+    print(CHANGES["narrow"].describe(change), described if isinstance(described, str) else "")
+
+
+@torch.no_grad()
+def test_experts_that_stay_are_chosen_among_themselves():
+    model, whole = model_of("mixtral", experts=4), model_of("mixtral", experts=4)
+    change = apply_change(model, "narrow", ids=LONG, experts=2)
+    for place, kept in change.places.items():
+        moe, before = model.get_submodule(place), whole.get_submodule(place)
+        assert len(moe.experts) == 2
+        assert torch.equal(moe.router.weight, before.router.weight[kept["experts"]])
+        for expert, e in zip(moe.experts, kept["experts"], strict=True):
+            assert torch.equal(expert.down.weight, before.experts[e].down.weight)
+    assert checkpoint.hf_config_of(model, 32).config.experts == 2
+    both = model_of("mixtral", experts=4)
+    change = apply_change(both, "narrow", ids=LONG, experts=3, neurons=16, blocks=1)
+    assert both(IDS).isfinite().all()
+    assert all(m.down.in_features == 16 for moe in both.modules() if isinstance(moe, MoE) for m in moe.experts)
+    assert len(change.places) == 1 + 1 + 3
+
+
+def test_importance_is_what_the_loss_loses_to_first_order():
+    model = model_of("llama", heads=4, kv_heads=2, head_dim=8).double()
+    names = {"blocks.0.attn.out": 2, "blocks.1.mlp.down": 96}
+    scores = importances(model, IDS, names)
+    for name, units in names.items():
+        layer, signed = model.get_submodule(name), torch.zeros(units)
+        for unit in range(units):
+            gate = torch.ones(units, dtype=torch.double, requires_grad=True)
+            each = layer.in_features // units
+            hook = layer.register_forward_pre_hook(lambda m, x, g=gate, n=each: (x[0] * g.repeat_interleave(n),))
+            total, _ = loss_of(model)
+            hook.remove()
+            signed[unit] = torch.autograd.grad(total, gate)[0][unit]
+            if unit >= 3:
+                break
+        # The sum of absolute values over tokens bounds that of the values themselves.
+        assert (scores[name][:3] >= signed[:3].abs() - 1e-4).all()
+        assert scores[name].shape == (units,)
+
+
+def loss_of(model):
+    logits = model(IDS)[:, :-1].float()
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum")
+    return total, None
+
+
+def test_what_does_nothing_goes_first():
+    model = model_of("llama", depth=3, heads=4, kv_heads=2, head_dim=8)
+    idle = model.blocks[1]
+    idle.attn.out.weight.data.zero_()
+    idle.mlp.down.weight.data.zero_()
+    model.blocks[0].mlp.down.weight.data[:, 5:] *= 1e-6
+    model.blocks[2].attn.out.weight.data[:, :16] *= 1e-6
+    assert int(block_influence(model, LONG).argmin()) == 1
+    change = CHANGES["narrow"].decide(model, ids=LONG, heads=2, neurons=5, blocks=2)
+    assert change.places["blocks"] == {"blocks": [0, 2], "of": 3}
+    assert change.places["blocks.0.mlp"]["neurons"] == [0, 1, 2, 3, 4]
+    assert change.places["blocks.2.attn"] == {"groups": [1], "of": 2}
+    uneven = CHANGES["narrow"].decide(model, ids=LONG, neurons=34, uneven=True)
+    sizes = [len(uneven.places.get(f"blocks.{i}.mlp", {"neurons": range(96)})["neurons"]) for i in range(3)]
+    print(sizes)
+    assert sizes == [5, 1, 96]
+
+
+@torch.no_grad()
+def test_folders(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    for name, options in {"even": {}, "uneven": {"uneven": True}}.items():
+        model = model_of("llama", heads=4, kv_heads=2, head_dim=8)
+        change = apply_change(model, "narrow", ids=LONG, heads=2, neurons=40, **options)
+        config = checkpoint.hf_config_of(model_of("llama", heads=4, kv_heads=2, head_dim=8), 32).config
+        checkpoint.save(model, tmp_path / name, None, 32, architecture=Architecture("llama", config, (change,)))
+        assert torch.equal(checkpoint.load(tmp_path / name).model(IDS), model(IDS))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even").eval()
+    ours = checkpoint.load(tmp_path / "even").model
+    assert (theirs(IDS).logits - ours(IDS)).abs().max() < 1e-5
+    assert json.loads((tmp_path / "uneven" / "config.json").read_text()).get("architectures") is None
+
+
+def test_the_verb(tmp_path, capsys):
+    from dunes.cli import augment
+    from dunes.text import Tokenizer
+
+    tokenizer = Tokenizer.train("bytes", ())
+    config = FAMILIES["llama"].Config.from_size(tokenizer.vocab, 32, 2, 32)
+    checkpoint.save(initialise(FAMILIES["llama"].build(config)), tmp_path / "base", tokenizer, 32)
+    (tmp_path / "text").write_text("What is less of it is more.\n" * 99)
+    augment.narrow(
+        str(tmp_path / "base"), tmp_path / "out", neurons=40, blocks=1, calibration=(str(tmp_path / "text"),)
+    )
+    printed = capsys.readouterr().out
+    print(printed)
+    assert "keeps 40 neurons of each layer and 1 block" in printed
+    assert "a plain Hugging Face folder: llama" in printed
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 0.8 * (
+        tmp_path / "base" / "model.safetensors"
+    ).stat().st_size
+
+
+def test_narrowed_models_learn_and_stay_in_their_mode():
+    model = model_of().train()
+    apply_change(model, "narrow", ids=LONG, neurons=20, heads=1)
+    assert all(m.training for m in model.modules())
+    total, _ = loss(model, LONG[:2])
+    total.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({}, "nothing to take out"),
+        ({"ids": None, "neurons": 8}, "narrow needs calibration text"),
+        ({"ids": LONG[:, :1], "neurons": 8}, "sequences of 1 token"),
+        ({"heads": 3}, "blocks.0.attn: heads is 3; expected 2 to 4 by 2"),
+        ({"heads": 0}, "heads is 0"),
+        ({"neurons": 0}, "blocks.0.mlp: neurons is 0; expected 1 to 96"),
+        ({"neurons": 97}, "neurons is 97"),
+        ({"blocks": 2}, "blocks is 2; expected 1 to 1"),
+        ({"experts": 2}, "this model has no mixture of experts"),
+    ],
+)  # fmt: skip
+def test_requests_that_do_not_fit(request_, message):
+    model = model_of("llama", heads=4, kv_heads=2, head_dim=8)
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        apply_change(model, "narrow", **{"ids": LONG, **request_})
+    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+
+
+def test_other_layers_and_damaged_records_are_refused():
+    with pytest.raises(ValueError, match="experts is 1; expected 2, as many as each token gets, to 4"):
+        apply_change(model_of("mixtral", experts=4), "narrow", ids=LONG, experts=1)
+    adapted, quantized = model_of(), model_of()
+    attach(adapted, where="blocks.*.mlp.down", rank=2)
+    quantize(quantized, where="blocks.*.attn.k")
+    for other, options in ((adapted, {"neurons": 8}), (quantized, {"heads": 1})):
+        with pytest.raises(ValueError, match="narrow the dense model"):
+            apply_change(other, "narrow", ids=LONG, **options)
+    change = CHANGES["narrow"].decide(model_of(), ids=LONG, neurons=8)
+    record = change.record()
+    for kept in (
+        {"neurons": [3, 1], "of": 96},
+        {"neurons": [96], "of": 96},
+        {"neurons": [1], "of": 95},
+        {"neurons": [], "of": 96},
+        {"neurons": ["a"], "of": 96},
+        {"limbs": [1], "of": 96},
+        {"of": 96},
+        {"neurons": [1], "groups": [1], "of": 96},
+    ):
+        model = model_of()
+        with pytest.raises(ValueError, match=r"has no such|is damaged"):
+            repeat_structure(model, Change.of({**record, "places": {**record["places"], "blocks.1.mlp": kept}}))
+        assert model.blocks[0].mlp.down.in_features == 96
