@@ -148,6 +148,7 @@ def narrow(
     blocks: Kept = None,
     uneven: bool = False,
     calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
+    validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
 ) -> None:
     """Take out the heads, neurons, experts and blocks that matter least: smaller and faster, and worse.
 
@@ -162,9 +163,10 @@ def narrow(
         blocks: Blocks to keep.
         uneven: Compare heads and neurons across layers, which get different sizes; only dunes opens the result.
         calibration: Text on which importance is measured.
+        validation: Text that the report scores, before and after.
     """
     kept: dict[str, Any] = {"heads": heads, "neurons": neurons, "experts": experts, "blocks": blocks}
-    _augment(model, out, "narrow", calibration=calibration, uneven=uneven, **kept)
+    _augment(model, out, "narrow", calibration=calibration, validation=validation, uneven=uneven, **kept)
     print(f"next: dunes train SOURCE --from {out} --out RUN")
 
 

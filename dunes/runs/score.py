@@ -66,12 +66,12 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     if not (sources or trained):
         raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
     corpus = collect_corpus(sources) if sources else collect_corpus(trained["sources"], **recorded)
-    documents = corpus.train or corpus.valid
     tails = not sources and trained.get("split") == "tails"
+    documents = corpus.train + corpus.valid if tails else corpus.train or corpus.valid
     ids = np.asarray(_ids(loaded.require_tokenizer(), documents, "head" if tails else "all", False))
     width = min(CALIBRATION_TOKENS, loaded.context_length)
     sequences = SEQUENCES if tokens is None else -(-tokens // width)
-    if (last := tail_start(0, len(ids)) - width) < 0:
+    if (last := (len(ids) if tails else tail_start(0, len(ids))) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
     starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
