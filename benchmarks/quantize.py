@@ -56,7 +56,7 @@ def main(folder: str, text: str, tokens: str = "111539") -> None:
         bits = 8 * sum(b.nbytes for m in layers for b in m.buffers())
         bits /= sum(m.in_features * m.out_features for m in layers)
         loss = evaluate(LoadedModel(model, loaded.tokenizer, loaded.context_length), valid).loss - before
-        name = " ".join("symmetric" if v is True else f"{v}" for v in setting.values())
+        name = " ".join(k if v is True else f"{v}" for k, v in setting.items())
         print(f"| {name} | {loss:+.4f} | {bits:.2f} | {seconds:.1f} |", flush=True)
 
 

@@ -2,20 +2,30 @@
 
 import json
 import math
+from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from conftest import data
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, repeat_structure, sparsegpt
 from dunes.augment.calibrate import Gram
 from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
 from dunes.augment.sparsegpt import Pattern
 from dunes.augment.wanda import lowest, smallest, wanda_scores
-from dunes.train import Trainer, muon
+from dunes.data import Windows
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.runs.evaluate import evaluate
+from dunes.runs.memory import next_token_loss
+from dunes.text import Tokenizer
+from dunes.train import Schedule, Trainer, muon
 from test_calibrate import IDS, model_of
 
+STEPS = 700
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 
 
@@ -156,6 +166,7 @@ def test_dead_inputs_and_singular_matrices():
     pruned = sparsegpt.prune(weight, h, 0.5, None)
     assert pruned.isfinite().all()
     assert not pruned[:, [3, 17]].any()
+    assert not sparsegpt.prune(weight, h, 0.02, None)[:, [3, 17]].any(), "at any sparsity"
     row = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     flat = Gram(row.T @ row, row.abs()[0], 100)  # rank one
     h = sparsegpt.hessian(flat, 0.0)
@@ -190,6 +201,13 @@ def test_models_of_all_families(family, fields, method):
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(IDS), model(IDS))
     assert masked_places(fresh) == masked_places(model)
+
+
+def test_wanda_leaves_each_output_as_many_weights():
+    model = model_of()
+    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
+    for place in tree.find(model, "blocks.**", tree.linear):
+        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
@@ -348,3 +366,27 @@ def test_masked_layers_are_the_linear_layers_they_are():
     mask_linears(nn.ModuleDict({"a": linear}), ["a"])
     with pytest.raises(ValueError, match="b: this model has no such dense linear layer"):
         mask_linears(nn.ModuleDict({"a": linear}), ["b"])
+
+
+@pytest.mark.slow
+def test_sparsegpt_is_better_than_both_others_on_a_trained_model():
+    text = data("tinyshakespeare.txt").read_text()
+    tokenizer = Tokenizer.train("chars", [text])
+    ids = np.array(tokenizer.encode(text))
+    valid, config = ids[-16_384:], FAMILIES["llama"].Config.from_size(tokenizer.vocab, 64, 3, 64)
+    model = initialise(FAMILIES["llama"].build(config))
+    trainer = Trainer(model, muon(model), next_token_loss, lr_scale=Schedule.steps(STEPS, warmup=20).lr_scale)
+    windows = Windows(ids[: len(ids) * 9 // 10], length=64, batch_size=32)
+    next(step for step in trainer.run(windows.batches()) if step.number == STEPS)
+    score = lambda each: evaluate(checkpoint.LoadedModel(each, tokenizer, 64), valid).loss
+    dense, calibration = score(model), torch.from_numpy(ids[:65_536]).long().view(-1, 64)
+    assert dense < 2, "orderings mean nothing on undertrained weights"
+    for setting in ({"sparsity": 0.5}, {"pattern": "4:8"}, {"pattern": "2:4"}, {"sparsity": 0.7}):
+        added = {}
+        for method in ("sparsegpt", "wanda", "magnitude"):
+            pruned = deepcopy(model)
+            options = {} if method == "magnitude" else {"ids": calibration}
+            apply_change(pruned, "prune", method=method, **setting, **options)
+            added[method] = score(pruned) - dense
+        print(f"dense {dense:.3f}, {setting}: {added}")
+        assert added["sparsegpt"] < 0.8 * min(added["wanda"], added["magnitude"])

@@ -122,7 +122,7 @@ def save(
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # `known` first for its place in the file, and last because facts must not override it.
         card = {**known, "context_length": context_length, "changes": [], **facts, **known}
-        (staged / CARD).write_text(json.dumps(card))  # for `check`, which may load the folder
+        (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, size)

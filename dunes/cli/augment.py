@@ -67,6 +67,7 @@ def quantize(
     symmetric: bool = False,
     calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
     int8: Annotated[tuple[str, ...], flag("GLOB", "none")] = (),
+    validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
     target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
     double: bool = False,
 ) -> None:
@@ -85,13 +86,14 @@ def quantize(
         group: Of int4 and int3: inputs of a row that share a scale; 0 for the whole row.
         symmetric: Without zero points: smaller by 0.06 bits per weight with groups of 64.
         calibration: Text for gptq and awq.
+        validation: Text that the report scores, before and after.
         int8: Modules that become int8 instead; ! excludes, the last match wins.
         target_modules: Modules to quantize; quantized ones that a wildcard selects stay as they are.
         double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
     """
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
     options |= {"kind": kind, "double": double, "group": group, "symmetric": symmetric, "int8": int8}
-    _augment(model, out, "quantize", method=method, calibration=calibration, **options)
+    _augment(model, out, "quantize", method=method, calibration=calibration, validation=validation, **options)
     print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
 
 
@@ -103,6 +105,7 @@ def prune(
     sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None,
     pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None,
     calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
+    validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
     target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
     compact: bool = False,
 ) -> None:
@@ -119,6 +122,7 @@ def prune(
         sparsity: The fraction of each layer's weights to set to zero.
         pattern: Keep so many of every GROUP consecutive inputs of an output, such as 2:4 or 4:8.
         calibration: Text for SparseGPT and Wanda, as the model's training text.
+        validation: Text that the report scores, before and after.
         target_modules: Linear layers to prune; ! excludes, the last match wins.
         compact: Store a bit for each weight and the weights that are not zero; only dunes reads it.
     """
@@ -126,6 +130,7 @@ def prune(
         raise ValueError("--method magnitude reads no text; omit --calibration")
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
     options |= {"calibration": None if method == "magnitude" else calibration, "compact": compact}
+    options["validation"] = validation
     _augment(model, out, "prune", method=method, sparsity=sparsity, pattern=pattern, **options)
     print(f"next: dunes train SOURCE --from {out} --out RUN   trains the other weights; the zeros stay")
 
@@ -143,6 +148,7 @@ def narrow(
     blocks: Kept = None,
     uneven: bool = False,
     calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
+    validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
 ) -> None:
     """Take out the heads, neurons, experts and blocks that matter least: smaller and faster, and worse.
 
@@ -157,9 +163,10 @@ def narrow(
         blocks: Blocks to keep.
         uneven: Compare heads and neurons across layers, which get different sizes; only dunes opens the result.
         calibration: Text on which importance is measured.
+        validation: Text that the report scores, before and after.
     """
     kept: dict[str, Any] = {"heads": heads, "neurons": neurons, "experts": experts, "blocks": blocks}
-    _augment(model, out, "narrow", calibration=calibration, uneven=uneven, **kept)
+    _augment(model, out, "narrow", calibration=calibration, validation=validation, uneven=uneven, **kept)
     print(f"next: dunes train SOURCE --from {out} --out RUN")
 
 

@@ -1,7 +1,8 @@
 """Change the model of a folder and write another: measured, verified, with a report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
+from dunes.data import TokenIds
+from dunes.runs.comparison import Comparison, compare_folders
 from dunes.runs.export import NOT_INHERITED
-from dunes.runs.score import calibration_ids, trained_text
+from dunes.runs.picture import comparison_picture
+from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate, trained_text
 from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
 
-WRITING, COMPARING = 0.6, 0.95
-"""The shares of the work before the result is written, and before it is compared with what was written."""
+WRITING, COMPARING, MEASURING = 0.6, 0.8, 0.85
+"""The shares of the work before the result is written, compared with what was written, and measured."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys of a card that are not true of the model before its last change."""
 
@@ -34,6 +38,7 @@ def augment_folder(
     name: str,
     *,
     calibration: Sequence[str] | None = None,
+    validation: Sequence[str] | None = None,
     compact: bool = False,
     show: Show = lambda what, share: None,
     **request: Any,
@@ -41,16 +46,21 @@ def augment_folder(
     """Make the change of this name to the model in a folder, and write the result to `out`; returns a report.
 
     `request` are arguments of the change's `decide`, which also gets the ids of the `calibration` sources, if that
-    is not None; without sources, of the model's training text. `compact` is that of `checkpoint.save`. The written
-    model is loaded again and compared with the one in memory. Raises ValueError if `out` exists, for a request
-    that the change refuses, and, with nothing written, if the comparison fails.
+    is not None; without sources, of the model's training text. If `validation` is not None, the report compares
+    size, memory and speed before and after, and the loss on these sources, or without sources on the validation
+    text that the card records. `compact` is that of `checkpoint.save`. The written model is loaded again and
+    compared with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and,
+    with nothing written, if the comparison fails.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
     with step(show, "reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
+        compare = None if validation is None else partial(compare_folders, folder, ids=_scored(loaded, validation))
         if calibration is not None:
             tokens = getattr(CHANGES[name], "calibration_tokens", lambda model: None)(loaded.model)
+            if compare:
+                require_separate(loaded, calibration, validation or ())
             request["ids"] = calibration_ids(loaded, calibration, tokens)
     with step(show, "measuring", 0.05, 0.1):
         size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
@@ -61,16 +71,25 @@ def augment_folder(
     with step(show, "measuring", 0.55, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
-    _write(loaded, (change,), out, after, {"change": name, **effect}, show, compact)
+    compared = _write(loaded, (change,), out, after, {"change": name, **effect}, show, compact, compare)
     describe = getattr(CHANGES[name], "describe", None)
     return [
+        *(compared.warnings() if compared else []),
         *([] if describe is None else [describe(change)]),
         f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
         _describe_compact(out) if compact else f"written as {describe_form(loaded)}",
+        *(compared.lines() if compared else []),
     ]
+
+
+def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
+    """The ids that a report scores; None without sources where the card records no validation text."""
+    if loaded.tokenizer is None or not (sources or trained_text(loaded.card).get("split")):
+        return None
+    return evaluation_tokens(loaded, sources)[0]
 
 
 def _describe_compact(out: Path) -> str:
@@ -153,20 +172,30 @@ def _write(
     facts: dict[str, Any],
     show: Show,
     compact: bool = False,
-) -> None:
-    """Save a model with these logits. Raises ValueError, and leaves nothing, if the written one has others."""
+    compare: Callable[[Path], Comparison] | None = None,
+) -> Comparison | None:
+    """Save a model with these logits, and compare it. Raises ValueError, and leaves nothing, if it has others."""
+    compared: Comparison | None = None
 
     def check(staged: Path) -> dict[str, Any]:
         model = load_decoder(open_source(staged))
-        with step(show, "comparing", COMPARING, 1.0):
+        nonlocal compared
+        with step(show, "comparing", COMPARING, MEASURING):
             written = model_logits(model, loaded.context_length)
         if not (difference := distance(expected, written)) <= EXACT:
             raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
-        return {"augmented": {**facts, "verified": difference}}
+        result = {"augmented": {**facts, "verified": difference}}
+        if compare is None:
+            return result
+        with step(show, "measuring before and after", MEASURING, 1.0):
+            compared = compare(staged)
+        comparison_picture(compared, staged / "comparison.png")
+        return result | {"comparison": compared.record()}
 
     with exclusive_folder(out), step(show, "writing", WRITING, COMPARING):
         save_changed(loaded, changes, out, check, compact)
     show("written", 1.0)
+    return compared
 
 
 def records(loaded: LoadedModel) -> list[Any]:

@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from dunes.runs.comparison import Comparison
 from dunes.runs.evaluate import Score
 
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
@@ -41,6 +42,31 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
     axes.grid(alpha=0.3)
     axes.spines[["top"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def comparison_picture(comparison: Comparison, path: Path) -> None:
+    """Bars of what a model takes and does after a change, relative to before, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    a, b = comparison.before, comparison.after
+    ratios = {
+        "size on disk": b.size / max(1, a.size),
+        "peak memory": b.memory / max(1, a.memory),
+        "prefill, tokens/s": b.prefill / a.prefill,
+        "decoding, tokens/s": b.decode / a.decode,
+    }
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bars = axes.barh([*ratios], [*ratios.values()], color=[TRAINING, TRAINING, VALIDATION, VALIDATION])
+    axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    loss = "" if a.loss is None or b.loss is None else f"; validation loss {a.loss:.4f} to {b.loss:.4f} nats/token"
+    axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,14 +44,14 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     separate = bool(trained.get("separate_documents"))
     if sources:
         corpus = collect_corpus(sources, **options)
-        return _ids(tokenizer, corpus.valid + corpus.train, True, separate), len(corpus.valid + corpus.train)
+        return _ids(tokenizer, corpus.valid + corpus.train, "all", separate), len(corpus.valid + corpus.train)
     if trained.get("split") not in ("files", "tails"):
         raise ValueError("does not record its validation files; pass the sources to score")
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **recorded | options)
     full = trained["split"] == "files"
     documents = corpus.valid if full else corpus.train + corpus.valid
-    return _ids(tokenizer, documents, full, separate), len(documents)
+    return _ids(tokenizer, documents, "all" if full else "tail", separate), len(documents)
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
@@ -66,14 +66,35 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     if not (sources or trained):
         raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
     corpus = collect_corpus(sources) if sources else collect_corpus(trained["sources"], **recorded)
-    documents = corpus.train or corpus.valid
-    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, True, False))
+    tails = not sources and trained.get("split") == "tails"
+    documents = corpus.train + corpus.valid if tails else corpus.train or corpus.valid
+    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, "head" if tails else "all", False))
     width = min(CALIBRATION_TOKENS, loaded.context_length)
     sequences = SEQUENCES if tokens is None else -(-tokens // width)
-    if (last := tail_start(0, len(ids)) - width) < 0:
+    if (last := (len(ids) if tails else tail_start(0, len(ids))) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
     starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
+
+
+def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
+    """Raises ValueError if a document of the calibration sources is among those that are scored.
+
+    Where the last tenth of each document is scored, the rest of it may calibrate.
+    """
+    trained = trained_text(loaded.card)
+    if not (calibration or validation) or (not validation and trained.get("split") != "files"):
+        return
+    recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
+    scored = collect_corpus(validation) if validation else collect_corpus(trained["sources"], **recorded)
+    used = collect_corpus(calibration) if calibration else collect_corpus(trained["sources"], **recorded)
+    digests = {d.digest for d in [*scored.valid, *(scored.train if validation else [])]}
+    documents = [*used.train, *(used.valid if calibration else [])]
+    if both := [d.path for d in documents if d.digest in digests]:
+        raise ValueError(
+            f"{both[0]}: it calibrates the change and would score it; pass other text with --calibration or "
+            "--validation"
+        )
 
 
 def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -84,13 +105,16 @@ def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
     return trained if isinstance(sources, list | tuple) and all(isinstance(s, str) for s in sources) else {}
 
 
-def _ids(tokenizer: Tokenizer, documents: Sequence[Document], full: bool, separate: bool) -> TokenIds:
-    """The token ids of the documents (`full`), or of their last tenths, as in training."""
+def _ids(
+    tokenizer: Tokenizer, documents: Sequence[Document], part: Literal["all", "head", "tail"], separate: bool
+) -> TokenIds:
+    """The token ids of the documents, of their last tenths (`tail`) as in training, or of the rest (`head`)."""
     begin, parts = tokenizer.text_start, []
     for text in (text for document in documents for text in document.texts()):
         pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
         ids = np.concatenate([np.array(begin, np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
-        parts.append(ids if full else ids[tail_start(0, len(ids)) :].copy())
+        tail = tail_start(0, len(ids))
+        parts.append(ids if part == "all" else ids[tail:].copy() if part == "tail" else ids[:tail].copy())
     ids, starts = join_texts(parts or [np.array([], np.int32)])
-    starts[1:] -= full and not begin
+    starts[1:] -= part == "all" and not begin
     return PackedText(ids, starts, tokenizer.eos) if separate else ids

@@ -1,0 +1,111 @@
+"""What quantizing and pruning report: loss, size, memory and speed of both folders."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import display
+from dunes import checkpoint
+from dunes.cli import augment
+from dunes.data import PackedText
+from dunes.runs.augment import augment_folder
+from dunes.runs.comparison import Comparison, Measurement, measure_folder
+from dunes.runs.evaluate import evaluate
+from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate
+from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    for i in range(40):
+        lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(12)]
+        (folder / f"module_{i}.py").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(programs, tmp_path_factory):
+    """A model trained for a few steps on files, of which some are validation text."""
+    out = tmp_path_factory.mktemp("compared") / "run"
+    config = TrainConfig(sources=(str(programs),), steps=4, batch=4, context_length=32, dtype="float32", threads=1)
+    train(config, out, display()[0])
+    return out
+
+
+def test_the_verb_reports_loss_size_memory_and_speed(run, tmp_path, capsys):
+    augment.quantize(str(run), tmp_path / "int8", kind="int8")
+    printed = capsys.readouterr().out
+    card = json.loads((tmp_path / "int8" / "dunes.json").read_text())
+    compared = card["comparison"]
+    for folder, side in ((run, compared["before"]), (tmp_path / "int8", compared["after"])):
+        loaded = checkpoint.load(folder)
+        score = evaluate(loaded, evaluation_tokens(checkpoint.load(run))[0])
+        assert side["loss"] == pytest.approx(score.loss, abs=1e-6)
+        assert side["tokens"] == score.tokens
+        assert side["size"] == sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        assert side["memory"] > 0
+        assert side["decode"] > 0
+        assert side["prefill"] > 0
+    assert 0.9 < compared["agreement"] <= 1
+    assert f"{compared['before']['loss']:12.4f}{compared['after']['loss']:12.4f}" in printed
+    assert (tmp_path / "int8" / "comparison.png").stat().st_size > 1000
+    assert "comparison" not in json.loads((run / "dunes.json").read_text())
+
+
+def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
+    before = Measurement(1000, 5000, 900.0, 100.0, "the modules")
+    assert Comparison(before, before, None).warnings() == []
+    after = replace(before, decode=40.0, form="compiled code")
+    lines = Comparison(before, after, None).lines()
+    assert Comparison(before, after, None).warnings() == ["slower: decoding takes 2.5 times as long as before"]
+    assert "pass --validation FILE" in lines[1]
+    assert any("before the modules, after compiled code" in line for line in lines)
+    scored = Comparison(replace(before, loss=2.0, tokens=50), replace(after, loss=2.5, tokens=50), 0.75).lines()
+    assert any("2.0000      2.5000  +0.5000 nats/token, 50 tokens" in line for line in scored)
+    assert any("75.0%" in line for line in scored)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_folder_is_measured_on_the_ids_of_a_file(run, tmp_path, packed):
+    from dunes.runs import comparison
+
+    loaded = checkpoint.load(run)
+    ids = np.asarray(evaluation_tokens(loaded)[0])[:200]
+    text = PackedText(ids, np.array([0, 50, 120]), loaded.require_tokenizer().eos) if packed else ids
+    comparison._write_ids(tmp_path / "ids.npz", text)
+    found = measure_folder(run, tmp_path / "ids.npz")
+    assert found["loss"] == pytest.approx(evaluate(loaded, text).loss, abs=1e-6)
+    assert len(found["top"]) == 200
+    assert measure_folder(run, tmp_path / "none.npz")["loss"] is None
+
+
+def test_text_that_is_scored_does_not_calibrate(run, programs, tmp_path):
+    file = programs / "module_3.py"
+    with pytest.raises(ValueError, match="it calibrates the change and would score it"):
+        augment_folder(
+            run, tmp_path / "out", "prune", calibration=[str(file)], validation=[str(file)], sparsity=0.5
+        )
+    assert not (tmp_path / "out").exists()
+    loaded = checkpoint.load(run)
+    require_separate(loaded, [], [])
+    assert loaded.card["trained"]["split"] == "files"
+    with pytest.raises(ValueError, match="it calibrates the change"):
+        require_separate(loaded, [str(programs)], [])
+
+
+def test_where_tails_are_scored_the_rest_of_each_document_calibrates(tmp_path):
+    texts = [tmp_path / f"{i}.txt" for i in range(2)]
+    for name, text in zip("ab", texts, strict=True):
+        text.write_text("".join(f"{name}{i}\n" for i in range(600)) + f"{name.upper()}\n" * 60)
+    fixed = {"steps": 1, "batch": 2, "context_length": 16, "dtype": "float32", "threads": 1, "split": "tails"}
+    config = TrainConfig(sources=tuple(map(str, texts)), **fixed)
+    train(config, tmp_path / "run", display()[0])
+    loaded = checkpoint.load(tmp_path / "run")
+    assert loaded.card["trained"]["split"] == "tails"
+    words = loaded.require_tokenizer().decode(calibration_ids(loaded).flatten().tolist())
+    assert not set("AB") & set(words)
+    assert set("ab") <= set(words)
