@@ -13,7 +13,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def litgpt(
         process.wait()
 
 
-def layer(dtype: torch.dtype, threads: int, limit: float) -> dict[str, dict[str, float]]:
+def layer(dtype: torch.dtype, threads: int, limit: float, alone: bool) -> dict[str, dict[str, float]]:
     """Milliseconds of a forward, and of a forward with backward, at 4,096 tokens, by side.
 
     All train float32 weights under autocast but transformers, whose products know no autocast.
@@ -138,31 +138,30 @@ def layer(dtype: torch.dtype, threads: int, limit: float) -> dict[str, dict[str,
     model = mixture(dim, [GatedMLP(dim, hidden) for _ in range(experts)], top_k)
     dense, x = GatedMLP(dim, hidden * top_k), torch.randn(LAYER_TOKENS, dim, dtype=dtype)
     block, stored = theirs(LAYER, dtype), [deepcopy(m).to(dtype) for m in (dense, model)]
-    with litgpt(LAYER, LAYER_TOKENS, dtype, threads) as peer:
+    with ExitStack() as stack:
+        others = {} if alone else {"litgpt": stack.enter_context(litgpt(LAYER, LAYER_TOKENS, dtype, threads))}
         trained = {
             "dense": training(dense, x),
             "grouped": in_form("grouped", training(model, x)),
             "plain": in_form("plain", training(model, x)),
             "transformers grouped_mm": their_training(block, x),
-            "litgpt": peer("training"),
-        }
+        } | {name: work("training") for name, work in others.items()}
         forwards = {
             "dense": forward(stored[0], x),
             "grouped": in_form("grouped", forward(stored[1], x)),
             "plain": in_form("plain", forward(stored[1], x)),
             "transformers grouped_mm": forward(block, x[None]),
-            "litgpt": peer("forward"),
-        }
+        } | {name: work("forward") for name, work in others.items()}
         phases = {"forward": seconds(forwards, 3, limit / 4), "training": seconds(trained, 3, limit * 3 / 4)}
     return {side: {phase: 1e3 * times[side] for phase, times in phases.items()} for side in trained}
 
 
-def print_layer(dtypes: list[torch.dtype], threads: int, limit: float) -> None:
+def print_layer(dtypes: list[torch.dtype], threads: int, limit: float, alone: bool) -> None:
     """Measure and print a Markdown table for each dtype, and a JSON line."""
     results = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        results[name] = sides = layer(dtype, threads, limit)
+        results[name] = sides = layer(dtype, threads, limit, alone)
         print(f"\n| {name}, --threads {threads} | forward, ms | of dense | with backward, ms | of dense |")
         print("|---|---|---|---|---|")
         for side, times in sides.items():
@@ -213,11 +212,13 @@ def main() -> None:
     parser.add_argument("--layer", action="store_true", help="8 x 512 x 512, 2 of them, 4,096 tokens, all sides")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="of --layer")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --layer, for each dtype")
+    parser.add_argument("--without-litgpt", action="store_true", help="--layer without an environment of its own")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     measure.keep_freed_memory()
     if arguments.layer:
-        print_layer([getattr(torch, name) for name in arguments.dtypes], arguments.threads, arguments.seconds)
+        dtypes = [getattr(torch, name) for name in arguments.dtypes]
+        print_layer(dtypes, arguments.threads, arguments.seconds, arguments.without_litgpt)
         return
     shapes, tokens = (SHAPES[:1], TOKENS[:2]) if arguments.quick else (SHAPES, arguments.tokens)
     rows = [row(s, n, d) for d in (torch.float32, torch.bfloat16) for s in shapes for n in tokens]
