@@ -30,7 +30,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from dunes.ops import gated
 from dunes.ops.autocast import autocast_dtype
 
 FEW = 1
@@ -76,8 +75,9 @@ def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, T
 
 def grouped(x: Tensor, stacks: Stacks, chosen: Tensor, weights: Tensor) -> Tensor:
     """The same for experts `down(silu(gate(x)) * up(x))`, with one product for each matrix of all experts."""
-    experts, dtype = len(stacks.gate), autocast_dtype(x)
+    experts, k, dtype = len(stacks.gate), chosen.shape[1], autocast_dtype(x)
     order = chosen.flatten().argsort(stable=True)
+    token = order // k
     counts = (chosen.flatten()[:, None] == torch.arange(experts, device=x.device)).sum(0)
     ends = counts.cumsum(0).to(torch.int32)
 
@@ -90,74 +90,10 @@ def grouped(x: Tensor, stacks: Stacks, chosen: Tensor, weights: Tensor) -> Tenso
         y: Tensor = product(rows, weight, ends)
         return y
 
-    rows = dispatch(x, order, chosen.shape[1], dtype)
-    hidden = gated.fused(multiply(rows, stacks.gate), multiply(rows, stacks.up))
-    return combine(multiply(hidden, stacks.down), weights, order).to(x.dtype)
-
-
-def dispatch(x: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """A row (S, D) of x (N, D) for each of a token's k experts, in this `order` (S,) of all (token, expert)."""
-    if torch.compiler.is_compiling():
-        return x.to(dtype).index_select(0, order // k)
-    y: Tensor = _Dispatch.apply(x, order, k, dtype)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Dispatch(torch.autograd.Function):
-    """Its gradient is gathered; autograd would cast it first, and add it up row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k, ctx.dtype = k, x.dtype
-        return x.to(dtype).index_select(0, order // k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        first, *others = (grad.index_select(0, i) for i in inverse(order).view(-1, ctx.k).unbind(1))
-        return sum(others, start=first.to(_at_least_float32(grad))).to(ctx.dtype), None, None, None
-
-
-def combine(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """The sum of each token's rows (S, D), in this order, times their weights (N, k) -> (N, D)."""
-    if torch.compiler.is_compiling():
-        return (rows.index_select(0, inverse(order)).view(*weights.shape, -1) * weights[..., None]).sum(1)
-    y: Tensor = _Combine.apply(rows, weights, order)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Combine(torch.autograd.Function):
-    """Without a tensor of all weighted rows, forward or backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, order)
-        first, *others = inverse(order).view_as(weights).unbind(1)
-        y = rows.index_select(0, first) * weights[:, :1]
-        for i, places in enumerate(others, 1):
-            y.addcmul_(rows.index_select(0, places), weights[:, i : i + 1])
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weights, order = ctx.saved_tensors
-        row_grads, weight_grads = torch.empty_like(rows), torch.empty_like(weights)
-        for i, places in enumerate(inverse(order).view_as(weights).unbind(1)):
-            weight_grads[:, i] = rows.index_select(0, places).to(grad.dtype).mul_(grad).sum(-1)
-            row_grads.index_copy_(0, places, (grad * weights[:, i : i + 1]).to(rows.dtype))
-        return row_grads, weight_grads, None
-
-
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def inverse(order: Tensor) -> Tensor:
-    """The permutation that takes a permutation back."""
-    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    rows = x.index_select(0, token).to(dtype)
+    outputs = multiply(F.silu(multiply(rows, stacks.gate)) * multiply(rows, stacks.up), stacks.down)
+    outputs = outputs * weights.flatten().index_select(0, order)[:, None]
+    return torch.zeros_like(x).index_add(0, token, outputs.to(x.dtype))
 
 
 # grouped_mm itself cannot be traced in float32: its fake implementation accepts only bfloat16.
