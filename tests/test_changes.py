@@ -1,5 +1,6 @@
 """A model is a family, a config and its changes: made, trained, saved, loaded and exported in every order."""
 
+import importlib
 import itertools
 import json
 import subprocess
@@ -10,7 +11,7 @@ import torch
 
 import expansion
 from adapters import IDS, build, difference, trained
-from dunes import checkpoint, tree
+from dunes import checkpoint, steps, tree
 from dunes.augment import (
     CHANGES,
     Adapted,
@@ -22,10 +23,12 @@ from dunes.augment import (
     undo_change,
 )
 from dunes.checkpoint import Architecture
+from dunes.checkpoint.files import atomic
 from dunes.checkpoint.loading import add_adapter
 from dunes.models import FAMILIES
-from dunes.runs.augment import augment_folder
+from dunes.runs.augment import augment_folder, undo_folder
 from dunes.runs.export import export
+from dunes.runs.progress import Display
 from dunes.train import next_token
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
@@ -426,17 +429,66 @@ def test_the_steps_of_a_change_to_a_folder_are_shown_and_no_compiler_is_imported
         from pathlib import Path
         from dunes.runs.augment import augment_folder
         seen = []
-        augment_folder(*map(Path, sys.argv[1:]), "expand", show=lambda *step: seen.append(step))
-        print(seen, "torch._dynamo" in sys.modules)
+        augment_folder(*map(Path, sys.argv[1:]), "expand", show=lambda what, share: seen.append(what))
+        print([*dict.fromkeys(seen)], "torch._dynamo" in sys.modules)
     """
     arguments = [sys.executable, "-W", "ignore", "-c", script, tmp_path / "dense", tmp_path / "out"]
     output = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
-    steps = [
-        ("reading", 0.0),
-        ("measuring", 0.1),
-        ("expand", 0.2),
-        ("measuring", 0.6),
-        ("writing and comparing", 0.7),
-        ("written", 1.0),
-    ]
+    steps = ["reading", "measuring", "hashing", "expand", "writing", "comparing", "written"]
     assert output.strip() == f"{steps} False"
+
+
+@pytest.mark.parametrize(
+    ("change", "request_", "moves"),
+    [
+        ("expand", {"blocks": 2}, 2),
+        ("experts", {"split": "cluster", "experts": 4}, 3 * 2),
+        ("experts", {"split": "importance", "experts": 4, "ids": torch.randint(50, (32, 8))}, 4 + 2),
+        ("upcycle", {"experts": 2}, 2 * 2),
+        ("lora-experts", {"rank": 2}, 14),
+        ("quantize", {"kind": "int8"}, 14),
+    ],
+)
+def test_progress_moves_inside_the_steps(change, request_, moves, tmp_path, monkeypatch):
+    monkeypatch.setitem(CHANGES, "expand", importlib.import_module("dunes.augment.expand"))
+    checkpoint.save(build(), tmp_path / "dense", None, 32)
+    seen = []
+
+    def shares(step):
+        return sorted({share for what, share in seen if what == step})
+
+    augment_folder(
+        tmp_path / "dense", tmp_path / "out", change, show=lambda *state: seen.append(state), **request_
+    )
+    assert [share for _, share in seen] == sorted(share for _, share in seen), "it never moves back"
+    assert (seen[0], seen[-1]) == (("reading", 0.0), ("written", 1.0))
+    assert len(shares(change)) == 1 + moves
+    assert all(len(shares(step)) > 10 for step in ("measuring", "writing", "comparing"))
+    if change in ("expand", "experts") and "ids" not in request_:
+        seen.clear()
+        undo_folder(tmp_path / "out", tmp_path / "again", change, show=lambda *state: seen.append(state))
+        assert len(shares("writing")) > 10
+        assert len(shares("comparing with the digests")) > 1
+        assert seen[-1] == ("written", 1.0)
+
+
+def test_a_bar_of_its_own_appears_only_where_no_step_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(atomic, "LARGE", 0)
+    monkeypatch.setattr("rich.progress.Progress.__init__", None)
+    seen = []
+    with steps.step(lambda *state: seen.append(state), "hashing", 0.0, 0.5), atomic.progress("a", 4) as advance:
+        advance(1)
+    assert seen == [("hashing", 0.0), ("hashing", 0.125)]
+    with pytest.raises(TypeError), atomic.progress("a", 4):
+        pass
+
+
+def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):
+    clock = iter([100.0, 130.0])
+    monkeypatch.setattr("dunes.runs.progress.monotonic", lambda: next(clock))
+    states = []
+    with Display(quiet=True) as display:
+        display.state = lambda *state: states.append(state)
+        display.time_left("reading", 0.0)
+        display.time_left("writing", 0.75)
+    assert states == [("reading", 0.0), ("writing, 10 s left", 0.75)]

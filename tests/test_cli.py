@@ -157,6 +157,20 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "flags"),
+    [
+        ("expand", ["--blocks", 2, "--after", 1], "--blocks and --after"),
+        ("experts", ["--experts", 4, "--top-k", 4], "--experts and --top-k"),
+        ("experts", ["--split", "cluster"], "--split"),
+    ],
+)
+def test_other_options_beside_undo_are_refused(change, options, flags, tmp_path):
+    done = dunes("augment", change, "--undo", "nowhere", tmp_path / "out", *options)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr == f"dunes: --undo takes back all of the change; omit {flags}\n"
+
+
 def test_who_stops_reading_is_told_nothing():
     script = "from dunes.cli.main import exit_with; exit_with(lambda: print('line'), 'dunes')"
     read, write = os.pipe()

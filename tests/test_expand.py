@@ -13,6 +13,7 @@ from conftest import display
 from dunes import checkpoint, tree
 from dunes.augment import Change, apply_change, expand, repeat_structure, undo_change
 from dunes.checkpoint import Architecture
+from dunes.checkpoint.base import changed_part, weights_digest, weights_identity
 from dunes.cli import augment as commands
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed, cache_for
@@ -318,13 +319,14 @@ def test_finetuning_reaches_the_new_blocks_alone(method, folders, tmp_path):
 def test_what_was_trained_in_its_old_blocks_or_changed_later_is_not_taken_back(folders, tmp_path):
     loaded = checkpoint.load(folders / "pro")
     with torch.no_grad():
-        loaded.model.blocks[0].attn.q.weight[0, 0] += 1
+        loaded.model.blocks[3].attn.q.weight[0, 0] += 1  # block 2 of the original
+        loaded.model.norm.weight[0] += 1
     checkpoint.save(loaded.model, tmp_path / "other", TOKENIZER, 64, {"changes": loaded.card["changes"]})
     augment_folder(folders / "pro", tmp_path / "int8", "quantize", kind="int8")
     export(tmp_path / "int8", tmp_path / "plain")
     augment_folder(folders / "pro", tmp_path / "twice", "expand", blocks=1)
     for folder, words in (
-        ("other", "the weights from before it were trained or rounded since"),
+        ("other", r"blocks\.2 of the model from before it was trained or rounded since"),
         ("int8", r"quantize came later and stands on it; its changes: expand, quantize"),
         ("plain", r"merge came later and stands on it; its changes: expand, quantize, merge"),
     ):
@@ -337,6 +339,31 @@ def test_what_was_trained_in_its_old_blocks_or_changed_later_is_not_taken_back(f
     name = "model.safetensors"
     assert (tmp_path / "once" / name).read_bytes() == (folders / "pro" / name).read_bytes()
     assert (tmp_path / "none" / name).read_bytes() == (folders / "base" / name).read_bytes()
+
+
+@pytest.mark.parametrize("child", ["embed", "blocks.0", "blocks.2", "norm", "head"])
+def test_what_was_trained_is_named(child):
+    model = model_of("llama", tied=False)
+    identity = weights_identity(model)
+    assert changed_part(model, identity) is None
+    model.norm.weight.data += child == "norm"
+    next(model.get_submodule(child).parameters()).data.mul_(2)
+    assert changed_part(model, identity) == child
+
+
+def test_a_record_with_one_digest_of_all_weights_is_still_undone(folders, tmp_path):
+    """Its form before 2026-11-23."""
+    loaded, base = checkpoint.load(folders / "pro"), checkpoint.load(folders / "base").model
+    (record,) = loaded.card["changes"]
+    old = record | {"before": {"kind": "torch.bfloat16", "sha256": weights_digest(base)}}
+    for name in ("pro", "trained"):
+        checkpoint.save(loaded.model, tmp_path / name, TOKENIZER, 64, {"changes": [old]})
+        loaded.model.norm.weight.data += 1
+    undo_folder(tmp_path / "pro", tmp_path / "base", "expand")
+    name = "model.safetensors"
+    assert (tmp_path / "base" / name).read_bytes() == (folders / "base" / name).read_bytes()
+    with pytest.raises(ValueError, match="some part of the model from before it was trained"):
+        undo_folder(tmp_path / "trained", tmp_path / "no", "expand")
 
 
 @torch.no_grad()
@@ -405,8 +432,6 @@ def test_the_command_says_what_it_chose_and_what_comes_next(folders, tmp_path):
     done = dunes("augment", "expand", tmp_path / "base", tmp_path / "x", "--after", "1", "7")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "after is 1, 7; this model's blocks are 0 to 2" in done.stderr
-    with pytest.raises(ValueError, match="omit --blocks and --after"):
-        commands.expand(str(tmp_path / "pro"), tmp_path / "x", blocks=2, undo=True)
     with pytest.raises(ValueError, match="cannot undo expand: it was never made; its changes: none"):
         commands.expand(str(tmp_path / "base"), tmp_path / "x", undo=True)
     assert not (tmp_path / "x").exists()

@@ -21,7 +21,7 @@ from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
 from dunes.runs import loop as loop_module
 from dunes.runs import timings as timings_module
-from dunes.runs.augment import history
+from dunes.runs.augment import augment_folder, history
 from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
@@ -124,6 +124,20 @@ def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
         difference = (theirs(ids).logits - ours(ids)).abs().max().item()
     print(f"logits differ by {difference}")
     assert difference <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_form_of_its_own_gets_no_adapter_and_is_not_evaluated_first(
+    method, tokenizer, examples, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(FinetuneTask, "measure_baseline", None)
+    base_in(tmp_path / "dense", tokenizer, "gpt2")
+    augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", experts=2)
+    with pytest.raises(
+        ValueError, match=r"has no Hugging Face config: .*; save the whole model, as dunes finetune"
+    ):
+        finetune(asked(tmp_path / "moe", examples, method=method), tmp_path / "run", display()[0])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])

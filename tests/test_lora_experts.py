@@ -414,6 +414,21 @@ def test_a_mistake_is_refused_before_anything_changes(request_, message):
     assert [*model.state_dict()] == before
 
 
+def test_beside_a_mixture_each_kind_of_router_has_a_mean_of_its_own():
+    """So that LoRA experts beside it do not weaken the mixture's balance."""
+
+    def balance(mixture, lora):
+        model = build("mixtral")
+        apply_change(model, "lora-experts", rank=2, experts=4, balance=lora)
+        for place in tree.find(model, "blocks.*.mlp"):
+            place.module.balance = mixture
+        return model.train()(IDS, targets=IDS)[2]["balance"][0].item()
+
+    both, alone, lora = balance(0.3, 0.5), balance(0.3, 0.0), balance(0.0, 0.5)
+    assert min(alone, lora) > 0
+    assert both == pytest.approx(alone + lora, rel=1e-6)
+
+
 def test_experts_of_a_mixture_get_them_without_balance():
     model = build("mixtral")
     where = ("blocks.**", "!**.router")

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.models.mixture import MAX_EXPERTS, mixture
 from dunes.parts import MLP, GatedMLP, MoE
+from dunes.steps import each
 
 MLPS = "blocks.*.mlp"
 ROUTER_STD = 0.02
 """The standard deviation of new routers, as for the matrices of a new model."""
 TOLERANCE, TOKENS = 1e-5, 64
+FILLED = 0.7
+"""The share of a change that is done when the experts are filled, and not yet compared."""
 
 
 def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def require_equality(model: nn.Module, mlps: Mapping[str, Any], forward: Any = l
     If the outputs differ, these MLPs are put back and ValueError is raised. Scaled weights of a narrower dtype may
     have been rounded.
     """
-    for place, moe in mixtures(model, mlps).items():
+    for place, moe in each(mixtures(model, mlps).items(), FILLED):
         weight = mlps[place].down.weight
         x = torch.randn(TOKENS, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.device)
         expected, actual = deepcopy(mlps[place]).float().eval()(x), forward(deepcopy(moe).float().eval(), x)

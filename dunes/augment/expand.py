@@ -15,6 +15,7 @@ from dunes.augment.adapted import sides
 from dunes.augment.change import Change
 from dunes.augment.quantize import Quantized
 from dunes.parts import Decoder, cache_for
+from dunes.steps import each
 from dunes.units import plural
 
 VERSION = 1
@@ -23,6 +24,8 @@ SPACING = 4
 """By default a new block follows every fourth, as in the paper."""
 OUTPUTS = ("attn.out", "mlp.down", "mlp.**.down", "!mlp.router.**")
 """The linear layers whose results a block adds to the hidden states; in a mixture, those of all experts."""
+COPIED = 0.5
+"""The share of the change that is done when the blocks are copied, and not yet compared."""
 TOKENS = 8
 """Tokens in each of two rows on which equality is checked."""
 
@@ -71,7 +74,7 @@ def describe(change: Change) -> str:
 def shape(model: nn.Module, change: Change) -> None:
     """Insert a copy of the block before at each place. Raises ValueError for places that no such model has."""
     blocks = _decoder(model).blocks
-    for index in _indices(change):
+    for index in each(_indices(change), end=COPIED):
         if not 0 < index <= len(blocks):
             raise ValueError(f"blocks.{index}: the model has only {plural(len(blocks), 'block')} to stand behind")
         tree.insert(model, "blocks", index, deepcopy(blocks[index - 1]))

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
-from dunes.augment.neurons import balanced_clusters, importances, private_neurons, shared_neurons
+from dunes.augment.neurons import DECIDED, balanced_clusters, importances, private_neurons, shared_neurons
 from dunes.parts.gate import NoisyGate
+from dunes.steps import each
 
 VERSION = 1
 RESTORES = True
@@ -85,7 +86,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
 def _by_weights(mlps: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Tensor]:
     """The neurons of each expert (E, W) by place, at random or by the weights."""
     neurons, experts = {}, request["experts"]
-    for place, mlp in mlps.items():
+    for place, mlp in each(mlps.items(), end=DECIDED):
         draw = generator(request["seed"], "experts", place)
         if request["split"] == "random":
             neurons[place] = torch.randperm(mlp.down.in_features, generator=draw).view(experts, -1)
@@ -136,7 +137,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     """
     mlps, factor = dense_mlp.dense_mlps(model, change.places, weights), _factor(change)
     stds = {"weight": dense_mlp.ROUTER_STD, "noise.weight": 0.0}
-    for place, moe in dense_mlp.mixtures(model, mlps).items():
+    for place, moe in each(dense_mlp.mixtures(model, mlps).items(), DECIDED, dense_mlp.FILLED):
         for expert, scale, rows in _experts(moe, change, place):
             dense_mlp.copy_neurons(expert, mlps[place], rows, scale)
         for expert in moe.shared or ():

@@ -27,6 +27,7 @@ from dunes.augment.adapted import (
 from dunes.augment.change import Change, float_dtype, generator
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
+from dunes.steps import each
 
 VERSION = 1
 Settings = Mapping[str, Any]
@@ -186,7 +187,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     value decomposition of each matrix.
     """
     modules, name = adapted_modules(model), change.request["adapter"]
-    for place in change.places:
+    for place in each(change.places):
         outer = modules[place]
         adapter = outer[name]
         _initialise(adapter, outer.base, generator(change.request["seed"], name, place))

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.steps import each
 
 ROUNDS, ROWS = 50, 8
+DECIDED = 0.4
+"""The share of a split that is done when the neurons are chosen."""
 
 
 def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tensor:
@@ -54,11 +57,12 @@ def importances(
     by the importance of the last MLP's neurons for them.
     """
     with tree.mode(model, False), torch.enable_grad():
-        parts = [_sequence_importances(model, mlps, part) for part in torch.split(ids, ROWS)]
-    each = {place: torch.cat([part[place] for part in parts]) for place in mlps}
-    labels = balanced_clusters(each[[*mlps][-1]], groups, draw)
+        parts = [_sequence_importances(model, mlps, part) for part in each(torch.split(ids, ROWS), end=DECIDED)]
+    sequences = {place: torch.cat([part[place] for part in parts]) for place in mlps}
+    labels = balanced_clusters(sequences[[*mlps][-1]], groups, draw)
     return {
-        place: torch.zeros(groups, scores.shape[1]).index_add(0, labels, scores) for place, scores in each.items()
+        place: torch.zeros(groups, scores.shape[1]).index_add(0, labels, scores)
+        for place, scores in sequences.items()
     }
 
 
@@ -81,8 +85,8 @@ def _sequence_importances(model: nn.Module, mlps: Mapping[str, Any], ids: Tensor
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
         grads = torch.autograd.grad(loss, [*active.values()])
     finally:
-        for each in hooks:
-            each.remove()
+        for hook_handle in hooks:
+            hook_handle.remove()
     return {
         place: (x.detach() * grad).float().abs().sum(1).cpu()
         for (place, x), grad in zip(active.items(), grads, strict=True)

@@ -18,6 +18,7 @@ from dunes.augment.adapted import dense
 from dunes.augment.change import Change, float_dtype
 from dunes.ops import low_rank
 from dunes.ops.autocast import autocast_dtype
+from dunes.steps import each
 
 VERSION = 2
 
@@ -244,7 +245,7 @@ def shape(model: nn.Module, change: Change) -> None:
 def fill(model: nn.Module, change: Change, weights: MutableMapping[str, Tensor]) -> None:
     """Quantize the weights, each of which is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
-    for name, module in _quantized(model).items():
+    for name, module in each(_quantized(model).items()):
         if name in change.places:
             module.fill(weights.pop(f"{paths[id(module)]}.weight"))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
+from dunes.steps import each
 
 VERSION = 1
 
@@ -86,7 +87,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     """
     mlps, request = dense_mlp.dense_mlps(model, change.places, weights), change.request
     pieces = request["granularity"]
-    for place, moe in dense_mlp.mixtures(model, mlps).items():
+    for place, moe in each(dense_mlp.mixtures(model, mlps).items(), end=dense_mlp.FILLED):
         for e, expert in enumerate(moe.experts):
             dense_mlp.copy_neurons(expert, mlps[place], _piece(expert, e % pieces), pieces)
         rows = torch.randn(len(moe.experts) // pieces, moe.router.in_features, generator=_draw(request, place))

@@ -47,7 +47,18 @@ class BaseWeights:
             self._digest_cache |= dict(zip(new, self._digests(new), strict=True))
         return [self._digest_cache[dtype] for dtype in wanted]
 
+    def part_digests(self) -> dict[str, str]:
+        """Digests of the parts: each block and each other child of the model, by its name."""
+        parts: dict[str, list[str]] = {}
+        for (name, _), line in zip(self._tensors, self._lines([self.dtype])[0], strict=True):
+            parts.setdefault(_part(name), []).append(line)
+        return {part: _digest(lines) for part, lines in parts.items()}
+
     def _digests(self, dtypes: list[torch.dtype | None]) -> list[str]:
+        return [_digest(lines) for lines in self._lines(dtypes)]
+
+    def _lines(self, dtypes: list[torch.dtype | None]) -> list[list[str]]:
+        """For each of the dtypes, a line for each tensor."""
         lines: list[list[str]] = [[] for _ in dtypes]
         with atomic.progress("hashing the base", sum(t.nbytes for _, t in self._tensors)) as advance:
             for name, tensor in self._tensors:
@@ -57,12 +68,22 @@ class BaseWeights:
                 ):
                     lines_of_dtype.append(f"{name} {dtype} {tuple(tensor.shape)} {digest}")
                 advance(tensor.nbytes)
-        return [sha256("\n".join(lines_of_dtype).encode()).hexdigest() for lines_of_dtype in lines]
+        return lines
 
     def can_round_to(self, dtype: torch.dtype) -> bool:
         """Whether these are dense weights of that dtype or of wider ones."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
+
+
+def _digest(lines: list[str]) -> str:
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _part(name: str) -> str:
+    """The child of the model that has this weight, or the entry of a list: blocks.3 of blocks.3.attn.q.weight."""
+    child, *rest = name.split(".")
+    return f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -71,9 +92,25 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def weights_identity(model: nn.Module) -> dict[str, str]:
-    """The `kind` of all weights, as in `base_identity`, and their digest."""
+    """The `kind` of all weights, as in `base_identity`, and the digest of each block and other part."""
     weights = BaseWeights(model, adapters=True)
-    return {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
+    return {"kind": weights.kind, **weights.part_digests()}
+
+
+def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
+    """The first block or other part of the model that is not the one in its earlier `weights_identity`.
+
+    None if all are. An identity of an older form has one digest, and the part is then "some part".
+    """
+    if "sha256" in identity:
+        weights = BaseWeights(model, adapters=True)
+        same = identity == {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
+        return None if same else "some part"
+    now = weights_identity(model)
+    differing = {part for part in now.keys() | identity.keys() if now.get(part) != identity.get(part)}
+    return next(
+        (part for part in map(_part, model.state_dict()) if part in differing), min(differing, default=None)
+    )
 
 
 def base_identity(model: nn.Module) -> dict[str, Any]:

@@ -18,14 +18,11 @@ from dunes.checkpoint.verify import Verification, verify
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
 from dunes.staging import folder_lock
+from dunes.steps import Show
 from dunes.text import Tokenizer, json_file
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not copied: they refer to code, or are written again."""
-
-
-Show = Callable[[str, float], None]
-"""Called with a description of the current step and the share of the work that is done."""
 
 
 def convert(

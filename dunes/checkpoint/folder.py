@@ -17,7 +17,7 @@ from torch import nn
 from dunes import __version__
 from dunes.augment import lora
 from dunes.checkpoint.files import atomic
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
 from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.checkpoint.forms import architecture as architectures
 from dunes.checkpoint.forms import card as cards
@@ -29,6 +29,7 @@ from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.staging import folder_lock
+from dunes.steps import advance
 from dunes.text import Tokenizer
 from dunes.text.special_tokens import configured_ids
 from dunes.units import plural
@@ -102,8 +103,10 @@ def save(
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
 
+    size = sum(w.nbytes for w in weights.values())
+
     def fill(staged: Path) -> None:
-        write_tensors(staged, weights)
+        write_tensors(staged, track_reads(weights, advance(size)))
         ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -112,7 +115,7 @@ def save(
         (staged / CARD).write_text(json.dumps(card))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
-    write_files(folder, fill, sum(w.nbytes for w in weights.values()))
+    write_files(folder, fill, size)
 
 
 def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:

@@ -20,6 +20,7 @@ from dunes.checkpoint.source import Source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.models.meta import build_on_meta
 from dunes.parts import Attention, Decoder
+from dunes.steps import advance
 from dunes.units import plural
 
 Tick = Callable[[int], None]
@@ -145,16 +146,18 @@ def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | No
     copy = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     assert isinstance(copy, Decoder)
     dtype, vocab = merged or torch.float32, sides(copy.embed.token)[0]
+    tick = advance(tree.count(model) * dtype.itemsize)
     if copy.head is None:
         copy.head = _LazyLinear(_parameters_of(copy.embed.token, dtype))
     for place in list(tree.places(copy)):
         inner = tree.innermost(place.module)
         if merged is not None and isinstance(place.module, Adapted):
             lazy = _LazyEmbedding if is_embedding(inner) else _LazyLinear
-            setattr(place.parent, place.key, lazy(_parameters_of(place.module, dtype)))
+            setattr(place.parent, place.key, lazy(track_reads(_parameters_of(place.module, dtype), tick)))
         elif isinstance(inner, Quantized):
-            tree.replace(copy, [place.name], lambda m: _LazyLinear(_parameters_of(m, dtype)), reach="inner")
-    _make_lazy(copy, cast(in_memory(copy.state_dict()), dtype))
+            replacement = partial(_LazyLinear, track_reads(_parameters_of(inner, dtype), tick))
+            tree.replace(copy, {place.name}, lambda m, make=replacement: make(), reach="inner")  # type: ignore[misc]
+    _make_lazy(copy, track_reads(cast(in_memory(copy.state_dict()), dtype), tick))
     with torch.no_grad():
         result: Tensor = copy(_prompts(vocab, context_length))
     return result

@@ -1,12 +1,16 @@
 """`dunes augment ...`: one command per modification, each from folder to folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from dunes.cli.verbs import AnyBase, Model, Out
-from dunes.runs.config import Dtype, flag
+from dunes.runs.config import Dtype, flag, option
 from dunes.runs.finetune_config import Router
+
+if TYPE_CHECKING:
+    from dunes.runs.progress import Display
 
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "nf4"]
@@ -87,13 +91,11 @@ def expand(
         after: The blocks, counted from 0, behind which the new ones may stand.
         undo: Take the new blocks out again, which gives back the original weights bit for bit.
     """
-    if undo and (after or blocks is not None):
-        raise ValueError("--undo takes out all new blocks; omit --blocks and --after")
-    if not undo:
-        _augment(model, out, "expand", blocks=blocks, after=after)
-        print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
+    if undo:
+        _undo("expand", locals())
         return
-    _undo(model, out, "expand")
+    _augment(model, out, "expand", blocks=blocks, after=after)
+    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
 
 
 Count = Annotated[int, flag("N")]
@@ -160,7 +162,7 @@ def experts(
         undo: Put the experts of an untrained split together again, which gives back the weights bit for bit.
     """
     if undo:
-        _undo(model, out, "experts")
+        _undo("experts", locals())
         return
     text = calibration if calibration or split == "importance" else None
     options: dict[str, Any] = {"split": split, "shared": shared, "gate": gate, "scale": scale, "seed": seed}
@@ -204,25 +206,41 @@ def lora_experts(
 
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
     """Make the change from folder to folder, and print its report."""
-    from rich.console import Console
-
     from dunes import checkpoint
     from dunes.runs.augment import augment_folder
-    from dunes.runs.progress import Display
 
-    console = Console(stderr=True)
-    with Display(console, quiet=not console.is_terminal) as display:
+    with _display() as display:
         folder = checkpoint.locate_model(model).folder
-        lines = augment_folder(folder, out, change, show=display.state, **request)
+        lines = augment_folder(folder, out, change, show=display.time_left, **request)
     print("\n".join(lines))
 
 
-def _undo(model: str, out: Path, change: str) -> None:
-    """Take the change back from folder to folder, and print the report."""
+def _display() -> "Display":
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+
+    from dunes.runs.progress import Display
+
+    console = Console(stderr=True)
+    return Display(console, quiet=not console.is_terminal)
+
+
+def _undo(change: str, arguments: Mapping[str, Any]) -> None:
+    """Take the change back from folder to folder, and print the report; `arguments` are those of its command.
+
+    Raises ValueError if they have other options than --undo.
+    """
     from dunes import checkpoint
     from dunes.runs.augment import undo_folder
 
-    print(undo_folder(checkpoint.locate_model(model).folder, out, change))
+    options = [p for p in signature(COMMANDS[change]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    given = [option(p.name) for p in options if p.name != "undo" and arguments[p.name] != p.default]
+    if given:
+        raise ValueError(f"--undo takes back all of the change; omit --{' and --'.join(given)}")
+    with _display() as display:
+        folder = checkpoint.locate_model(arguments["model"]).folder
+        report = undo_folder(folder, arguments["out"], change, show=display.time_left)
+    print(report)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {

@@ -432,7 +432,6 @@ def export(
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
     import math
-    from time import monotonic
 
     import torch
 
@@ -441,7 +440,6 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.checkpoint.folder import open_verified_source
     from dunes.runs.export import export, is_plain
     from dunes.runs.progress import Display
-    from dunes.units import format_seconds
 
     location = checkpoint.locate_model(model, verify=True)
     if not is_plain(location.folder) and names is None:
@@ -451,14 +449,9 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
         print(f'next: dunes generate {out} "..."')
         return
     source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
-    torch_dtype, start = None if dtype is None else getattr(torch, dtype), monotonic()
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     with Display() as display:
-
-        def show(what: str, share: float) -> None:
-            left = (monotonic() - start) * (1 / share - 1)
-            display.state(f"{what}, {format_seconds(round(left))} left", share)
-
-        verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=show)
+        verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=display.time_left)
     print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {out} "..."')
 

@@ -9,16 +9,19 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
-from dunes.checkpoint.base import DTYPES, weights_identity
-from dunes.checkpoint.convert import Show, exclusive_folder, require_new_folder
+from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
+from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.runs.export import NOT_INHERITED
 from dunes.runs.score import calibration_ids
+from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
 
+WRITING, COMPARING = 0.6, 0.95
+"""The shares of the work before the result is written, and before it is compared with what was written."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys of a card that are not true of the model before its last change."""
 
@@ -41,21 +44,20 @@ def augment_folder(
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
-    show("reading", 0.0)
-    loaded = checkpoint.load(folder)
-    if calibration is not None:
-        request["ids"] = calibration_ids(loaded, calibration)
-    show("measuring", 0.1)
-    size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
-    show(name, 0.2)
-    identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
-    change = replace(apply_change(loaded.model, name, **request), before=identity)
-    show("measuring", 0.6)
-    after = model_logits(loaded.model, loaded.context_length)
-    show("writing and comparing", 0.7)
+    with step(show, "reading", 0.0, 0.05):
+        loaded = checkpoint.load(folder)
+        if calibration is not None:
+            request["ids"] = calibration_ids(loaded, calibration)
+    with step(show, "measuring", 0.05, 0.1):
+        size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
+    with step(show, "hashing", 0.1, 0.15):
+        identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
+    with step(show, name, 0.15, 0.55):
+        change = replace(apply_change(loaded.model, name, **request), before=identity)
+    with step(show, "measuring", 0.55, WRITING):
+        after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
-    _write(loaded, (change,), out, after, {"change": name, **effect})
-    show("written", 1.0)
+    _write(loaded, (change,), out, after, {"change": name, **effect}, show)
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *([] if describe is None else [describe(change)]),
@@ -67,7 +69,7 @@ def augment_folder(
     ]
 
 
-def undo_folder(folder: Path, out: Path, name: str) -> str:
+def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what, share: None) -> str:
     """Undo the last change of a folder, which has this name, and write the model from before to `out`.
 
     Returns a report. Raises ValueError, with nothing written, if the last change is another one, or the result is
@@ -75,23 +77,29 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
-    loaded = checkpoint.load(folder)
+    with step(show, "reading", 0.0, 0.1):
+        loaded = checkpoint.load(folder)
     made = records(loaded)
     if (names := [str(record.get("name")) for record in made])[-1:] != [name]:
         reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
         raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
     change, own = Change.of(made[-1]), loaded.architecture.changes[:-1]
-    undo_change(loaded.model, change)
+    with step(show, f"undoing {name}", 0.1, 0.2):
+        undo_change(loaded.model, change)
     # Training from a folder casts weights to float32, and saves them so.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
-    if weights_identity(loaded.model) != change.before:
+    with step(show, "comparing with the digests", 0.2, 0.5):
+        part = changed_part(loaded.model, change.before)
+    if part is not None:
         raise ValueError(
-            f"{folder}: cannot undo {name}: the weights from before it were trained or rounded since; train with "
-            "--trainable new to keep them"
+            f"{folder}: cannot undo {name}: {part} of the model from before it was trained or rounded since; "
+            "train with --trainable new to keep it"
         )
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
-    _write(loaded, (), out, model_logits(loaded.model, loaded.context_length), {"undone": name})
+    with step(show, "measuring", 0.5, WRITING):
+        after = model_logits(loaded.model, loaded.context_length)
+    _write(loaded, (), out, after, {"undone": name}, show)
     return (
         f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
         "the SHA-256 of before; the written folder is equal"
@@ -99,18 +107,26 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
 
 
 def _write(
-    loaded: LoadedModel, changes: tuple[Change, ...], out: Path, expected: Tensor, facts: dict[str, Any]
+    loaded: LoadedModel,
+    changes: tuple[Change, ...],
+    out: Path,
+    expected: Tensor,
+    facts: dict[str, Any],
+    show: Show,
 ) -> None:
     """Save a model with these logits. Raises ValueError, and leaves nothing, if the written one has others."""
 
     def check(staged: Path) -> dict[str, Any]:
-        written = model_logits(load_decoder(open_source(staged)), loaded.context_length)
+        model = load_decoder(open_source(staged))
+        with step(show, "comparing", COMPARING, 1.0):
+            written = model_logits(model, loaded.context_length)
         if not (difference := distance(expected, written)) <= EXACT:
             raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
         return {"augmented": {**facts, "verified": difference}}
 
-    with exclusive_folder(out):
+    with exclusive_folder(out), step(show, "writing", WRITING, COMPARING):
         save_changed(loaded, changes, out, check)
+    show("written", 1.0)
 
 
 def records(loaded: LoadedModel) -> list[Any]:

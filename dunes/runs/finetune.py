@@ -8,7 +8,6 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.augment import Change
-from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.parts import Decoder
@@ -81,8 +80,6 @@ def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[list[Change],
         return prepare_model(model, config), checkpoint.base_identity(model)
     base = checkpoint.base_identity(model)
     changes = prepare_model(model, config)
-    if not METHODS[config.method].saves_model:
-        peft_factors(model)
     if len(changes) > 1:  # the base was changed before the adapter was added
         base |= checkpoint.base_identity(model)
     return changes, base

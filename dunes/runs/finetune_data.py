@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dunes import checkpoint, measure
 from dunes.augment import Change
 from dunes.augment.lora import active_adapter
+from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import Example, Record, split_records, tokenize_records
@@ -87,6 +88,7 @@ class FinetuneData:
                 f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
                 f"dunes augment merge {folder} OUT, or train a mixture on with --method full --target-modules new"
             )
+        _check_saved_form(config, base)
         records = main_records([*files, *val_files])
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -152,6 +154,15 @@ class FinetuneData:
     @property
     def _width(self) -> int:
         return self.base.model.embed.token.embedding_dim
+
+
+def _check_saved_form(config: FinetuneConfig, base: checkpoint.LoadedModel) -> None:
+    """Raise ValueError if the method leaves an adapter that PEFT's layout has no names for."""
+    if not METHODS[config.method].saves_model:
+        with torch.device("meta"):
+            model = base.architecture.build()
+            apply_method(model, resolve_targets(config, base), fill=False)
+            peft_factors(model)
 
 
 def _tokenize(

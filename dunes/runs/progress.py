@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from dunes.units import format_seconds
+
 EVERY = 10.0
 """Seconds between plain lines."""
 
@@ -27,7 +29,7 @@ class Display:
     def __enter__(self) -> Self:
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
         self._task = self._bar.add_task("", total=1.0, start=True)
-        self._last_line = -EVERY
+        self._last_line, self._start = -EVERY, monotonic()
         if self.console.is_terminal and not self.quiet:
             self._bar.start()
         return self
@@ -47,6 +49,11 @@ class Display:
         elif monotonic() - self._last_line >= EVERY:
             self._last_line = monotonic()
             self.line(f"{done:4.0%}  {text}")
+
+    def time_left(self, text: str, done: float) -> None:
+        """Show the progress with the time that the rest takes at the same rate."""
+        left = (monotonic() - self._start) * (1 / done - 1) if done else None
+        self.state(text if left is None else f"{text}, {format_seconds(round(left))} left", done)
 
     def line(self, text: str = "") -> None:
         """Print a line."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dunes.staging import staging_folder
+from dunes.steps import advance, is_shown
 from dunes.units import format_bytes
 
 T = TypeVar("T")
@@ -60,9 +61,12 @@ def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> 
 
 @contextmanager
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on a terminal for more than LARGE bytes; yields the function that advances it by bytes."""
-    if size <= LARGE:
-        yield lambda done: None
+    """A progress bar on a terminal for more than LARGE bytes; yields the function that advances it by bytes.
+
+    Where a step is shown already, its display is advanced.
+    """
+    if size <= LARGE or is_shown():
+        yield advance(size)
         return
     from rich.console import Console
     from rich.progress import Progress

@@ -111,9 +111,9 @@ def _zero_factors(like: Tensor, size: tuple[int, int], scale: float) -> Factors:
 
 
 def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
-    """A and B of concatenated matrices: one A if all share it, else block-diagonal."""
+    """A and B of concatenated matrices: one A if all share it, else block-diagonal. On meta, A has no values."""
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
-    if all(torch.equal(p.A, parts[0].A) for p in parts):
+    if not parts[0].A.is_meta and all(torch.equal(p.A, parts[0].A) for p in parts):
         return parts[0].A, torch.cat(b)
     return torch.cat([p.A for p in parts]), torch.block_diag(*b)  # type: ignore[no-untyped-call]
 
