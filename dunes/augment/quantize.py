@@ -365,10 +365,12 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change,
 
 def _require_finite(model: nn.Module, change: Change) -> None:
     for place in tree.places(model):
-        if place.name in change.places:
-            least, largest = dense(tree.innermost(place.module)).aminmax()
-            if not (least.isfinite() and largest.isfinite()):
-                raise ValueError(f"{place.name}: not all weights are finite; dunes inspect --values lists them")
+        weight = dense(tree.innermost(place.module)) if place.name in change.places else None
+        if weight is None or weight.is_meta:
+            continue
+        least, largest = weight.aminmax()
+        if not (least.isfinite() and largest.isfinite()):
+            raise ValueError(f"{place.name}: not all weights are finite; dunes inspect --values lists them")
 
 
 @torch.no_grad()
