@@ -164,6 +164,16 @@ def test_awq_changes_nothing_until_it_rounds(family, fields):
     assert any(n.endswith(f"{down}.weight") for n in moved) == (family not in ("gpt2", "arcee"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_awq_takes_no_rounding_for_a_change_of_what_a_model_computes(dtype):
+    for seed in range(4):
+        model = model_of(attention_bias=True, mlp_bias=True)
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            p.data.copy_(torch.randn(p.shape) / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + torch.randn(p.shape))
+        quantized(model.to(dtype), kind="int4", method="awq", group=8)
+
+
 def quantized(model, **request):
     ids = IDS if request.get("method") in ("gptq", "awq") else None
     return apply_change(model, "quantize", **request, **({} if ids is None else {"ids": ids}))
@@ -263,6 +273,16 @@ def test_zeros_of_a_pruned_model_stay():
     layers = dict(model.named_modules())
     assert all(not layers[n].dense()[zero].any() for n, zero in zeros.items())
     assert all(zero.float().mean() >= 0.5 for zero in zeros.values())
+
+
+@pytest.mark.parametrize("sparsity", [0.02, 0.3])
+def test_zeros_are_among_the_values_of_hqq(sparsity):
+    model = model_of()
+    apply_change(model, "prune", method="magnitude", sparsity=sparsity)
+    zeros = {n: m.weight == 0 for n, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks" in n}
+    quantized(model, kind="int3", method="hqq")
+    layers = dict(model.named_modules())
+    assert all(not layers[n].dense()[zero].any() for n, zero in zeros.items())
 
 
 def test_a_model_with_adapters_is_not_calibrated():

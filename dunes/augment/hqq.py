@@ -20,11 +20,11 @@ def solve(weight: Tensor, grid: Grid) -> Steps:
     """Scales and real zero points (O, G) of a weight (O, I) in float32.
 
     The iteration begins at those of round to nearest, and stops where no group's mean absolute error falls any
-    more; each group gets the best that it had.
+    more; each group gets the best that it had. Where a group has zeros, as of pruning, its zero point is a code.
     """
     groups, mask = grid.grouped(weight), grid.grouped(torch.ones_like(weight[:1]))
     count, beta = mask.sum(-1, keepdim=True), BETA
-    steps = grid.fit(groups)
+    steps, pruned = grid.fit(groups), ((groups == 0) * mask).any(-1, keepdim=True)
     best, least = steps.zero, _error(groups, grid, steps, mask)
     for _ in range(ITERATIONS):
         rounded = grid.round(groups, steps)
@@ -32,7 +32,8 @@ def solve(weight: Tensor, grid: Grid) -> Steps:
         codes = grid.codes(groups, steps)
         scale = torch.where(steps.scale == 0, 1.0, steps.scale)
         zero = ((codes - (groups - sparse) / scale) * mask).sum(-1, keepdim=True) / count
-        steps, beta = Steps(steps.scale, zero.half().float()), beta * GROWTH
+        zero = torch.where(pruned, zero.round().clamp(grid.lowest, grid.highest), zero.half().float())
+        steps, beta = Steps(steps.scale, zero), beta * GROWTH
         error = _error(groups, grid, steps, mask)
         if not (better := error < least).any():
             break

@@ -68,9 +68,9 @@ def hessian(gram: Gram, damp: float) -> Hessian:
 def prune(weight: Tensor, h: Hessian, sparsity: float, pattern: Pattern | None, block: int = 128) -> Tensor:
     """The pruned weight (O, I) in float32.
 
-    In each block of columns, the weights with the lowest error go: w² over the squared diagonal of the factor.
-    With a pattern they are chosen for each output and group, just before its first column, when the errors of the
-    columns before have been made up for.
+    In each block of columns, the weights with the lowest error go: w² over the squared diagonal of the factor
+    (here the roots of both, since small squares underflow). With a pattern they are chosen for each output and
+    group, just before its first column, when the errors of the columns before have been made up for.
     """
     columns = weight.detach().float().T.contiguous()
     columns[h.dead] = 0
@@ -87,11 +87,11 @@ def _prune_block(columns: Tensor, factor: Tensor, sparsity: float, pattern: Patt
     scales, errors = factor.diagonal()[:, None], torch.empty_like(columns)
     pruned = torch.zeros_like(columns, dtype=torch.bool)
     if pattern is None:
-        pruned = smallest((columns / scales).square(), sparsity)
+        pruned = smallest((columns / scales).abs(), sparsity)
     for j in range(len(columns)):
         if pattern is not None and j % pattern.group == 0:
             group = slice(j, j + pattern.group)
-            scores = (columns[group] / scales[group]).square()
+            scores = (columns[group] / scales[group]).abs()
             pruned[group] = lowest(scores, pattern.group - pattern.kept, 0)
         error = columns[j] * pruned[j] / scales[j]
         columns[j:].addr_(factor[j, j:], error, alpha=-1)

@@ -17,9 +17,16 @@ def wanda_scores(weight: Tensor, gram: Gram) -> Tensor:
 
 
 def smallest(scores: Tensor, sparsity: float) -> Tensor:
-    """Where the scores are up to one threshold for all; as published, one weight more than the fraction."""
-    threshold = scores.flatten().kthvalue(int(scores.numel() * sparsity) + 1).values
-    return scores <= threshold
+    """Where the scores are lowest; as published, one weight more than the fraction.
+
+    Of equal ones so many of the first, or a layer with few different values would lose more; but all zeros.
+    """
+    count = int(scores.numel() * sparsity) + 1
+    threshold = scores.flatten().kthvalue(count).values
+    chosen = scores <= threshold
+    if threshold > 0 and (extra := int(chosen.sum()) - count):
+        chosen.view(-1)[(scores == threshold).flatten().nonzero()[-extra:]] = False
+    return chosen
 
 
 def lowest(scores: Tensor, count: int, dim: int) -> Tensor:
