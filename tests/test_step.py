@@ -36,7 +36,7 @@ from dunes.generate import (
     sampler,
 )
 from dunes.generate.prefix_cache import MAX_STEPPED
-from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, model_state
+from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, export_text_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import Cache, cache_for
 from dunes.runs import step_package
@@ -390,7 +390,7 @@ def assert_a_few_are_computed_at_once(step):
 @torch.no_grad()
 def assert_texts_are_read(model, step):
     """By the step as by the model, with equal caches; not by a step of a model that cannot have it."""
-    for length in (2, 17, 40):
+    for length in (FEW + 1, 17, 40):
         cache, other = Cache(1, 64), Cache(1, 64)
         cache.allocate_like(step.example)
         ids = [*range(3, 3 + length)]
@@ -429,6 +429,20 @@ READ = CompiledStep.read_text
 def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
     model = model_of().to(dtype)
     export_step(Step(model), example_cache(model), tokens=tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int4"])
+@torch.no_grad()
+def test_the_exported_step_of_texts_gives_the_models_logits(name):
+    model = MODELS[name]()
+    run = export_text_step(TextStep(model).eval(), example_cache(model)).module()
+    for length in (FEW + 1, 40):
+        cache, own, ids = Cache(1, 64), Cache(1, 64), torch.arange(3, 3 + length)
+        cache.allocate_like(example_cache(model))
+        expected = model(ids[None], cache=own)[0, -1:]
+        got, _ = run(ids, cache.keys, cache.values)
+        assert (got - expected).abs().max() < 5e-6 * expected.abs().max()
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(cache.keys, own.keys, strict=True))
 
 
 @needs_compiler

@@ -144,7 +144,7 @@ def export_step(
 
 def export_text_step(step: TextStep, cache: Cache) -> torch.export.ExportedProgram:
     """The step as a graph, for any number of tokens above FEW; otherwise as `export_step`."""
-    tokens, slots = torch.export.Dim("tokens", min=FEW + 1), torch.export.Dim("slots", min=4)
+    tokens, slots = (torch.export.Dim(name, min=FEW + 1) for name in ("tokens", "slots"))
     of_cache = [{2: slots}] * len(cache.keys)
     shapes = {"ids": {0: tokens}, "keys": of_cache, "values": of_cache}
     with torch.no_grad(), _OneRow({F.embedding: _rows_of_ids}):
