@@ -1,31 +1,44 @@
 """A mixture of experts in both forms, a dense MLP with as many active parameters, and transformers' mixture.
 
     python benchmarks/experts.py [--threads 1] [--tokens 4096]
+    python benchmarks/experts.py --layer [--threads 2] [--seconds 60]   # 4,096 tokens, and litgpt's mixture beside
 
 Implementations are timed in alternation; the minimum of several rounds counts, for inference and for training.
-The last line is JSON. Figures: dunes/ops/experts.py, LOG.md.
+Freed memory is kept, as in training. The last line is JSON. Figures: dunes/ops/experts.py, LOG.md.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from pathlib import Path
 
+import environments
 import torch
+from peers import PEERS
 from torch import Tensor, nn
 
+from dunes import measure
 from dunes.models.mixture import mixture
 from dunes.ops import experts as forms
 from dunes.parts import GatedMLP, MoE
 
 SHAPES = [(8, 256, 96, 2), (8, 512, 512, 2), (64, 256, 96, 8)]
 TOKENS = (1, 16, 256, 1024)
+LAYER, LAYER_TOKENS = (8, 512, 512, 2), 4096
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
+"""What `measure.keep_freed_memory` sets, for another process."""
 
 
-def seconds(works: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
-    """The minimum time of each, timed in alternation."""
-    least = dict.fromkeys(works, float("inf"))
-    for _ in range(rounds):
+def seconds(works: dict[str, Callable[[], object]], rounds: int = 9, limit: float = 0.0) -> dict[str, float]:
+    """The minimum time of each, timed in alternation, in so many rounds or until the limit in seconds."""
+    least, end, done = dict.fromkeys(works, float("inf")), time.perf_counter() + limit, 0
+    while done < rounds or time.perf_counter() < end:
+        done += 1
         for name, work in works.items():
             start = time.perf_counter()
             work()
@@ -84,6 +97,79 @@ def their_training(block: nn.Module, x: Tensor) -> Callable[[], object]:
     return work
 
 
+@contextmanager
+def litgpt(
+    shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype, threads: int
+) -> Iterator[Callable[[str], Callable[[], object]]]:
+    """A function that gives the work of a phase in litgpt's own environment. Raises Unavailable."""
+    known = PEERS["litgpt"]
+    python = environments.python_of("litgpt", known.release, known.requirements)
+    numbers = map(str, (*shape, tokens, str(dtype).removeprefix("torch."), threads))
+    script = Path(__file__).parent / "peers" / "litgpt_mixture.py"
+    process = subprocess.Popen(
+        (str(python), str(script), *numbers),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | KEPT | {"OMP_NUM_THREADS": str(threads)},
+    )
+    ask, answer = process.stdin, process.stdout
+    assert ask is not None
+    assert answer is not None
+
+    def work(phase: str) -> None:
+        print(phase, file=ask, flush=True)
+        if not answer.readline():
+            raise RuntimeError("litgpt's side ended")
+
+    try:
+        yield lambda phase: lambda: work(phase)
+    finally:
+        ask.close()
+        process.wait()
+
+
+def layer(dtype: torch.dtype, threads: int, limit: float, alone: bool) -> dict[str, dict[str, float]]:
+    """Milliseconds of a forward, and of a forward with backward, at 4,096 tokens, by side.
+
+    All train float32 weights under autocast but transformers, whose products know no autocast.
+    """
+    experts, dim, hidden, top_k = LAYER
+    model = mixture(dim, [GatedMLP(dim, hidden) for _ in range(experts)], top_k)
+    dense, x = GatedMLP(dim, hidden * top_k), torch.randn(LAYER_TOKENS, dim, dtype=dtype)
+    block, stored = theirs(LAYER, dtype), [deepcopy(m).to(dtype) for m in (dense, model)]
+    with ExitStack() as stack:
+        others = {} if alone else {"litgpt": stack.enter_context(litgpt(LAYER, LAYER_TOKENS, dtype, threads))}
+        trained = {
+            "dense": training(dense, x),
+            "grouped": in_form("grouped", training(model, x)),
+            "plain": in_form("plain", training(model, x)),
+            "transformers grouped_mm": their_training(block, x),
+        } | {name: work("training") for name, work in others.items()}
+        forwards = {
+            "dense": forward(stored[0], x),
+            "grouped": in_form("grouped", forward(stored[1], x)),
+            "plain": in_form("plain", forward(stored[1], x)),
+            "transformers grouped_mm": forward(block, x[None]),
+        } | {name: work("forward") for name, work in others.items()}
+        phases = {"forward": seconds(forwards, 3, limit / 4), "training": seconds(trained, 3, limit * 3 / 4)}
+    return {side: {phase: 1e3 * times[side] for phase, times in phases.items()} for side in trained}
+
+
+def print_layer(dtypes: list[torch.dtype], threads: int, limit: float, alone: bool) -> None:
+    """Measure and print a Markdown table for each dtype, and a JSON line."""
+    results = {}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        results[name] = sides = layer(dtype, threads, limit, alone)
+        print(f"\n| {name}, --threads {threads} | forward, ms | of dense | with backward, ms | of dense |")
+        print("|---|---|---|---|---|")
+        for side, times in sides.items():
+            cells = [f"{ms:.1f} | {ms / sides['dense'][phase]:.2f}" for phase, ms in times.items()]
+            print(f"| {side} | {' | '.join(cells)} |", flush=True)
+    print(json.dumps({"benchmark": "experts layer", "threads": threads, **measure.fingerprint(), **results}))
+
+
 def row(shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype) -> dict[str, object]:
     """Milliseconds of both implementations, and thousands of tokens/s of the mixture and the dense MLP."""
     experts, dim, hidden, top_k = shape
@@ -123,8 +209,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--quick", action="store_true", help="one small shape, as a test")
+    parser.add_argument("--layer", action="store_true", help="8 x 512 x 512, 2 of them, 4,096 tokens, all sides")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="of --layer")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of --layer, for each dtype")
+    parser.add_argument("--without-litgpt", action="store_true", help="--layer without an environment of its own")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    measure.keep_freed_memory()
+    if arguments.layer:
+        dtypes = [getattr(torch, name) for name in arguments.dtypes]
+        print_layer(dtypes, arguments.threads, arguments.seconds, arguments.without_litgpt)
+        return
     shapes, tokens = (SHAPES[:1], TOKENS[:2]) if arguments.quick else (SHAPES, arguments.tokens)
     rows = [row(s, n, d) for d in (torch.float32, torch.bfloat16) for s in shapes for n in tokens]
     for r in rows:

@@ -87,6 +87,15 @@ def test_experts_are_measured_in_both_forms_and_beside_a_dense_mlp():
 
 
 @pytest.mark.slow
+def test_a_layer_of_experts_is_measured_beside_a_dense_mlp_and_transformers():
+    sides = last_line("experts.py", "--layer", "--seconds", 0, "--dtypes", "float32", "--without-litgpt")[
+        "float32"
+    ]
+    assert [*sides] == ["dense", "grouped", "plain", "transformers grouped_mm"]
+    assert all(times["training"] > times["forward"] > 0 for times in sides.values())
+
+
+@pytest.mark.slow
 def test_look_up_writes_code_again_in_fewer_forwards():
     row = last_line("look_up.py", "--tokens", 40, "--rounds", 1)["code with two names changed"]
     assert row["tokens per forward"]["plain"] == 1

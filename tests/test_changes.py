@@ -251,8 +251,8 @@ def test_a_quantized_folder_takes_an_adapter_and_is_exported_to_transformers(tmp
 
     checkpoint.save(build(), tmp_path / "dense", None, 32)
     lines = augment_folder(tmp_path / "dense", tmp_path / "nf4", "quantize", kind="nf4", double=True)
-    assert lines[0] == "nf4, rounded to nearest"
-    assert "the written folder is equal" in lines[2]
+    assert "nf4, rounded to nearest" in lines
+    assert any("the written folder is equal" in line for line in lines)
     loaded = checkpoint.load(tmp_path / "nf4")
     apply_change(loaded.model, "lora", rank=2)
     train(loaded.model, ("**.adapters.**",))

@@ -14,6 +14,7 @@ from dunes.models.initialise import initialise
 from dunes.parts import MoE
 from test_calibrate import IDS, model_of
 from test_prune import LONG, loss
+from test_prune_folders import without_measuring
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 FAMILY_FIELDS = [
@@ -148,10 +149,11 @@ def test_folders(tmp_path):
     assert json.loads((tmp_path / "uneven" / "config.json").read_text()).get("architectures") is None
 
 
-def test_the_verb(tmp_path, capsys):
+def test_the_verb(tmp_path, capsys, monkeypatch):
     from dunes.cli import augment
     from dunes.text import Tokenizer
 
+    without_measuring(monkeypatch)
     tokenizer = Tokenizer.train("bytes", ())
     config = FAMILIES["llama"].Config.from_size(tokenizer.vocab, 32, 2, 32)
     checkpoint.save(initialise(FAMILIES["llama"].build(config)), tmp_path / "base", tokenizer, 32)

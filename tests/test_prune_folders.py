@@ -31,6 +31,12 @@ def pruned(base, tmp_path_factory):
     return folder / "model"
 
 
+def without_measuring(monkeypatch):
+    """Let the verbs leave out the measurements of both folders, which take seconds and have tests of their own."""
+    plain = lambda *folders, **options: augment_folder(*folders, **options | {"validation": None})
+    monkeypatch.setattr("dunes.runs.augment.augment_folder", plain)
+
+
 def zeros(folder):
     model = checkpoint.load(folder).model
     places = masked_places(model)
@@ -55,7 +61,8 @@ def test_transformers_opens_a_pruned_folder(pruned):
     assert ((down != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all()
 
 
-def test_the_verb_reports_what_it_pruned_and_how_small_it_is(base, pruned, tmp_path, capsys):
+def test_the_verb_reports_what_it_pruned_and_how_small_it_is(base, pruned, tmp_path, capsys, monkeypatch):
+    without_measuring(monkeypatch)
     text = str(pruned.parent / "text.txt")
     out, no = tmp_path / "out", tmp_path / "no"
     augment.prune(str(base), out, pattern="2:4", calibration=(text,), compact=True)

@@ -25,7 +25,8 @@ from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import text_before_cursor
 from dunes.text import Tokenizer
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.py"))
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def recipe(name):
@@ -146,6 +147,39 @@ def test_mixtral_tiny(tmp_path, capsys):
     mixture = checkpoint.load(tmp_path / "run").model.blocks[0].mlp
     assert len(mixture.shared) == 1
     assert mixture.selection_bias.abs().max() > 0
+
+
+def lines_of_the_docs():
+    """The commands of the docs that run a recipe, as lists of words."""
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    lines = [line.partition("#")[0].split() for file in sorted(files) for line in file.read_text().splitlines()]
+    return [words[1:] for words in lines if words[:1] == ["python"] and words[1].startswith("recipes/")]
+
+
+def test_the_docs_call_recipes_as_they_are_used():
+    assert len(lines_of_the_docs()) >= 2
+    for path, *given in lines_of_the_docs():
+        usage = next(line.split() for line in (ROOT / path).read_text().splitlines() if f"python {path}" in line)
+        needed = [name for name in usage[2:] if not name.startswith("[")]
+        assert len(needed) <= len(given) <= len(usage) - 2, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", lines_of_the_docs(), ids=lambda words: Path(words[0]).stem)
+def test_the_docs_lines_run(words, tmp_path, monkeypatch):
+    """As written, with a toy in place of each name, and 2 steps in place of 150."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.train("bytes", ())
+    toy = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 32)))
+    checkpoint.save(toy, tmp_path / "MODEL", tokenizer, 32)
+    (tmp_path / "SOURCE").write_text("All:\nSpeak, speak.\n\n" * 200)
+    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
+    (tmp_path / "DATA").write_text(json.dumps(rows))
+    path, *given = ["2" if word == "150" else word for word in words]
+    monkeypatch.setattr(sys, "argv", [path, *given])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+    assert ended.value.code == 0
 
 
 def test_own_parts_learn_to_add(tmp_path):

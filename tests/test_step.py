@@ -36,7 +36,7 @@ from dunes.generate import (
     sampler,
 )
 from dunes.generate.prefix_cache import MAX_STEPPED
-from dunes.generate.step import FEW, CompiledStep, Step, export_step, model_state
+from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, export_text_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import Cache, cache_for
 from dunes.runs import step_package
@@ -85,10 +85,13 @@ MODELS = {
     **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
     "window": lambda: model_of("mistral", window=8),
     **{change: lambda change=change: changed(change) for change in ("lora", "dora", "int8", "nf4")},
+    "int4": lambda: changed("int4"),
 }
 
+WITHOUT_TEXTS = ("window", "mixtral")
 
-@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora"])
+
+@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora", "int4"])
 @pytest.mark.parametrize("n", [1, FEW])
 @torch.no_grad()
 def test_the_exported_step_gives_the_models_logits(name, n, capsys):
@@ -122,9 +125,10 @@ def example_cache(model):
 class PlainStep(CompiledStep):
     """What a CompiledStep computes, without a compiler."""
 
-    def __init__(self, model, few=False):
-        self.native, self.dtype, self.calls = True, torch.float32, 0
+    def __init__(self, model, few=False, texts=False):
+        self.native, self.dtype, self.calls, self.reads_texts = True, torch.float32, 0, texts
         self.state, self.example, step = model_state(model), example_cache(model), Step(model)
+        text_step = TextStep(model)
 
         @torch.no_grad()
         def run(inputs):
@@ -132,7 +136,13 @@ class PlainStep(CompiledStep):
             self.calls += 1
             return step(ids, slots, positions, tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
 
-        self._run = dict.fromkeys((1, FEW) if few else (1,), run)
+        @torch.no_grad()
+        def run_text(inputs):
+            ids, *tensors = inputs
+            self.calls += 1
+            return text_step(ids, tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
+
+        self._run = dict.fromkeys((1, FEW) if few else (1,), run) | ({TEXT: run_text} if texts else {})
 
 
 class Fresh(Sampler):
@@ -377,6 +387,64 @@ def assert_a_few_are_computed_at_once(step):
     assert torch.equal(*[cache.length for cache in caches])
 
 
+@torch.no_grad()
+def assert_texts_are_read(model, step):
+    """By the step as by the model, with equal caches; not by a step of a model that cannot have it."""
+    for length in (FEW + 1, 17, 40):
+        cache, other = Cache(1, 64), Cache(1, 64)
+        cache.allocate_like(step.example)
+        ids = [*range(3, 3 + length)]
+        scores, expected = step.read_text(ids, cache), model(torch.tensor([ids]), cache=other)[0, -1]
+        assert (scores.logits - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert scores.best == int(expected.argmax())
+        assert abs(scores.logprob(5) - float(expected.log_softmax(-1)[5])) < 1e-5 * expected.abs().max()
+        for own, theirs in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
+            assert torch.equal(own[:, :, length:], torch.zeros_like(own[:, :, length:]))
+            torch.testing.assert_close(own, theirs)
+        assert (cache.length.item(), cache.max_length, cache.equal_rows) == (length, length, True)
+
+
+@pytest.mark.parametrize("length", [16, 17, 63])
+def test_the_beginning_of_a_text_is_read_at_once(length, monkeypatch):
+    model = model_of()
+    step, reads = PlainStep(model, few=True, texts=True), []
+    monkeypatch.setattr(PlainStep, "read_text", lambda self, *args: reads.append(1) or READ(self, *args))
+    cache = PrefixCache(model, step=step)
+    cache.reserve(64)
+    ids = [*range(3, 3 + length)]
+    torch.testing.assert_close(cache.logits({0: ids})[0], PrefixCache(model).logits({0: ids})[0])
+    assert len(reads) == (length > MAX_STEPPED)
+    changed = [*ids[:-1], 90]  # what the cache holds is not read again
+    torch.testing.assert_close(cache.logits({0: changed})[0], PrefixCache(model).logits({0: changed})[0])
+    torch.testing.assert_close(cache.logits({0: ids}, {0: 3})[0], PrefixCache(model).logits({0: ids}, {0: 3})[0])
+    assert len(reads) == (length > MAX_STEPPED)
+    assert cache.scores([90] * 70) is None, "more than the cache has room for"
+
+
+READ = CompiledStep.read_text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, FEW])
+def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
+    model = model_of().to(dtype)
+    export_step(Step(model), example_cache(model), tokens=tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int4"])
+@torch.no_grad()
+def test_the_exported_step_of_texts_gives_the_models_logits(name):
+    model = MODELS[name]()
+    run = export_text_step(TextStep(model).eval(), example_cache(model)).module()
+    for length in (FEW + 1, 40):
+        cache, own, ids = Cache(1, 64), Cache(1, 64), torch.arange(3, 3 + length)
+        cache.allocate_like(example_cache(model))
+        expected = model(ids[None], cache=own)[0, -1:]
+        got, _ = run(ids, cache.keys, cache.values)
+        assert (got - expected).abs().max() < 5e-6 * expected.abs().max()
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(cache.keys, own.keys, strict=True))
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -398,9 +466,13 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, tmp_path):
     assert dtype in (torch.float16, torch.float32)
     assert ids_of(model, step) == ids_of(model)
     assert_a_few_are_computed_at_once(step)
+    if step.reads_texts:
+        assert_texts_are_read(model, step)
+    assert step.reads_texts == (name not in WITHOUT_TEXTS)
     assert stat.S_IMODE(package.parent.stat().st_mode) == 0o700
     in_heap = name in ("mixtral", "dora", "nf4")  # with operators that Inductor only calls
-    assert {b"_storage[" in code for code in written} == {not in_heap}, "where its buffers lie"
+    few = written[: len(written) - step.reads_texts]
+    assert {b"_storage[" in code for code in few} == {not in_heap}, "where its buffers lie"
 
 
 def logits_of(model, step=None):
@@ -486,7 +558,7 @@ def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):
     before = threading.stack_size(1 << 18)
     try:
         with pytest.raises(ValueError, match="needs threads with a stack of 2097152 bytes, and theirs has 262144"):
-            step_package.CompiledStep(tmp_path / "native.so", {}, torch.float32)
+            step_package.CompiledStep({1: (tmp_path / "native.so", {})}, torch.float32)
     finally:
         threading.stack_size(before)
 
@@ -660,7 +732,7 @@ def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch
             check=True,
         )
         assert "compiled" in done.stdout
-    assert len(list((tmp_path / "home" / "steps").rglob("*.so"))) == 2, "of one token, and of a few"
+    assert len(list((tmp_path / "home" / "steps").rglob("*.so"))) == 3, "of one token, of a few, of texts"
     used = []
     monkeypatch.setattr(
         step_package.CompiledStep, "__call__", lambda self, *args: used.append(1) or CALL(self, *args)
@@ -690,7 +762,7 @@ def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeyp
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert forms[0] is False, "a script comes first"
-    while find().most(Cache(1, 8), 0) == 1:  # until that of a few tokens is there
+    while not find().reads_texts:  # which comes last
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert generator.text("some", 30) == before
@@ -729,7 +801,7 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     with pytest.warns(UserWarning, match="chmod 700"):
         assert load_step(model) is None
     package.parent.chmod(0o700)
-    for file in (package / "native-few.so", package / "native.so"):
+    for file in (package / name for name in ("native-few.so", "native-text.so", "native.so")):
         data = file.read_bytes()
         for damaged in (data[: len(data) // 2], data[:5000] + b"\0" + data[5001:], b""):
             file.write_bytes(damaged)

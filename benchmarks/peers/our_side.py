@@ -4,6 +4,7 @@ A compiled setting makes the package of its step (`dunes compile`) before its fi
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,10 +19,11 @@ from dunes.runs.step_package import compile_step, load_step
 from dunes.train import Trainer, adamw
 
 
-def answers(work: Work, setting: str) -> Answer:
+def answers(work: Work, setting: str, cast: bool = False) -> Answer:
+    """`cast`: of a compiled setting, too, all weights have its dtype, and not only the matrices of a step."""
     precision, *compiled = setting.split()
     loaded, dtype = checkpoint.load(work.folder), getattr(torch, precision)
-    model, context = loaded.model if compiled else loaded.model.to(dtype), loaded.context_length
+    model, context = loaded.model.to(dtype) if cast or not compiled else loaded.model, loaded.context_length
     step: CompiledStep | None = None
 
     def answer(ids, new):
@@ -84,7 +86,7 @@ if __name__ == "__main__":
     asked.main(
         {
             "decode": (steps, answers),
-            "prefill": (both, answers),
+            "prefill": ((*both, "float32 compiled", "bfloat16 compiled"), partial(answers, cast=True)),
             **dict.fromkeys(asked.BATCHES, (both, batch_answers)),
             "first": (("float32", "float32 compiled"), command),
             "train": ((*both, "bfloat16 compiled"), train),

@@ -252,13 +252,19 @@ def _method(kind: str, method: str, act_order: bool | None) -> dict[str, Any]:
     Plain int8 and NF4 are recorded as version 2 did: older versions open them, and adapters and runs on such a
     base stay comparable with older ones.
     """
-    if method not in METHODS[kind]:
-        raise ValueError(f"kind {kind} has no method {method!r}; expected {', '.join(METHODS[kind])}")
+    require_method(kind, method)
     if act_order is not None and method != "gptq":
         raise ValueError(f"method {method} has no act_order; it goes with gptq")
     if method == "gptq":
         return {"method": method, "act_order": act_order is not False}
     return {} if kind in ("int8", "nf4") else {"method": method}
+
+
+def require_method(kind: str, method: str) -> None:
+    """Raise ValueError for a kind that is not known, and for a method that it does not have."""
+    if kind not in METHODS or method not in METHODS[kind]:
+        expected = f"expected {', '.join(METHODS.get(kind, METHODS))}"
+        raise ValueError(f"kind {kind} has no method {method!r}; {expected}")
 
 
 def _dense_layers(model: nn.Module, globs: list[str], kept: list[str]) -> dict[str, nn.Module]:
@@ -359,10 +365,12 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change,
 
 def _require_finite(model: nn.Module, change: Change) -> None:
     for place in tree.places(model):
-        if place.name in change.places:
-            least, largest = dense(tree.innermost(place.module)).aminmax()
-            if not (least.isfinite() and largest.isfinite()):
-                raise ValueError(f"{place.name}: not all weights are finite; dunes inspect --values lists them")
+        weight = dense(tree.innermost(place.module)) if place.name in change.places else None
+        if weight is None or weight.is_meta:
+            continue
+        least, largest = weight.aminmax()
+        if not (least.isfinite() and largest.isfinite()):
+            raise ValueError(f"{place.name}: not all weights are finite; dunes inspect --values lists them")
 
 
 @torch.no_grad()

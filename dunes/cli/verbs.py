@@ -254,7 +254,7 @@ def compile_(
     """Compile the decoding of a model for this machine, so that generate and chat are faster with it.
 
     The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder.
-    It takes a minute and a C++ compiler; without one, generation becomes less fast, in a few seconds.
+    It takes one to two minutes and a C++ compiler; without one, generation becomes less fast, in a few seconds.
 
     Example: dunes compile ~/models/mistral
 

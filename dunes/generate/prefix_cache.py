@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dunes import tree
 from dunes.generate.step import CompiledStep, Scores, model_state
-from dunes.ops.float32_products import float32_products
+from dunes.ops.float32_products import float32_products, multiplies_in_float32
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
@@ -100,7 +100,8 @@ class PrefixCache:
             return None
         kept = _common(held, text, last) if len(self.ids) == 1 else 0
         limit = MAX_STEPPED if step.most(cache, 0) > 1 else 1
-        if len(text) - kept > limit or not self._fits_after(kept, step, cache):
+        begins = not kept and last == 1 and len(text) > limit and self._reads_text(step, len(text))
+        if (len(text) - kept > limit and not begins) or not self._fits_after(kept, step, cache):
             return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
         if kept < len(held) or not kept:  # an interrupted forward leaves tokens in a row without ids
@@ -110,8 +111,8 @@ class PrefixCache:
         scores: list[Scores] = []
         try:
             while len(held) < len(text):
-                ids = text[len(held) : len(held) + step.most(cache, len(held))]
-                scores += step(ids, cache)
+                ids = text if begins else text[len(held) : len(held) + step.most(cache, len(held))]
+                scores += [step.read_text(ids, cache)] if begins else step(ids, cache)
                 held += ids
                 self.forwards += 1
         except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
@@ -120,6 +121,12 @@ class PrefixCache:
             return None
         self.ids[0], self.vocab = held, self.vocab or scores[0].all_logits.shape[-1]
         return scores[-last:]
+
+    def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
+        """Whether the step reads a text of so many tokens at once, faster than the model."""
+        if not step.reads_texts or self.cache is None or tokens > min(CHUNK, self.cache.capacity):
+            return False
+        return not multiplies_in_float32(next(self.model.parameters()), tokens)
 
     def _fits_after(self, kept: int, step: CompiledStep, cache: Cache) -> bool:
         """Whether the step may go on after the ids that are kept, or if there are none, begin a text."""

@@ -32,6 +32,8 @@ STACK = 1 << 20
 """Bytes of buffers up to which native code has them on the stack of its thread."""
 FEW = 4
 """Tokens of a step of a few: it takes 1.9 times as long as a step of one; with 8 it would take 3.5 times."""
+TEXT = 0
+"""Stands for any number of tokens, with which a text begins."""
 
 
 class Step(nn.Module):
@@ -52,15 +54,50 @@ class Step(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Arguments: the new ids (T,), the slots (T,) to write, the position in each readable slot (S,), and the
         layers' keys and values (1, K, slots, D)."""
+        return self._score(self._hidden(ids, _StepContext(keys, values, slots, slot_positions)))
+
+    def _hidden(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         assert isinstance(self.model, Decoder)
-        ctx = _StepContext(keys, values, slots, slot_positions)
-        x = self.model.embed(ids[None], ctx)
+        x: Tensor = self.model.embed(ids[None], ctx)
         for layer, block in enumerate(self.model.blocks):
             x = block(x, ctx, layer)
+        return x
+
+    def _score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.model, Decoder)
         logits = self.model.logits(self.model.norm(x))[0].float()
         top = logits.amax(-1)
         summary = logits.argmax(-1), top, (logits - top[:, None]).exp().sum(-1).log()
         return logits, torch.stack([value.double() for value in summary], -1)
+
+
+class TextStep(Step):
+    """The same after the last of the tokens that a text begins with, computed as the model's own forward does.
+
+    Raises ValueError for a model with windows, whose mask would have to be a constant.
+    """
+
+    def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Arguments: the ids (T,), and the layers' keys and values (1, K, slots, D), of which T are written."""
+        return self._score(self._hidden(ids, _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
+
+
+class _TextContext(ForwardContext):
+    """The context of tokens without earlier ones: each attends to those before it."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], positions: Tensor) -> None:
+        super().__init__(positions[None])
+        self.keys, self.values = keys, values
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        for stored, new in ((self.keys[layer], k), (self.values[layer], v)):
+            stored.narrow(2, 0, new.shape[2]).copy_(new)
+        return k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
+        if window is not None:
+            raise ValueError("a window needs a mask of a constant size")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class _StepContext(ForwardContext):
@@ -94,12 +131,24 @@ def export_step(
     Operations have these forms, by default those that Inductor fuses. Raises whatever torch.export raises for
     parts that it cannot trace.
     """
-    readable, slots = torch.export.Dim("readable", min=max(2, tokens)), torch.export.Dim("slots", min=4)
+    # Of caches in half precision, tracing finds that there are more slots than readable ones.
+    readable = torch.export.Dim("readable", min=max(2, tokens))
+    slots = torch.export.Dim("slots", min=max(4, tokens + 1))
     new = torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7)
     example = *new, cache.keys, cache.values
     of_cache = [{2: slots}] * len(cache.keys)
     shapes = {"ids": None, "slots": None, "slot_positions": {0: readable}, "keys": of_cache, "values": of_cache}
     with torch.no_grad(), _OneRow(forms or _FORMS):
+        return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
+
+
+def export_text_step(step: TextStep, cache: Cache) -> torch.export.ExportedProgram:
+    """The step as a graph, for any number of tokens above FEW; otherwise as `export_step`."""
+    tokens, slots = (torch.export.Dim(name, min=FEW + 1) for name in ("tokens", "slots"))
+    of_cache = [{2: slots}] * len(cache.keys)
+    shapes = {"ids": {0: tokens}, "keys": of_cache, "values": of_cache}
+    with torch.no_grad(), _OneRow({F.embedding: _rows_of_ids}):
+        example = torch.zeros(5, dtype=torch.long), cache.keys, cache.values
         return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
 
 
@@ -138,25 +187,25 @@ _COUNTS = [torch.tensor([n]) for n in range(FEW + 1)]
 
 
 class CompiledStep:
-    """A compiled step and the weights it is bound to, by their names in the step; they are not copied.
+    """Compiled steps and the weights they are bound to, by their names in the step; they are not copied.
 
-    It is `native` code or a script; `dtype` is that of its matrices, `example` a cache as it was made for, and
-    `state` the model's. With the file of a step of a `few` tokens it takes up to FEW at once.
+    `files` has the file and the weights of the step of one token, of FEW, which takes up to as many at once, and
+    of TEXT, for the beginning of a text. They are `native` code or scripts; `dtype` is that of the matrices,
+    `example` a cache as they were made for, and `state` the model's.
     Raises ValueError for a package that torch cannot load, or that needs other weights.
     """
 
-    def __init__(
-        self, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, few: Path | None = None
-    ) -> None:
-        self.dtype, self.native = dtype, package.suffix == ".so"
+    def __init__(self, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype) -> None:
+        self.dtype, self.native = dtype, files[1][0].suffix == ".so"
         self.state: object = None
         self.example = Cache(1, 0)
         self._run: dict[int, Run] = {}
-        for n, file in [(1, package), *([(FEW, few)] if few else [])]:
+        for n, (file, weights) in files.items():
             try:
                 self._run[n] = (load_native if self.native else load_script)(file, weights)
             except (AttributeError, KeyError, RuntimeError, TypeError) as error:
                 raise ValueError(f"{file}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+        self.reads_texts = TEXT in files
 
     def most(self, cache: Cache, length: int) -> int:
         """How many tokens it takes at once after `length`; it writes to as many slots even if they are fewer."""
@@ -176,6 +225,14 @@ class CompiledStep:
         cache.advance(_COUNTS[len(ids)])
         rows = summary.tolist()
         return [Scores(logits, i, int(rows[i][0]), *rows[i][1:]) for i in range(len(ids))]
+
+    def read_text(self, ids: Sequence[int], cache: Cache) -> Scores:
+        """The scores after the ids that a text begins with, two or more, in the only row of an empty cache."""
+        cache.start(len(ids))
+        logits, summary = self._run[TEXT]([torch.tensor(ids), *cache.keys, *cache.values])
+        cache.advance(torch.tensor([len(ids)]))
+        best, top, log_sum = summary[0].tolist()
+        return Scores(logits, 0, int(best), top, log_sum)
 
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
@@ -274,9 +331,13 @@ def _embedding(
 ) -> Tensor:
     if max_norm is not None:
         raise ValueError("an embedding with max_norm changes its weights")
+    return _rows_of_ids(input, weight).float()
+
+
+def _rows_of_ids(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
     # An index out of range in native code would end the process; what NaN gives is not used.
     inside = (input >= 0) & (input < len(weight))
-    return weight[input.clamp(0, len(weight) - 1)].float().where(inside[..., None], torch.nan)
+    return weight[input.clamp(0, len(weight) - 1)].where(inside[..., None], torch.nan)
 
 
 def _attention(

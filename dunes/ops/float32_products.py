@@ -23,8 +23,13 @@ MIN_TOKENS = 128
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:
     """A context in which a forward of so many tokens, by weights of this dtype and device, is fastest here."""
+    return Float32Products() if multiplies_in_float32(weight, tokens) else nullcontext()
+
+
+def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
+    """Whether a forward of so many tokens, by weights of this dtype and device, is faster so here."""
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and tokens >= MIN_TOKENS
-    return Float32Products() if applies and float32_is_faster(torch.get_num_threads()) else nullcontext()
+    return applies and float32_is_faster(torch.get_num_threads())
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
-from dunes.augment.quantize import CALIBRATED
+from dunes.augment.quantize import CALIBRATED, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
@@ -115,6 +115,7 @@ def quantize_folder(
     """
     text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
     chosen = method or ("gptq" if kind in ("int4", "int3") and text else "rtn")
+    require_method(kind, chosen)
     if calibration and chosen not in CALIBRATED:
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen in CALIBRATED else None
@@ -123,7 +124,7 @@ def quantize_folder(
     )
     if method is None and chosen == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
-        return [f"method gptq, which reads {source}; --method rtn reads none", *lines]
+        return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
     return lines
 
 

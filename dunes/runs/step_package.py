@@ -34,20 +34,28 @@ from dunes.checkpoint.files import atomic
 from dunes.checkpoint.forms.architecture import module_rows
 from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.step import FEW, STACK, CompiledStep, Step, export_step, model_state, outline, step_weights
+from dunes.generate.step import (
+    FEW,
+    STACK,
+    TEXT,
+    CompiledStep,
+    Scores,
+    Step,
+    TextStep,
+    export_step,
+    export_text_step,
+    model_state,
+    outline,
+    step_weights,
+)
 from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
 from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
 
-PACKAGE, SCRIPT, PACKAGE_OF_FEW, CARD, CHOSEN, FORMAT = (
-    "native.so",
-    "step.json",
-    "native-few.so",
-    "package.json",
-    "chosen-",
-    4,
-)
+PACKAGE, SCRIPT, CARD, CHOSEN, FORMAT = "native.so", "step.json", "package.json", "chosen-", 5
+MORE = {FEW: "native-few.so", TEXT: "native-text.so"}
+"""What native code may have beside the step of one token: that of a few, and of a text's beginning."""
 OPTIONS = {
     "aot_inductor.allow_stack_allocation": True,
     "aot_inductor.package_constants_in_so": False,
@@ -61,6 +69,7 @@ OPTIONS = {
 Buffers lie on the stack, up to ten times Inductor's own limit: to allocate some hundred tensors takes a seventh of
 a step of ten million parameters.
 """
+OF_TEXTS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
@@ -128,7 +137,7 @@ def compile_step(
 
     Without a dtype, float32 matrices are rounded to float16 if that gives equal greedy ids. Raises ValueError for
     a model whose step cannot be exported or compiled, or has no such dtype, and says why.
-    A step of a few tokens follows, where a model has one.
+    Steps of a few tokens, and of a text's beginning, follow where a model has them.
     """
     own = _dtype(model)
     rounds = own == torch.float32 and (has_compiler() or (PACKS and torch.get_num_threads() <= PACKED_THREADS))
@@ -145,15 +154,22 @@ def compile_step(
                 break
     _choose(model, choice)
     package = _packages(model)(choice)
-    if _is_intact(package, PACKAGE) and not _is_intact(package, PACKAGE_OF_FEW):
-        with suppress(ValueError), folder_lock(package):
-            _compile(model, choice, package / PACKAGE_OF_FEW)
-            try:
-                _bind(model, package / PACKAGE, step_weights(model, choice), choice)
-            except ValueError:  # the step of one token stays
-                _write_card(package, PACKAGE, SCRIPT)
-                raise
+    for name in MORE.values():
+        if _is_intact(package, PACKAGE) and not _is_intact(package, name):
+            with suppress(ValueError), folder_lock(package):
+                _add(model, choice, package, name)
     return package, choice
+
+
+def _add(model: nn.Module, dtype: torch.dtype, package: Path, name: str) -> None:
+    """Make another step beside that of one token. Raises ValueError, and leaves it out, if it cannot be used."""
+    before = [n for n in (PACKAGE, SCRIPT, *MORE.values()) if n in _digests(package)]
+    _compile(model, dtype, package / name)
+    try:
+        _bind(model, package / PACKAGE, step_weights(model, dtype), dtype)
+    except ValueError:
+        _write_card(package, *before)
+        raise
 
 
 def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledStep:
@@ -331,23 +347,34 @@ def _is_intact(package: Path, *names: str) -> bool:
 
 def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
-    few = file.with_name(PACKAGE_OF_FEW) if file.name == PACKAGE else None
-    step = CompiledStep(file, weights, dtype, few if few and few.name in _digests(file.parent) else None)
+    files, known = {1: (file, weights)}, _digests(file.parent) if file.name == PACKAGE else {}
+    for n, name in MORE.items():
+        if name in known:
+            files[n] = file.with_name(name), weights if n != TEXT else step_weights(model, _dtype(model))
+    step = CompiledStep(files, dtype)
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
-    for n in sorted({1, step.most(cache, 0)}):
-        cache.truncate(torch.tensor([CHECKED - n]))
+    for n in files:
+        kept = CHECKED - n if n != TEXT else 0
+        cache.truncate(torch.tensor([kept]))
         for tensor in cache.keys + cache.values:
-            tensor[:, :, CHECKED - n :] = torch.nan  # which the step has to replace
+            tensor[:, :, kept:] = torch.nan  # which the step has to replace
         with torch.autocast("cpu", enabled=False):
-            scores = _attempt("run", functools.partial(step, [*range(n, 0, -1)], cache))
+            scores = _attempt("run", functools.partial(_evaluate, step, n, cache))
         logits = torch.stack([s.logits for s in scores])
-        difference, largest = (logits - expected[-n:]).abs().max(), expected.abs().max()
-        if not difference <= TOLERANCE[dtype] * largest:
+        difference, largest = (logits - expected[-len(logits) :]).abs().max(), expected.abs().max()
+        if not difference <= TOLERANCE[_dtype(model) if n == TEXT else dtype] * largest:
             raise ValueError(
                 f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
             )
     return step
+
+
+def _evaluate(step: CompiledStep, tokens: int, cache: Cache) -> list[Scores]:
+    """The scores after the last of the tokens that are checked, or after all of a text."""
+    if tokens == TEXT:
+        return [step.read_text([*range(CHECKED, 0, -1)], cache)]
+    return step([*range(tokens, 0, -1)], cache)
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
@@ -370,14 +397,20 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             graph = _export(model, dtype, SCRIPT_FORMS)
             _attempt("written", lambda: write_script(graph, path))
         else:
-            graph = _export(model, dtype, tokens=FEW if file.name == PACKAGE_OF_FEW else 1)
+            of_texts = file.name == MORE[TEXT]
+            graph = _export(
+                model,
+                _dtype(model) if of_texts else dtype,
+                tokens={v: k for k, v in MORE.items()}.get(file.name, 1),
+            )
             from torch._inductor import aoti_compile_and_package as compile_graph
             from torch._inductor.codegen import common
             from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
             from torch._inductor.utils import fresh_cache
 
             archive = staged / "archive.pt2"
-            options: Any = {"package_path": str(archive), "inductor_configs": {**OPTIONS}}
+            configs = OF_TEXTS if of_texts else OPTIONS
+            options: Any = {"package_path": str(archive), "inductor_configs": {**configs}}
             # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
             plain = shlex.quote(str(staged)) == str(staged)
             place = nullcontext(str(staged)) if plain else TemporaryDirectory()
@@ -386,14 +419,15 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
             common.init_backend_registration()
             cpu = common.device_codegens["cpu"]
             writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
-            with place as folder, fresh_cache(dir=folder), limit, writer:
+            with place as folder, fresh_cache(dir=folder), limit, nullcontext() if of_texts else writer:
                 _attempt("compiled", lambda: compile_graph(graph, **options))
             with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
                 for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
                     path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
         for part in sorted(staged.glob(f"{file.stem}.*")):
             os.replace(part, file.with_name(part.name))
-    others = [n for n in (PACKAGE, PACKAGE_OF_FEW, SCRIPT) if n != file.name and _is_intact(file.parent, n)]
+    names = PACKAGE, SCRIPT, *MORE.values()
+    others = [n for n in names if n != file.name and _is_intact(file.parent, n)]
     _write_card(file.parent, file.name, *others)
 
 
@@ -412,9 +446,12 @@ def _export(
         if now is not before or now._version != version:
             raise ValueError(f"{name}: a buffer that forward changes, which a compiled step cannot; remove it")
     with tree.mode(model, False):
-        step = Step(outline(model, dtype)).eval()
+        step = (TextStep if tokens == TEXT else Step)(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
-        graph = _attempt("exported", lambda: export_step(step, cache, forms, tokens))
+        if isinstance(step, TextStep):
+            graph = _attempt("exported", lambda: export_text_step(step, cache))
+        else:
+            graph = _attempt("exported", lambda: export_step(step, cache, forms, tokens))
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
     return graph

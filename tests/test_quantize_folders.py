@@ -1,0 +1,51 @@
+"""dunes augment quantize: what it chooses by itself, what it says, and what it refuses before it writes."""
+
+import pytest
+
+from dunes import checkpoint
+from dunes.augment.group_int import GroupInt
+from dunes.cli import augment
+from test_finetune import base, tokenizer
+
+__all__ = ["base", "tokenizer"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"What comes after one two {i}? Six or seven of ten.\n" for i in range(400)))
+    return str(file)
+
+
+def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_path, capsys):
+    augment.quantize(str(base), tmp_path / "gptq", kind="int4", calibration=(text,), int8=("blocks.0.**",))
+    lines = capsys.readouterr().out.splitlines()
+    assert "method gptq, which reads the calibration text; --method rtn reads none" in lines
+    assert "int4 in groups of 64, by GPTQ; int8 at 7 places" in lines
+    loaded = checkpoint.load(tmp_path / "gptq")
+    assert isinstance(loaded.model.blocks[1].attn.q, GroupInt)
+    assert loaded.architecture.changes[0].request["method"] == "gptq"
+    for kind, told in (("int3", "int3 in groups of 32, rounded to nearest"), ("int8", "int8, rounded to nearest")):
+        group = 32 if kind == "int3" else None
+        augment.quantize(str(base), tmp_path / kind, kind=kind, group=group)
+        lines = capsys.readouterr().out.splitlines()
+        assert told in lines
+        assert not any(line.startswith("method") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "nf4", "method": "gptq"}, "kind nf4 has no method 'gptq'; expected rtn"),
+        ({"kind": "int8", "method": "hqq"}, "kind int8 has no method 'hqq'"),
+        ({"kind": "int4", "method": "gptq"}, "does not record its training text; pass one with --calibration"),
+        ({"kind": "int4", "method": "rtn", "calibration": True}, "--method rtn reads no calibration text"),
+        ({"kind": "int4", "method": "hqq", "symmetric": True, "group": 32}, "solves for zero points"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_nothing_written(base, text, tmp_path, options, message):
+    if options.pop("calibration", False):
+        options["calibration"] = (text,)
+    with pytest.raises(ValueError, match=message):
+        augment.quantize(str(base), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
