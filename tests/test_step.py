@@ -803,7 +803,7 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     package.parent.chmod(0o700)
     for file in (package / name for name in ("native-few.so", "native-text.so", "native.so")):
         data = file.read_bytes()
-        for damaged in (data[: len(data) // 2], data[:5000] + b"\0" + data[5001:], b""):
+        for damaged in (data[: len(data) // 2], data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], b""):
             file.write_bytes(damaged)
             with pytest.warns(UserWarning, match=f"{file.name}: not the bytes that were written"):
                 assert load_step(model) is None
