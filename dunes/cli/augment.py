@@ -58,7 +58,8 @@ def quantize(
     model: Model,
     out: Out,
     *,
-    kind: Annotated[Kind, flag("|".join(get_args(Kind)))] = "nf4",
+    kind: Annotated[Kind | None, flag("|".join(get_args(Kind)), "nf4, or by --target")] = None,
+    target: Annotated[float | None, flag("NATS", "none")] = None,
     method: Annotated[
         Method | None,
         flag("|".join(get_args(Method)), "gptq for int4 and int3 where there is text for it, else rtn"),
@@ -82,6 +83,7 @@ def quantize(
         out: Output folder.
         kind: int8 with a scale for each row, int4 or int3 with one for each group of inputs, or nf4 with one for
             each block of 64.
+        target: Choose the smallest form that raises the validation loss by at most so many nats/token.
         method: Round to nearest (rtn), or a solver: gptq and awq by calibration text, hqq by the weights alone.
         group: Of int4 and int3: inputs of a row that share a scale; 0 for the whole row.
         symmetric: Without zero points: smaller by 0.06 bits per weight with groups of 64.
@@ -92,7 +94,14 @@ def quantize(
         double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
     """
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
-    options |= {"kind": kind, "double": double, "group": group, "symmetric": symmetric, "int8": int8}
+    options |= {
+        "kind": kind,
+        "double": double,
+        "group": group,
+        "symmetric": symmetric,
+        "int8": int8,
+        "target": target,
+    }
     _augment(model, out, "quantize", method=method, calibration=calibration, validation=validation, **options)
     print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
 

@@ -21,6 +21,7 @@ from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.data import TokenIds
 from dunes.runs.comparison import Comparison, compare_folders
 from dunes.runs.export import NOT_INHERITED
+from dunes.runs.frontier import Frontier, smallest_form
 from dunes.runs.picture import comparison_picture
 from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate, trained_text
 from dunes.steps import Show, step
@@ -102,25 +103,38 @@ def quantize_folder(
     folder: Path,
     out: Path,
     *,
-    kind: str,
+    kind: str | None = None,
     method: str | None = None,
     calibration: Sequence[str] = (),
+    validation: Sequence[str] | None = None,
+    target: float | None = None,
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
-    """`augment_folder` for quantization; by default the method is gptq for int4 and int3 with text, else rtn.
+    """`augment_folder` for quantization; by default to nf4, with gptq for int4 and int3 with text, else rtn.
 
-    That is text in the `calibration` sources, or else that of the model's training. Raises ValueError as that
-    does, and for sources together with a method that reads none.
+    That is text in the `calibration` sources, or else that of the model's training. With a `target`, kind and
+    method are those of the smallest form that raises the validation loss by at most so many nats/token. Raises
+    ValueError as that does, and for sources together with a method that reads none.
     """
+    if target is not None:
+        if kind or method or request.get("symmetric"):
+            raise ValueError("--target chooses kind and method; omit --kind, --method and --symmetric")
+        require_new_folder(readable_folder(folder), out)
+        frontier = Frontier(readable_folder(folder), calibration, validation or ())
+        form, tried = smallest_form(frontier, target, request, show)
+        settings = request | dict(form.request) | {"calibration": calibration if form.needs_text else ()}
+        return [*tried, *quantize_folder(folder, out, validation=validation, show=show, **settings)]
+    kind = kind or "nf4"
     text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
     chosen = method or ("gptq" if kind in ("int4", "int3") and text else "rtn")
     require_method(kind, chosen)
     if calibration and chosen not in CALIBRATED:
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen in CALIBRATED else None
+    request |= {"kind": kind, "method": chosen}
     lines = augment_folder(
-        folder, out, "quantize", calibration=sources, show=show, kind=kind, method=chosen, **request
+        folder, out, "quantize", calibration=sources, validation=validation, show=show, **request
     )
     if method is None and chosen == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
