@@ -38,7 +38,7 @@ def recipe(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny", "expand", "lora_experts"]
+    "name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny", "expand", "lora_experts", "prune"]
 )
 def test_a_recipe_is_short(name):
     lines = next(p for p in RECIPES if p.stem == name).read_text().split('"""', 2)[2].splitlines()
@@ -140,6 +140,21 @@ def test_llama_moe_recovers(tmp_path, capsys):
     assert [*rates] == [("new=5",), ()]
 
 
+def test_prune_recovers_and_the_zeros_stay(tmp_path, capsys):
+    (tmp_path / "play.txt").write_text(
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
+    )
+    play, options = str(tmp_path / "play.txt"), {"dtype": "float32", "threads": 1, "batch": 4, "lr": 0.01}
+    config = TrainConfig(sources=(play,), steps=60, size="30k", context_length=32, **options)
+    assert train(config, tmp_path / "base", Display(quiet=True)) == 0
+    losses = recipe("prune").main(str(tmp_path / "base"), play, 20, "1:4", str(tmp_path / "run"), **options)
+    assert losses["dense"] < losses["pruned"]
+    assert losses["pruned, 20 steps on"] < losses["pruned"]
+    trained = checkpoint.load(tmp_path / "run" / "pruned-trained").model.blocks[0].mlp.down.weight
+    assert ((trained != 0).unflatten(1, (-1, 4)).sum(2) <= 1).all()
+    assert "against the dense model" in capsys.readouterr().out
+
+
 def test_mixtral_tiny(tmp_path, capsys):
     (tmp_path / "play.txt").write_text("All:\nSpeak, speak.\n\n" * 200)
     assert recipe("mixtral_tiny").main(str(tmp_path / "play.txt"), 12, str(tmp_path / "run")) < 2.5
@@ -167,7 +182,7 @@ def test_the_docs_call_recipes_as_they_are_used():
 @pytest.mark.slow
 @pytest.mark.parametrize("words", lines_of_the_docs(), ids=lambda words: Path(words[0]).stem)
 def test_the_docs_lines_run(words, tmp_path, monkeypatch):
-    """As written, with a toy in place of each name, and 2 steps in place of 150."""
+    """As written, with a toy in place of each name, and 2 steps in place of 150 or 200."""
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.train("bytes", ())
     toy = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 32)))
@@ -175,7 +190,7 @@ def test_the_docs_lines_run(words, tmp_path, monkeypatch):
     (tmp_path / "SOURCE").write_text("All:\nSpeak, speak.\n\n" * 200)
     rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
     (tmp_path / "DATA").write_text(json.dumps(rows))
-    path, *given = ["2" if word == "150" else word for word in words]
+    path, *given = ["2" if word in ("150", "200") else word for word in words]
     monkeypatch.setattr(sys, "argv", [path, *given])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / path), run_name="__main__")
