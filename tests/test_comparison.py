@@ -12,6 +12,7 @@ from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.cli import augment, bench
 from dunes.data import PackedText
+from dunes.runs import comparison
 from dunes.runs import frontier as frontier_module
 from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.comparison import Comparison, Measurement, measure_folder
@@ -73,10 +74,16 @@ def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
     assert any("75.0%" in line for line in scored)
 
 
+def test_a_result_is_written_where_measuring_fails(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(comparison.sys, "executable", "false")
+    augment.quantize(str(run), tmp_path / "int8", kind="int8")
+    assert f"not measured: {run}: exit status 1" in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / "int8").architecture.changes
+    assert not (tmp_path / "int8" / "comparison.png").exists()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_folder_is_measured_on_the_ids_of_a_file(run, tmp_path, packed):
-    from dunes.runs import comparison
-
     loaded = checkpoint.load(run)
     ids = np.asarray(evaluation_tokens(loaded)[0])[:200]
     text = PackedText(ids, np.array([0, 50, 120]), loaded.require_tokenizer().eos) if packed else ids

@@ -75,14 +75,14 @@ def augment_folder(
     compared = _write(loaded, (change,), out, after, {"change": name, **effect}, show, compact, compare)
     describe = getattr(CHANGES[name], "describe", None)
     return [
-        *(compared.warnings() if compared else []),
+        *(compared.warnings() if isinstance(compared, Comparison) else []),
         *([] if describe is None else [describe(change)]),
         f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
         _describe_compact(out) if compact else f"written as {describe_form(loaded)}",
-        *(compared.lines() if compared else []),
+        *(compared.lines() if isinstance(compared, Comparison) else filter(None, [compared])),
     ]
 
 
@@ -187,10 +187,10 @@ def _write(
     facts: dict[str, Any],
     show: Show,
     compact: bool = False,
-    compare: Callable[[Path], Comparison] | None = None,
-) -> Comparison | None:
+    compare: Callable[[Path], Comparison | str] | None = None,
+) -> Comparison | str | None:
     """Save a model with these logits, and compare it. Raises ValueError, and leaves nothing, if it has others."""
-    compared: Comparison | None = None
+    compared: Comparison | str | None = None
 
     def check(staged: Path) -> dict[str, Any]:
         model = load_decoder(open_source(staged))
@@ -204,6 +204,8 @@ def _write(
             return result
         with step(show, "measuring before and after", MEASURING, 1.0):
             compared = compare(staged)
+        if not isinstance(compared, Comparison):
+            return result
         comparison_picture(compared, staged / "comparison.png")
         return result | {"comparison": compared.record()}
 

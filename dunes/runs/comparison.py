@@ -86,12 +86,15 @@ class Comparison:
         return rows
 
 
-def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison:
-    """Measure both folders, their loss on validation ids if there are any."""
+def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
+    """Measure both folders, their loss on validation ids if there are any; why not, if a process failed."""
     with TemporaryDirectory() as scratch:
         if ids is not None:
             _write_ids(Path(scratch) / "ids.npz", ids)
-        first, second = (_measured(folder, Path(scratch)) for folder in (before, after))
+        try:
+            first, second = (_measured(folder, Path(scratch)) for folder in (before, after))
+        except ValueError as error:  # the work that is to be reported must not be lost
+            return f"not measured: {error}"
     top = [np.array(found.pop("top")) for found in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
     return Comparison(Measurement(**first), Measurement(**second), agreement)
@@ -103,7 +106,7 @@ def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
-        raise ValueError(f"{folder}: cannot be measured: {reason}")
+        raise ValueError(f"{folder}: {reason}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
