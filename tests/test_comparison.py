@@ -74,6 +74,17 @@ def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
     assert any("75.0%" in line for line in scored)
 
 
+def test_a_model_whose_training_text_was_moved_is_quantized(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "copy")
+    card = json.loads((tmp_path / "copy" / "dunes.json").read_text())
+    card["trained"]["sources"] = [str(tmp_path / "moved")]
+    (tmp_path / "copy" / "dunes.json").write_text(json.dumps(card))
+    augment.quantize(str(tmp_path / "copy"), tmp_path / "int8", kind="int8")
+    assert "pass --validation FILE" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="moved"):
+        augment.quantize(str(tmp_path / "copy"), tmp_path / "no", kind="int4")
+
+
 def test_a_result_is_written_where_measuring_fails(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparison.sys, "executable", "false")
     augment.quantize(str(run), tmp_path / "int8", kind="int8")

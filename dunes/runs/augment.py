@@ -87,10 +87,15 @@ def augment_folder(
 
 
 def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
-    """The ids that a report scores; None without sources where the card records no validation text."""
+    """The ids that a report scores; None without sources where the card records no text, or it is not there."""
     if loaded.tokenizer is None or not (sources or trained_text(loaded.card).get("split")):
         return None
-    return evaluation_tokens(loaded, sources)[0]
+    try:
+        return evaluation_tokens(loaded, sources)[0]
+    except ValueError:
+        if sources:
+            raise
+        return None  # the text of the training was moved since, which the report asks for
 
 
 def _describe_compact(out: Path) -> str:

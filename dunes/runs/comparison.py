@@ -69,7 +69,7 @@ class Comparison:
         a, b = self.before, self.after
         rows = [f"{'':18}{'before':>12}{'after':>12}"]
         if a.loss is None or b.loss is None:
-            rows.append("validation loss not measured: no validation text is recorded; pass --validation FILE")
+            rows.append("validation loss not measured: no validation text is known; pass --validation FILE")
         else:
             rows += [
                 f"{'validation loss':18}{a.loss:12.4f}{b.loss:12.4f}  {b.loss - a.loss:+.4f} nats/token, "
