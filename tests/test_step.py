@@ -1,9 +1,12 @@
 """The step of one token: the same logits as the model, exported, compiled, kept, and refused."""
 
 import copy
+import gc
 import json
+import os
 import pwd
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -775,6 +778,20 @@ CALL = step_package.CompiledStep.__call__
 def said(folder):
     command = [sys.executable, "-m", "dunes", "generate", folder, "some", "--tokens", "30", "--temperature", "0"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_process_that_compiles_can_be_forgotten(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        number = step_package.start_compiling(tmp_path).pid
+        gc.collect()
+    assert not caught
+    os.kill(number, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):  # a zombie would still be there
+        while time.monotonic() < deadline:
+            os.kill(number, 0)
+            time.sleep(0.01)
 
 
 @needs_compiler

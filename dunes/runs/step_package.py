@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -224,6 +225,8 @@ def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
     quiet: Any = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    # Whoever forgets the process while it runs leaves a zombie and gets a ResourceWarning without a waiting thread.
+    threading.Thread(target=process.wait, daemon=True).start()
     return process
 
 
