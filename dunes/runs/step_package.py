@@ -225,7 +225,7 @@ def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
     quiet: Any = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-    # Whoever forgets the process while it runs leaves a zombie and gets a ResourceWarning without a waiting thread.
+    # Without a thread that waits, who forgets the process leaves a zombie and gets a ResourceWarning.
     threading.Thread(target=process.wait, daemon=True).start()
     return process
 
