@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.calibrate import Gram, calibrate
+from dunes.augment.calibrate import Gram, States, assign_weight, calibrate_blocks
 from dunes.augment.quantized import Grid, Steps, join
 from dunes.augment.sparsegpt import hessian
 
@@ -30,13 +30,14 @@ Factors = dict[int, tuple[Tensor, Tensor | None]]
 
 @torch.no_grad()
 def solve(
-    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool
-) -> tuple[dict[str, Steps], list[str]]:
-    """Round the linear layers at these places in place, by what they read of `ids` (S, T).
+    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool, states: States | None = None
+) -> Iterator[tuple[dict[str, Steps], list[str], States]]:
+    """Round the linear layers at these places, by what they read of `ids` (S, T), block by block.
 
     Layers that compute earlier come first, and later ones are calibrated on what these then write ("true
-    sequential"). With `act_order` the columns whose inputs are largest come first. Returns the steps (O, G) by
-    place, and the places of experts that got fewer tokens than they have inputs: these are rounded to nearest.
+    sequential"). With `act_order` the columns whose inputs are largest come first. Yields for each block the steps
+    (O, G) by place, and the places of experts that got fewer tokens than they have inputs, which are rounded to
+    nearest; and the states from which another call goes on.
     """
     layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
     solved, short = dict[str, Steps](), list[str]()
@@ -44,20 +45,23 @@ def solve(
     def solve_layers(grams: Mapping[str, Gram]) -> None:
         factors: Factors = {}
         for name, gram in grams.items():
-            weight, grid = layers[name].weight, grids[name]
+            layer, grid = layers.pop(name), grids[name]
+            weight = layer.weight.float()
             if gram.tokens < weight.shape[1]:
                 short.append(name)
-                solved[name] = grid.fit_weight(weight.float())
-                weight.copy_(grid.round_weight(weight.float(), solved[name]))
+                solved[name] = grid.fit_weight(weight)
+                assign_weight(layer, grid.round_weight(weight, solved[name]))
                 continue
             if id(gram) not in factors:  # layers with the same input share it
                 factors[id(gram)] = factor_of(gram, act_order, name)
-            pruned = weight == 0 if getattr(layers[name], "keeps_zeros", False) else None
-            rounded, solved[name] = round_columns(weight.float(), *factors[id(gram)], grid, pruned)
-            weight.copy_(rounded)
+            pruned = weight == 0 if getattr(layer, "keeps_zeros", False) else None
+            rounded, solved[name] = round_columns(weight, *factors[id(gram)], grid, pruned)
+            assign_weight(layer, rounded)
 
-    calibrate(model, ids, [*grids], solve_layers, sequential=True)
-    return solved, short
+    for after in calibrate_blocks(model, ids, [*grids], solve_layers, sequential=True, states=states):
+        yield {**solved}, [*short], after
+        solved.clear()
+        short.clear()
 
 
 def factor_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 
 # Shapes: I inputs, O outputs, N blocks.
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import awq, gptq, hqq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
-from dunes.augment.change import Change, float_dtype
+from dunes.augment.calibrate import States, calibration_tokens, require_ids, require_tokens
+from dunes.augment.change import Change, Part, float_dtype, part_name
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Quantized, Steps
 from dunes.steps import each
@@ -338,29 +338,34 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
     return layer.train(base.training)
 
 
-def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, dict[str, Steps]]:
-    """The grids that a method chose, by place, after it has changed the weights in place.
+def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States | None = None) -> Iterator[Part]:
+    """The parts of the change, each with the grids that a method chose, after it has changed the weights.
 
     GPTQ rounds them, and records the places that had too little text and are rounded to nearest. AWQ only scales
     them, with the layers before them, which leaves what the model computes. Raises ValueError, before anything is
     changed, for weights that are not finite.
     """
     _require_finite(model, change)
-    method, grids = change.request.get("method", "rtn"), {name: grid_at(change, name) for name in change.places}
+    method, parts = change.request.get("method", "rtn"), change.parts()
     if method not in CALIBRATED:
-        return change, {}
+        yield from map(Part, each(parts.values()))
+        return
     if ids is None:
         raise ValueError(f"method {method} needs calibration text")
+    grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
     if method == "gptq":
-        solved, short = gptq.solve(
-            model, ids, {n: grid for n, grid in grids.items() if grid}, change.request["act_order"]
-        )
-        places = {
-            n: {**settings, **({"method": "rtn"} if n in short else {})} for n, settings in change.places.items()
-        }
-        return replace(change, places=places), solved
-    awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid and grid.bits < 8})
-    return change, {}
+        for steps, short, after in gptq.solve(model, ids, grids, change.request["act_order"], states):
+            part = parts[part_name(next(iter(steps)))]
+            yield Part(_record_rounded(part, short), steps, after)
+        return
+    for name, after in awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid.bits < 8}, states):
+        yield Part(parts.pop(name), states=after)
+    yield from map(Part, parts.values())  # of int8 alone
+
+
+def _record_rounded(part: Change, short: Collection[str]) -> Change:
+    """The change, which says that the places with too little text are rounded to nearest."""
+    return replace(part, places=dict(part.places) | {n: {**part.places[n], "method": "rtn"} for n in short})
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:
@@ -382,7 +387,7 @@ def fill(
 ) -> None:
     """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
-    for name, module in each(_quantized(model).items()):
+    for name, module in _quantized(model).items():
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
             steps = (solved or {}).get(name)
