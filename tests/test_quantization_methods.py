@@ -147,11 +147,11 @@ def test_pruning_in_the_same_pass_keeps_earlier_zeros_and_drops_dead_inputs():
     zeros = noise(12, 96, seed=5) > 0.5
     x[:, 7] = 0
     rounded, _ = round_columns(
-        weight.masked_fill(zeros, 0), *hessian_of(gram_of(x), False), grid, zeros, Sparsity(0.6)
+        weight.masked_fill(zeros, 0), *hessian_of(gram_of(x), False), grid, zeros, Sparsity(0.33)
     )
     assert not rounded[zeros].any()
     assert not rounded[:, 7].any()
-    assert 0.6 <= (rounded == 0).float().mean() < 0.7
+    assert 0.33 <= (rounded == 0).float().mean() < 0.5
 
 
 def test_a_model_is_pruned_and_quantized_in_one_pass():
