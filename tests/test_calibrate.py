@@ -9,7 +9,7 @@ from torch import nn
 
 from dunes import tree
 from dunes.augment import attach, quantize
-from dunes.augment.calibrate import TOKENS, calibrate, require_tokens
+from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_tokens
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.steps import step
@@ -51,6 +51,11 @@ def direct(model, names, ids=IDS):
     for hook in hooks:
         hook.remove()
     return sums
+
+
+def calibrate(*arguments, **options):
+    for _ in calibrate_blocks(*arguments, **options):
+        pass
 
 
 def collected(model, ids=IDS, **options):
@@ -165,7 +170,8 @@ def test_bfloat16_models_have_float32_grams():
 def test_progress_goes_by_blocks():
     shown = []
     with step(lambda what, share: shown.append((what, share)), "pruning", 0.2, 0.6):
-        calibrate(model_of(depth=4), IDS, [], fail)
+        model = model_of(depth=4)
+        calibrate(model, IDS, linears(model), lambda grams: None)
     assert shown == [("pruning", pytest.approx(0.2 + 0.4 * i / 4)) for i in range(5)]
     assert TOKENS >= 2048  # products of few rows are slow
 

@@ -1,11 +1,13 @@
 """The record of a change to a model, which a checkpoint saves and repeats."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import torch
+
+from dunes.augment.calibrate import States
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class Change:
         """As a JSON object."""
         return asdict(self)
 
+    def parts(self) -> dict[str, "Change"]:
+        """The change of each block, and of what is beside the blocks, by the first names of its places."""
+        parts = dict[str, dict[str, Any]]()
+        for name, settings in self.places.items():
+            parts.setdefault(part_name(name), {})[name] = settings
+        return {name: replace(self, places=places) for name, places in parts.items()}
+
     @classmethod
     def of(cls, record: Any) -> "Change":
         """The inverse of `record`. Raises ValueError for anything else."""
@@ -43,6 +52,30 @@ class Change:
         if not valid or not all(map(_is_object, places.values())) or not all(isinstance(w, str) for w in words):
             raise ValueError("the record of a change is damaged; expected name, version, request and places")
         return cls(name, version, request, places, new, before)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a change that was solved for, as one of `Change.parts` with what was decided.
+
+    `solved` is what `fill` needs besides the weights, by place; `states` are those of the calibration text behind
+    it, until the next part is asked for.
+    """
+
+    change: Change
+    solved: Mapping[str, Any] = field(default_factory=dict)
+    states: States | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that all its tensors begin with: a block, or what is beside the blocks."""
+        return part_name(next(iter(self.change.places)))
+
+
+def part_name(place: str) -> str:
+    """The block of a place, or its first name if it is in none."""
+    names = place.split(".")
+    return ".".join(names[:2] if names[0] == "blocks" else names[:1])
 
 
 def float_dtype(name: Any) -> torch.dtype:

@@ -7,7 +7,7 @@ row of the upper Cholesky factor of the inverse of G.
 
 # Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, so that a column is contiguous.
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.adapted import keeps_zeros
-from dunes.augment.calibrate import Gram, calibrate
+from dunes.augment.calibrate import Gram, States, assign_weight, calibrate_blocks
 from dunes.augment.quantized import Grid, Steps, join, split
 from dunes.augment.sparsegpt import Hessian, Sparsity, hessian, prune, sweep
 
@@ -35,13 +35,15 @@ def solve(
     grids: Mapping[str, Grid],
     act_order: bool,
     sparsity: Sparsity | None = None,
-) -> tuple[dict[str, Steps], list[str]]:
-    """Round the linear layers at these places in place, by what they read of `ids` (S, T).
+    states: States | None = None,
+) -> Iterator[tuple[dict[str, Steps], list[str], States]]:
+    """Round the linear layers at these places, by what they read of `ids` (S, T), block by block.
 
     Layers that compute earlier come first, and later ones are calibrated on what these then write ("true
     sequential"). With `act_order` the columns whose inputs are largest come first. With a `sparsity`, weights are
-    pruned in the same sweep. Returns the steps (O, G) by place, and the places of experts that got fewer tokens
-    than they have inputs: these are rounded to nearest, after they were pruned by magnitude.
+    pruned in the same sweep. Yields for each block the steps (O, G) by place, and the places of experts that got
+    fewer tokens than they have inputs, which are rounded to nearest, after they were pruned by magnitude; and the
+    states from which another call goes on.
     """
     layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
     solved, short = dict[str, Steps](), list[str]()
@@ -49,23 +51,25 @@ def solve(
     def solve_layers(grams: Mapping[str, Gram]) -> None:
         hessians: Hessians = {}
         for name, gram in grams.items():
-            layer, grid = layers[name], grids[name]
+            layer, grid = layers.pop(name), grids[name]
             weight = layer.weight.float()
             if gram.tokens < weight.shape[1]:
                 short.append(name)
                 if sparsity is not None:
                     weight = weight.masked_fill(sparsity.choose_all(weight.abs()), 0)
                 solved[name] = grid.fit_weight(weight)
-                layer.weight.copy_(grid.round_weight(weight, solved[name]))
+                assign_weight(layer, grid.round_weight(weight, solved[name]))
                 continue
             if id(gram) not in hessians:  # layers with the same input share it
                 hessians[id(gram)] = hessian_of(gram, act_order, name)
             zeros = weight == 0 if keeps_zeros(layer) else None
             rounded, solved[name] = round_columns(weight, *hessians[id(gram)], grid, zeros, sparsity)
-            layer.weight.copy_(rounded)
+            assign_weight(layer, rounded)
 
-    calibrate(model, ids, [*grids], solve_layers, sequential=True)
-    return solved, short
+    for after in calibrate_blocks(model, ids, [*grids], solve_layers, sequential=True, states=states):
+        yield {**solved}, [*short], after
+        solved.clear()
+        short.clear()
 
 
 def hessian_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Hessian, Tensor | None]:

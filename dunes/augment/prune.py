@@ -4,7 +4,7 @@ SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.116
 stored as before; an entry of CHANGES, see `changes.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -14,8 +14,16 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import sparsegpt
 from dunes.augment.adapted import keeps_zeros
-from dunes.augment.calibrate import Gram, calibrate, calibration_tokens, require_ids, require_tokens
-from dunes.augment.change import Change, zeros_of
+from dunes.augment.calibrate import (
+    Gram,
+    States,
+    assign_weight,
+    calibrate_blocks,
+    calibration_tokens,
+    require_ids,
+    require_tokens,
+)
+from dunes.augment.change import Change, Part, part_name, zeros_of
 from dunes.augment.masked import mask_linears
 from dunes.augment.sparsegpt import Sparsity
 from dunes.augment.wanda import wanda_scores
@@ -94,8 +102,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 
 @torch.no_grad()
-def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, Mapping[str, Any]]:
-    """Prune the layers, block by block; the record gets the weights and the zeros of each.
+def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States | None = None) -> Iterator[Part]:
+    """Prune the layers, block by block; the record of each part gets the weights and the zeros of its layers.
 
     Layers of experts that got fewer tokens than they have inputs are pruned by magnitude, which the record says.
     """
@@ -103,18 +111,25 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change,
     places: dict[str, dict[str, Any]] = {}
     hessians: dict[int, sparsegpt.Hessian] = {}
 
-    def prune(grams: Mapping[str, Gram]) -> None:
+    def prune(grams: Mapping[str, Gram | None]) -> None:
         hessians.clear()
         for name, gram in grams.items():
-            places[name] = _prune(name, linears[name], gram, change.request, hessians)
+            places[name] = _prune(name, linears.pop(name), gram, change.request, hessians)
+        hessians.clear()
 
+    parts = change.parts()
     if change.request["method"] == "magnitude":
-        for name, linear in each(linears.items()):
-            places[name] = _prune(name, linear, None, change.request, hessians)
-    else:
-        assert ids is not None
-        calibrate(model, ids, linears.keys(), prune)
-    return replace(change, places={name: places[name] for name in change.places}), {}
+        for part in each(parts.values()):
+            prune(dict.fromkeys(part.places))
+            yield Part(_record_zeros(part, places))
+        return
+    assert ids is not None
+    for after in calibrate_blocks(model, ids, change.places.keys(), prune, states=states):
+        yield Part(_record_zeros(parts[part_name(next(reversed(places)))], places), states=after)
+
+
+def _record_zeros(part: Change, places: Mapping[str, Any]) -> Change:
+    return replace(part, places={name: places[name] for name in part.places})
 
 
 def _prune(
@@ -133,12 +148,13 @@ def _prune(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         zeros = weight == 0 if keeps_zeros(linear) else None
-        weight.copy_(sparsegpt.prune(weight, h, sparsity, request["block"], zeros))
+        pruned = sparsegpt.prune(weight, h, sparsity, request["block"], zeros)
         decided = {} if h.damp == request["damp"] else {"damp": h.damp}
     else:
         scores = weight.float().abs() if method == "magnitude" or gram is None else wanda_scores(weight, gram)
-        weight.masked_fill_(sparsity.choose_all(scores, by_output=method == "wanda"), 0)
-    return {"weights": weight.numel(), "nonzero": int(weight.count_nonzero()), **decided}
+        pruned = weight.masked_fill(sparsity.choose_all(scores, by_output=method == "wanda"), 0)
+    assign_weight(linear, pruned)
+    return {"weights": weight.numel(), "nonzero": int(linear.weight.count_nonzero()), **decided}
 
 
 def describe(change: Change) -> str:

@@ -6,7 +6,7 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 # Shapes: I inputs, O outputs, N blocks.
 
 from collections import Counter
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import awq, gptq, hqq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
-from dunes.augment.change import Change, float_dtype, zeros_of
+from dunes.augment.calibrate import States, calibration_tokens, require_ids, require_tokens
+from dunes.augment.change import Change, Part, float_dtype, part_name, zeros_of
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Quantized, Steps
 from dunes.augment.sparsegpt import Sparsity
@@ -415,41 +415,44 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
     return layer.train(base.training)
 
 
-def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, dict[str, Steps]]:
-    """The grids that a method chose, by place, after it has changed the weights in place.
+def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States | None = None) -> Iterator[Part]:
+    """The parts of the change, each with the grids that a method chose, after it has changed the weights.
 
     GPTQ rounds them, and records the places that had too little text and are rounded to nearest. AWQ only scales
     them, with the layers before them, which leaves what the model computes. Raises ValueError, before anything is
     changed, for weights that are not finite.
     """
     _require_finite(model, change)
-    method, grids = change.request.get("method", "rtn"), {name: grid_at(change, name) for name in change.places}
+    method, parts = change.request.get("method", "rtn"), change.parts()
     if method not in CALIBRATED:
-        return change, {}
+        yield from map(Part, each(parts.values()))
+        return
     if ids is None:
         raise ValueError(f"method {method} needs calibration text")
+    grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
     if method == "gptq":
-        return _solve_gptq(model, change, ids, {n: grid for n, grid in grids.items() if grid})
-    awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid and grid.bits < 8})
-    return change, {}
+        request = change.request
+        sparsity = Sparsity.of(request["sparsity"], request["pattern"]) if "sparsity" in request else None
+        for steps, short, after in gptq.solve(model, ids, grids, request["act_order"], sparsity, states):
+            part = parts.pop(part_name(next(iter(steps))))
+            yield Part(_record_solved(model, part, short), steps, after)
+    else:
+        for name, after in awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid.bits < 8}, states):
+            yield Part(parts.pop(name), states=after)
+    yield from map(Part, parts.values())  # of kinds that have no such method
 
 
-def _solve_gptq(
-    model: nn.Module, change: Change, ids: Tensor, grids: Mapping[str, Grid]
-) -> tuple[Change, dict[str, Steps]]:
-    """Round by GPTQ, and prune if the change says so; the record gets layers with too little text, and zeros."""
-    request = change.request
-    sparsity = Sparsity.of(request["sparsity"], request["pattern"]) if "sparsity" in request else None
-    solved, short = gptq.solve(model, ids, grids, request["act_order"], sparsity)
-    places = {name: dict(settings) for name, settings in change.places.items()}
-    for name in short:
-        places[name]["method"] = "rtn"
-    if sparsity is not None:
-        for place in tree.places(model):
-            if place.name in places:
-                weight = dense(place.module)
-                places[place.name] |= {"weights": weight.numel(), "nonzero": int(weight.count_nonzero())}
-    return replace(change, places=places), solved
+def _record_solved(model: nn.Module, part: Change, short: Collection[str]) -> Change:
+    """The change, which says what has too little text and is rounded to nearest, and what is zero if it pruned."""
+    places = {
+        name: {**settings, **({"method": "rtn"} if name in short else {})}
+        for name, settings in part.places.items()
+    }
+    for place in tree.places(model) if "sparsity" in part.request else ():
+        if place.name in places:
+            weight = dense(place.module)
+            places[place.name] |= {"weights": weight.numel(), "nonzero": int(weight.count_nonzero())}
+    return replace(part, places=places)
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:
@@ -471,7 +474,7 @@ def fill(
 ) -> None:
     """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
-    for name, module in each(_quantized(model).items()):
+    for name, module in _quantized(model).items():
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
             steps = (solved or {}).get(name)
