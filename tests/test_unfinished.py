@@ -29,8 +29,16 @@ FORMS = {
     "int8": ("quantize", {"kind": "int8"}),
     "nf4": ("quantize", {"kind": "nf4", "double": True}),
     "hqq": ("quantize", {"kind": "int3", "group": 16, "method": "hqq"}),
-    "awq": ("quantize", {"kind": "int4", "group": 16, "method": "awq", "int8": ["blocks.1.**", "head"]}),
-    "gptq": ("quantize", {"kind": "int4", "group": 16, "method": "gptq", "int8": ["head"]}),
+    "awq": (
+        "quantize",
+        {"kind": "int4", "group": 16, "method": "awq", "override": ["blocks.1.**=int8", "head=int8"]},
+    ),
+    "gptq": (
+        "quantize",
+        {"kind": "int4", "group": 16, "method": "gptq", "override": ["head=int8"]},
+    ),
+    "joint": ("quantize", {"kind": "int4", "group": 16, "method": "gptq", "pattern": "2:4"}),
+    "mixed": ("quantize", {"kind": "int4", "group": 16, "method": "gptq", "override": ["blocks.0.**=nf4"]}),
     "magnitude": ("prune", {"method": "magnitude"}),
     "wanda": ("prune", {"method": "wanda", "pattern": "2:4"}),
     "sparsegpt": ("prune", {"method": "sparsegpt"}),

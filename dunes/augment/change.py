@@ -86,6 +86,12 @@ def float_dtype(name: Any) -> torch.dtype:
     return dtype
 
 
+def zeros_of(change: Change) -> str:
+    """How many weights are zero after a change that prunes."""
+    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
+    return f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero"
+
+
 def generator(*key: Any) -> torch.Generator:
     """A generator whose numbers depend on the key alone: a seed, names, places."""
     digest = sha256(" ".join(map(str, key)).encode()).digest()

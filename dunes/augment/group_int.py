@@ -84,8 +84,8 @@ class GroupInt(Quantized):
     def dense(self) -> Tensor:
         scale, zero = self.steps()
         codes = self.grid.grouped(unpack(self.codes, self.grid.bits, self.in_features).float())
-        whole = (codes - zero[..., None]) * scale[..., None]
-        return whole.flatten(1)[:, : self.in_features].to(self.dtype)
+        weight = (codes - zero[..., None]) * scale[..., None]
+        return weight.flatten(1)[:, : self.in_features].to(self.dtype)
 
 
 def packed_bytes(count: int, bits: int) -> int:

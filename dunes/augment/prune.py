@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import sparsegpt
+from dunes.augment.adapted import keeps_zeros
 from dunes.augment.calibrate import (
     Gram,
     States,
@@ -22,17 +23,16 @@ from dunes.augment.calibrate import (
     require_ids,
     require_tokens,
 )
-from dunes.augment.change import Change, Part, part_name
+from dunes.augment.change import Change, Part, part_name, zeros_of
 from dunes.augment.masked import mask_linears
-from dunes.augment.sparsegpt import Pattern
-from dunes.augment.wanda import lowest, lowest_of_groups, smallest, wanda_scores
+from dunes.augment.sparsegpt import Sparsity
+from dunes.augment.wanda import wanda_scores
 from dunes.steps import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 1
 Method = Literal["sparsegpt", "wanda", "magnitude"]
-SPARSITY = 0.5
 
 
 def decide(
@@ -54,20 +54,18 @@ def decide(
     ValueError for an invalid request, for layers that are not dense or not finite, and for text that is too short.
     """
     _require_choice(method, ids)
-    sparsity, shape = _require_sparsity(sparsity, pattern, block, damp)
+    target = Sparsity.of(sparsity, pattern)
+    _require_settings(target, block, damp)
     globs = [where] if isinstance(where, str) else list(where)
     linears = _find_linears(model, globs)
     for name, linear in linears.items():
-        if shape is not None and linear.in_features % shape.group:
-            raise ValueError(
-                f"{name}: its {linear.in_features} inputs are no multiple of {shape.group} ({pattern})"
-            )
+        target.require_inputs(name, linear.in_features)
         if not linear.weight.isfinite().all():
             raise ValueError(f"{name}: has weights that are not finite; dunes inspect --values lists them")
     if ids is not None:
         require_ids(model, ids)
         require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
-    request = {"method": method, "sparsity": sparsity, "pattern": pattern, "block": block, "damp": damp}
+    request = {"method": method, "sparsity": target.fraction, "pattern": pattern, "block": block, "damp": damp}
     return Change("prune", VERSION, request | {"where": globs}, {name: {} for name in linears})
 
 
@@ -79,21 +77,12 @@ def _require_choice(method: str, ids: Tensor | None) -> None:
         raise ValueError(f"method {method} {needs}")
 
 
-def _require_sparsity(
-    sparsity: float | None, pattern: str | None, block: int, damp: float
-) -> tuple[float, Pattern | None]:
-    """The fraction of zeros and the pattern. Raises ValueError if they do not agree, and for other values."""
-    shape = None if pattern is None else Pattern.of(pattern)
-    implied = SPARSITY if shape is None else 1 - shape.kept / shape.group
-    sparsity = implied if sparsity is None else sparsity
-    if not 0 < sparsity < 1 or (shape is not None and abs(sparsity - implied) > 1e-9):
-        expected = "more than 0 and less than 1" if shape is None else f"{implied:g}, which {pattern} gives"
-        raise ValueError(f"sparsity is {sparsity:g}; expected {expected}")
-    if block < 1 or (shape is not None and block % shape.group):
-        raise ValueError(f"block is {block}; expected a multiple of {1 if shape is None else shape.group}")
+def _require_settings(sparsity: Sparsity, block: int, damp: float) -> None:
+    multiple = 1 if sparsity.pattern is None else sparsity.pattern.group
+    if block < 1 or block % multiple:
+        raise ValueError(f"block is {block}; expected a multiple of {multiple}")
     if not 0 <= damp < float("inf"):
         raise ValueError(f"damp is {damp:g}; expected a fraction of at least 0")
-    return sparsity, shape
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
@@ -148,44 +137,32 @@ def _prune(
 ) -> dict[str, Any]:
     """Prune one layer in place; returns what its record says. Factors of shared Grams are kept in `hessians`."""
     weight: Tensor = linear.weight
-    method, sparsity = request["method"], request["sparsity"]
-    pattern = None if request["pattern"] is None else Pattern.of(request["pattern"])
-    said = {}
+    method, sparsity = request["method"], Sparsity.of(request["sparsity"], request["pattern"])
+    decided = {}
     if gram is not None and gram.tokens < linear.in_features:
-        method, said = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
+        method, decided = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
     if method == "sparsegpt":
         assert gram is not None
         try:
             h = hessians.setdefault(id(gram), hessians.get(id(gram)) or sparsegpt.hessian(gram, request["damp"]))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        pruned = sparsegpt.prune(weight, h, sparsity, pattern, request["block"])
-        said = {} if h.damp == request["damp"] else {"damp": h.damp}
+        zeros = weight == 0 if keeps_zeros(linear) else None
+        pruned = sparsegpt.prune(weight, h, sparsity, request["block"], zeros)
+        decided = {} if h.damp == request["damp"] else {"damp": h.damp}
     else:
         scores = weight.float().abs() if method == "magnitude" or gram is None else wanda_scores(weight, gram)
-        pruned = weight.masked_fill(_chosen(scores, method, sparsity, pattern), 0)
+        pruned = weight.masked_fill(sparsity.choose_all(scores, by_output=method == "wanda"), 0)
     assign_weight(linear, pruned)
-    return {"weights": weight.numel(), "nonzero": int(linear.weight.count_nonzero()), **said}
-
-
-def _chosen(scores: Tensor, method: str, sparsity: float, pattern: Pattern | None) -> Tensor:
-    """The weights to prune (O, I): by the pattern, else for each output with Wanda, for all with magnitude."""
-    if pattern is not None:
-        return lowest_of_groups(scores, pattern.kept, pattern.group)
-    if method == "wanda":
-        return lowest(scores, int(scores.shape[1] * sparsity), 1)
-    return smallest(scores, sparsity)
+    return {"weights": weight.numel(), "nonzero": int(linear.weight.count_nonzero()), **decided}
 
 
 def describe(change: Change) -> str:
     """How many weights are zero, and which layers were pruned by magnitude for want of tokens, in one sentence."""
-    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
     few = [name for name, place in change.places.items() if "tokens" in place]
-    pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
     more = f"; {plural(len(few), 'layer')} by magnitude: fewer tokens than inputs ({few[0]}, ...)" if few else ""
-    return (
-        f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero ({change.request['method']}{pattern}){more}"
-    )
+    pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
+    return f"{zeros_of(change)} ({change.request['method']}{pattern}){more}"
 
 
 def shape(model: nn.Module, change: Change) -> None:

@@ -113,6 +113,11 @@ def join(parts: Sequence[Steps]) -> Steps:
     return Steps(torch.cat([p.scale for p in parts], 1), torch.cat([p.zero for p in parts], 1))
 
 
+def split(steps: Steps) -> list[Steps]:
+    """The inverse of `join`."""
+    return [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in range(steps.scale.shape[1])]
+
+
 class Quantized(nn.Module, ABC):
     """A linear layer whose forward dequantizes its weight each time, and again in the backward pass."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
-from dunes.augment.quantize import CALIBRATED, require_method
+from dunes.augment.quantize import BY_GROUP, CALIBRATED, all_kinds, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
@@ -164,8 +164,10 @@ def quantize_folder(
     ValueError as that does, and for sources together with a method that reads none.
     """
     if target is not None:
-        if kind or method or request.get("symmetric"):
-            raise ValueError("--target chooses kind and method; omit --kind, --method and --symmetric")
+        if kind or method or any(request.get(name) for name in ("symmetric", "sparsity", "pattern")):
+            raise ValueError(
+                "--target chooses kind and method; omit --kind, --method, --symmetric, --sparsity and --pattern"
+            )
         require_new_folder(readable_folder(folder), out)
         frontier = Frontier(readable_folder(folder), calibration, validation or ())
         form, tried = smallest_form(frontier, target, request, show)
@@ -173,8 +175,9 @@ def quantize_folder(
         return [*tried, *quantize_folder(folder, out, validation=validation, show=show, **settings)]
     kind = kind or "nf4"
     text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
-    chosen = method or ("gptq" if kind in ("int4", "int3") and text else "rtn")
-    require_method(kind, chosen)
+    pruned = request.get("sparsity") is not None or request.get("pattern") is not None
+    chosen = method or ("gptq" if pruned or (kind in BY_GROUP and text) else "rtn")
+    require_method(all_kinds(kind, request.get("override", ())), chosen)
     if calibration and chosen not in CALIBRATED:
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen in CALIBRATED else None
