@@ -80,7 +80,7 @@ def _unfinished(folder: Path, out: Path) -> Iterator[Unfinished]:
     try:
         yield store
     except (OSError, KeyboardInterrupt):
-        if store.kept:
+        if store.folder.is_dir() and store.kept:
             parts, size = plural(store.kept, "finished part"), format_bytes(store.size())
             message = f"{parts} of the change ({size}) in {store.folder}: the same command goes on after them"
             warnings.warn(message, stacklevel=2)
