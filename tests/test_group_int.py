@@ -46,7 +46,7 @@ def test_packed_codes_are_exact_and_take_the_fewest_bytes(bits, count):
     packed = pack(codes, bits)
     assert packed.dtype == torch.uint8
     assert packed.shape == (5, packed_bytes(count, bits)) == (5, (count * bits + 7) // 8)
-    assert torch.equal(unpack(packed, bits, count), codes.int())
+    assert torch.equal(unpack(packed, bits, count), codes.to(torch.uint8))
     for row, data in zip(codes.tolist(), packed.tolist(), strict=True):
         number = sum(code << bits * i for i, code in enumerate(row))
         assert bytes(data) == number.to_bytes(len(data), "little")
