@@ -10,7 +10,6 @@ that a token needs. llama.cpp gets the same weights as Q8_0 and Q4_0, in a proce
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -89,6 +89,32 @@ def test_a_layer_multiplies_by_its_dense_form(grid):
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("inputs", [128, 96, 51])
+def test_a_compiled_step_multiplies_equal_codes(grid, inputs):
+    layer, x = filled(noise(12, inputs), grid), noise(1, 3, inputs, seed=1)
+    stepped = layer.for_step()
+    assert torch.equal(stepped.dense(), layer.dense())
+    assert torch.equal(stepped.bias, layer.bias)
+    assert stepped.multiplies_codes() == (inputs % grid.width(inputs) == 0 and grid.width(inputs) % 2 == 0)
+    if stepped.multiplies_codes():
+        expected = F.linear(x, layer.dense())
+        for y, want in (
+            (stepped.code_products(x), expected),
+            (stepped.code_products(x[:, :1]), expected[:, :1]),
+        ):
+            assert difference(y, want) <= 2e-6 * want.abs().max(), "Q6"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_values_in_half_precision_are_rounded_once(grid, dtype):
+    layer = filled(noise(6, 128), grid)
+    exact = layer.dense()
+    layer.dtype = dtype
+    assert torch.equal(layer.dense(), exact.to(dtype))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zeros_and_extreme_numbers(grid, dtype):
     for weight in (torch.zeros(3, 70), torch.ones(3, 70), noise(3, 70) * 1e-6, noise(3, 70) * 6e3):

@@ -20,6 +20,7 @@ from dunes.augment.calibrate import calibration_tokens, require_ids, require_tok
 from dunes.augment.change import Change, float_dtype
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
+from dunes.ops.int8_linear import int8_linear
 from dunes.steps import each
 from dunes.units import plural
 
@@ -51,6 +52,12 @@ class Int8(Quantized):
 
     def dense(self) -> Tensor:
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            return super().product(x)
+        y = int8_linear(x, self.codes, self.scale[:, 0])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def multiplies_codes(self) -> bool:
         return True

@@ -142,9 +142,19 @@ class Quantized(nn.Module, ABC):
         if torch.compiler.is_exporting() and x.shape[-2] <= ROWS and self.multiplies_codes():
             y = self.code_products(x)
             return y if self.bias is None else y + self.bias.float()
-        if torch.compiler.is_compiling() or (self.bias is not None and self.bias.requires_grad):
+        if torch.compiler.is_exporting():
+            return self.product(x)
+        trains_bias = self.bias is not None and self.bias.requires_grad
+        if not (torch.is_grad_enabled() and (x.requires_grad or trains_bias)):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.product(x.to(autocast_dtype(x)))
+        if torch.compiler.is_compiling() or trains_bias:
             return F.linear(x, self.dense().to(autocast_dtype(x)), self.bias)
         return low_rank.frozen(x, self.dense, self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The output without a gradient, in the dtype of x."""
+        return F.linear(x, self.dense().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     @abstractmethod
     def dense(self) -> Tensor:
