@@ -9,7 +9,7 @@ from torch import nn
 
 from dunes import tree
 from dunes.augment import attach, quantize
-from dunes.augment.calibrate import TOKENS, calibrate, require_tokens
+from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_tokens
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.steps import step
@@ -51,6 +51,11 @@ def direct(model, names, ids=IDS):
     for hook in hooks:
         hook.remove()
     return sums
+
+
+def calibrate(*arguments, **options):
+    for _ in calibrate_blocks(*arguments, **options):
+        pass
 
 
 def collected(model, ids=IDS, **options):
@@ -97,6 +102,32 @@ def test_layers_that_read_one_tensor_share_a_gram():
     assert of("mlp.experts.1.gate") is of("mlp.experts.1.up")
     names = ["attn.q", "attn.out", "mlp.router", *(f"mlp.experts.{e}.{n}" for e in (0, 1) for n in ("up", "down"))]
     assert len({id(of(name)) for name in names}) == len(names)
+
+
+def test_a_forward_ends_where_the_last_watched_layer_was_called(monkeypatch):
+    monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)  # two sequences at once, then one
+    model, calls = model_of(), []
+    model.blocks[0].mlp.down.register_forward_pre_hook(lambda m, x: calls.append(len(x[0])))
+    names = ["blocks.0.attn.q", "blocks.0.attn.out"]
+    grams = {}
+    calibrate(model, IDS, names, grams.update)
+    assert calls == [2]
+    monkeypatch.undo()
+    sums = direct(model, {name: linears(model)[name] for name in names})
+    assert all(distance(grams[name].matrix, sums[name][0]) < 1e-5 for name in names)
+
+
+def test_a_layer_that_is_called_twice_is_counted_twice(monkeypatch):
+    monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)
+    model = model_of()
+    attn, norm = model.blocks[0].attn, model.blocks[0].mlp_norm
+    attn.out.register_forward_hook(lambda m, x, y: y + attn.v(norm(y)))
+    names = {"blocks.0.attn.v": attn.v}
+    expected = direct(model, names)["blocks.0.attn.v"]
+    grams = {}
+    calibrate(model, IDS, names, grams.update)
+    assert grams["blocks.0.attn.v"].tokens == expected[2] == 2 * IDS.numel()
+    assert distance(grams["blocks.0.attn.v"].matrix, expected[0]) < 1e-5
 
 
 @pytest.mark.parametrize("sequential", [False, True])
@@ -165,7 +196,8 @@ def test_bfloat16_models_have_float32_grams():
 def test_progress_goes_by_blocks():
     shown = []
     with step(lambda what, share: shown.append((what, share)), "pruning", 0.2, 0.6):
-        calibrate(model_of(depth=4), IDS, [], fail)
+        model = model_of(depth=4)
+        calibrate(model, IDS, linears(model), lambda grams: None)
     assert shown == [("pruning", pytest.approx(0.2 + 0.4 * i / 4)) for i in range(5)]
     assert TOKENS >= 2048  # products of few rows are slow
 

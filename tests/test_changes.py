@@ -447,7 +447,7 @@ def test_the_steps_of_a_change_to_a_folder_are_shown_and_no_compiler_is_imported
         ("experts", {"split": "importance", "experts": 4, "ids": torch.randint(50, (32, 8))}, 4 + 2),
         ("upcycle", {"experts": 2}, 2 * 2),
         ("lora-experts", {"rank": 2}, 14),
-        ("quantize", {"kind": "int8"}, 14),
+        ("quantize", {"kind": "int8"}, 2),
     ],
 )
 def test_progress_moves_inside_the_steps(change, request_, moves, tmp_path, monkeypatch):

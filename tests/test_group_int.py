@@ -165,7 +165,9 @@ def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, requ
 
 def test_a_model_is_shaped_without_numbers():
     model = build()
-    note = Change.of(json.loads(json.dumps(quantize(model, kind="int3", int8=["blocks.0.attn.*"]).record())))
+    note = Change.of(
+        json.loads(json.dumps(quantize(model, kind="int3", override=["blocks.0.attn.*=int8"]).record()))
+    )
     with torch.device("meta"):
         other = llama.build(llama.Config.from_size(50, 32, 2, 32)).eval()
     shape(other, note)
@@ -203,7 +205,7 @@ def test_changes_of_several_kinds_follow_each_other():
     one, two = build(), build()
     quantize(one, kind="int8", where="blocks.0.**")
     quantize(one, kind="int4")
-    quantize(two, kind="int4", int8="blocks.0.**")
+    quantize(two, kind="int4", override=["blocks.0.**=int8"])
     assert torch.equal(one(IDS), two(IDS))
     for request in ({}, {"where": "blocks.0.attn.q"}):
         with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q: already quantized"):
@@ -224,7 +226,7 @@ def test_changes_of_several_kinds_follow_each_other():
         ({"kind": "int4", "method": "gptq"}, "method is 'gptq'; calibration text goes with"),
         ({"kind": "int4", "ids": IDS}, "method is 'rtn'; calibration text goes with"),
         ({"kind": "int4", "where": "**.router"}, "selects nothing"),
-        ({"kind": "int4", "int8": "blocks.7.**"}, "selects nothing"),
+        ({"kind": "int4", "override": ["blocks.7.**=int8"]}, "selects nothing"),
     ],
 )
 def test_requests_that_mean_nothing_are_refused(request_, message):
@@ -258,7 +260,9 @@ def test_records_of_before_are_made_and_read():
 def test_a_folder_becomes_plain_again(tmp_path):
     transformers = pytest.importorskip("transformers")
     checkpoint.save(build(), tmp_path / "dense", None, 32)
-    lines = augment_folder(tmp_path / "dense", tmp_path / "small", "quantize", kind="int4", int8=["blocks.1.**"])
+    lines = augment_folder(
+        tmp_path / "dense", tmp_path / "small", "quantize", kind="int4", override=["blocks.1.**=int8"]
+    )
     assert "int4 in groups of 64, rounded to nearest; int8 at 7 places" in lines
     export(tmp_path / "small", tmp_path / "plain")
     model = checkpoint.load(tmp_path / "small").model

@@ -14,7 +14,7 @@ from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, repeat_structure, sparsegpt
 from dunes.augment.calibrate import Gram
 from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
-from dunes.augment.sparsegpt import Pattern
+from dunes.augment.sparsegpt import Pattern, Sparsity
 from dunes.augment.wanda import lowest, smallest, wanda_scores
 from dunes.data import Windows
 from dunes.models import FAMILIES
@@ -77,7 +77,7 @@ def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
     threshold = all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
     mask = all_scores <= threshold
     expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
-    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), sparsity, None)
+    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(sparsity))
     assert torch.equal(pruned == 0, mask)
     assert int(mask.sum()) == int(weight.numel() * sparsity) + 1
     assert (pruned - expected).abs().max() < 1e-4
@@ -98,7 +98,7 @@ def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
         return chosen[j]
 
     expected = exact(weight, h, choose)
-    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), 0.5, shape)
+    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5, shape))
     assert (pruned - expected).abs().max() < 1e-4
     assert ((pruned != 0).unflatten(1, (-1, shape.group)).sum(2) == shape.kept).all()
 
@@ -106,7 +106,7 @@ def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
 def test_blocks_of_columns_have_a_threshold_each_and_make_up_for_each_other():
     weight, gram = layer()
     h = sparsegpt.hessian(gram, 0.01)
-    pruned = sparsegpt.prune(weight, h, 0.5, None, block=8)
+    pruned = sparsegpt.prune(weight, h, Sparsity(0.5), block=8)
     assert [int((part == 0).sum()) for part in pruned.split(8, 1)] == 4 * [24 * 4 + 1]
     mask = pruned == 0
     expected = exact(weight, damped(gram), lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
@@ -118,7 +118,7 @@ def test_layer_errors_are_ordered():
     for seed in range(3):
         weight, gram = layer(64, 64, 800, seed)
         ways = {
-            "sparsegpt": sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), 0.5, None),
+            "sparsegpt": sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5)),
             "wanda": weight.masked_fill(lowest(wanda_scores(weight, gram), 32, 1), 0),
             "magnitude": weight.masked_fill(smallest(weight.abs(), 0.5), 0),
         }
@@ -153,8 +153,8 @@ def test_small_weights_have_scores_that_do_not_underflow():
     weight, gram = layer()
     h = sparsegpt.hessian(gram, 0.01)
     for pattern in (None, Pattern(2, 4)):
-        small = sparsegpt.prune(weight * 2.0**-80, h, 0.5, pattern)
-        assert torch.equal(small, sparsegpt.prune(weight, h, 0.5, pattern) * 2.0**-80)
+        small = sparsegpt.prune(weight * 2.0**-80, h, Sparsity(0.5, pattern))
+        assert torch.equal(small, sparsegpt.prune(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
 
 
 def test_dead_inputs_and_singular_matrices():
@@ -163,17 +163,38 @@ def test_dead_inputs_and_singular_matrices():
         gram.matrix[i] = gram.matrix[:, i] = 0
     h = sparsegpt.hessian(gram, 0.01)
     assert h.damp == 0.01
-    pruned = sparsegpt.prune(weight, h, 0.5, None)
+    pruned = sparsegpt.prune(weight, h, Sparsity(0.5))
     assert pruned.isfinite().all()
     assert not pruned[:, [3, 17]].any()
-    assert not sparsegpt.prune(weight, h, 0.02, None)[:, [3, 17]].any(), "at any sparsity"
+    assert not sparsegpt.prune(weight, h, Sparsity(0.02))[:, [3, 17]].any(), "at any sparsity"
     row = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     flat = Gram(row.T @ row, row.abs()[0], 100)  # rank one
     h = sparsegpt.hessian(flat, 0.0)
     assert h.damp > 0
-    assert sparsegpt.prune(weight, h, 0.5, None).isfinite().all()
+    assert sparsegpt.prune(weight, h, Sparsity(0.5)).isfinite().all()
     with pytest.raises(ValueError, match="not finite"):
         sparsegpt.hessian(Gram(flat.matrix * math.nan, flat.absolute, 100), 0.01)
+
+
+@pytest.mark.parametrize("pattern", [None, "2:4", "1:4"])
+def test_zeros_that_a_model_keeps_are_not_revived(pattern):
+    weight, gram = layer()
+    h, zeros = sparsegpt.hessian(gram, 0.01), torch.zeros(24, 32, dtype=torch.bool)
+    zeros[:, 4:7], zeros[::2, 20] = True, True
+    pruned = sparsegpt.prune(weight.masked_fill(zeros, 0), h, Sparsity.of(None, pattern), zeros=zeros)
+    assert not pruned[zeros].any()
+    count = {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
+    assert int((pruned == 0).sum()) == count
+
+
+def test_a_pruned_model_is_pruned_further():
+    model = model_of()
+    apply_change(model, "prune", method="magnitude", sparsity=0.3)
+    before = zeros(model)
+    apply_change(model, "prune", ids=LONG, pattern="2:4")
+    for name, after in zeros(model).items():
+        assert after[before[name]].all()
+        assert (after.unflatten(1, (-1, 4)).sum(2) >= 2).all()
 
 
 FAMILY_FIELDS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("arcee", {}), ("mixtral", {"experts": 2})]

@@ -1,20 +1,25 @@
 """GPTQ, AWQ and HQQ: against plain derivations, on what they promise, and where they have too little to go by."""
 
+import json
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from adapters import difference
 from dunes import tree
-from dunes.augment import apply_change, awq, dequantize, quantize
+from dunes.augment import Change, apply_change, awq, dequantize, quantize, repeat_structure
 from dunes.augment.calibrate import Gram
-from dunes.augment.gptq import factor_of, round_columns
+from dunes.augment.gptq import hessian_of, round_columns
 from dunes.augment.group_int import GroupInt
 from dunes.augment.hqq import solve
-from dunes.augment.quantize import decide, grid_at
+from dunes.augment.quantize import NF4, Int8, decide, describe, grid_at
 from dunes.augment.quantized import Grid
+from dunes.augment.sparsegpt import Sparsity
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
+from test_prune import exact, scores
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
 GRIDS = [Grid(8, symmetric=True), Grid(4, 32), Grid(4, 0), Grid(3, 64), Grid(3, 40, True), Grid(3, 150)]
@@ -80,7 +85,7 @@ def plain_gptq(weight, gram, grid, static):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_gptq_solves_the_least_squares_of_each_column(grid, act_order):
     x, weight = inputs(), noise(24, 160)
-    rounded, steps = round_columns(weight, *factor_of(gram_of(x), act_order), grid)
+    rounded, steps = round_columns(weight, *hessian_of(gram_of(x), act_order), grid)
     expected = plain_gptq(weight, x.T @ x, grid, act_order)
     same = (rounded - expected).abs() <= 1e-5 * expected.abs().max()
     print(f"{grid}: {(~same).sum()} of {same.numel()} numbers differ")
@@ -91,20 +96,148 @@ def test_gptq_solves_the_least_squares_of_each_column(grid, act_order):
     assert errors[0] < 0.8 * errors[1]
 
 
+def plain_pruned(weight, h, width, sparsity):
+    """The first columns (width) of a weight (float64) if they are pruned, and where they are zero."""
+    if sparsity.pattern is None:
+        errors = scores(weight, h, range(width))
+        gone = errors <= errors.flatten().kthvalue(int(errors.numel() * sparsity.fraction) + 1).values
+    else:
+        gone = torch.zeros(len(weight), width, dtype=torch.bool)
+
+    def choose(j, current, inverse):
+        if sparsity.pattern is not None and j < width and j % sparsity.pattern.group == 0:
+            kept, size = sparsity.pattern
+            worst = scores(current, h, range(j, j + size)).topk(size - kept, largest=False).indices
+            gone[:, j : j + size].scatter_(1, worst, True)
+        return gone[:, j].nonzero()[:, 0] if j < width else torch.zeros(0, dtype=torch.long)
+
+    return exact(weight, h, choose)[:, :width], gone
+
+
+def plain_joint(weight, gram, grid, sparsity):
+    """Pruning and rounding by a least-squares problem for each column, in float64."""
+    weight, gram = weight.double(), gram.double().clone()
+    gram.diagonal().add_(0.01 * gram.diagonal().mean())
+    current, rounded, width = weight.clone(), torch.zeros_like(weight), grid.width(weight.shape[1])
+    for j in range(weight.shape[1]):
+        if j % width == 0:
+            pruned, gone = plain_pruned(current[:, j:], gram[j:, j:], min(width, weight.shape[1] - j), sparsity)
+            steps = grid.fit(pruned)
+        rounded[:, j] = grid.round(current[:, j : j + 1], steps)[:, 0].masked_fill(gone[:, j % width], 0)
+        current[:, j + 1 :] = best_rest(weight, rounded, gram, j)
+    return rounded
+
+
+@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(3, 40, True), Grid(8, symmetric=True)], ids=str)
+@pytest.mark.parametrize("pattern", [None, "2:4", "1:8"])
+def test_pruning_in_the_same_pass_solves_the_least_squares_of_both(grid, pattern):
+    x, weight, sparsity = inputs(count=96), noise(12, 96), Sparsity.of(None, pattern)
+    rounded, steps = round_columns(weight, *hessian_of(gram_of(x), False), grid, None, sparsity)
+    expected = plain_joint(weight, x.T @ x, grid, sparsity)
+    assert ((rounded - expected).abs() <= 1e-5 * expected.abs().max()).all()
+    assert torch.equal(grid.round_weight(rounded, steps), rounded), "on the grid"
+    if sparsity.pattern is not None:
+        kept, size = sparsity.pattern
+        assert ((rounded != 0).unflatten(1, (-1, size)).sum(2) <= kept).all()
+    assert (rounded == 0).float().mean() >= sparsity.fraction
+
+
+def test_pruning_in_the_same_pass_keeps_earlier_zeros_and_drops_dead_inputs():
+    x, weight, grid = inputs(count=96), noise(12, 96), Grid(4, 32)
+    zeros = noise(12, 96, seed=5) > 0.5
+    x[:, 7] = 0
+    rounded, _ = round_columns(
+        weight.masked_fill(zeros, 0), *hessian_of(gram_of(x), False), grid, zeros, Sparsity(0.33)
+    )
+    assert not rounded[zeros].any()
+    assert not rounded[:, 7].any()
+    assert 0.33 <= (rounded == 0).float().mean() < 0.5
+
+
+def test_a_model_is_pruned_and_quantized_in_one_pass():
+    model, twice = model_of(), model_of()
+    change = apply_change(
+        model, "quantize", kind="int4", method="gptq", group=32, ids=IDS, pattern="2:4", override=["**.v=int8"]
+    )
+    layers = {name: model.get_submodule(name) for name in change.places}
+    for name, layer in layers.items():
+        weight = layer.dense()
+        assert ((weight != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all()
+        assert change.places[name]["nonzero"] == int((weight != 0).sum())
+    assert {type(layer) for layer in layers.values()} == {GroupInt, Int8}
+    assert re.search("; int8 at 2 places; 5[0-9].[0-9]% of .* weights are zero .2:4.$", describe(change))
+    repeat_structure(twice, change)
+    twice.load_state_dict(model.state_dict())
+    assert torch.equal(twice(IDS), model(IDS))
+    request = change.request
+    assert (request["sparsity"], request["pattern"], request["act_order"]) == (0.5, "2:4", False)
+
+
+def test_experts_with_few_tokens_are_pruned_by_magnitude_and_rounded():
+    model = model_of("mixtral", experts=4)
+    for block in model.blocks:
+        block.mlp.router.weight.data[2] = -100 * block.mlp.router.weight.data[:2].sign().sum(0)
+    change = apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS[:4], sparsity=0.5)
+    short = [name for name, settings in change.places.items() if settings.get("method") == "rtn"]
+    assert short
+    for name in short:
+        assert (model.get_submodule(name).dense() == 0).float().mean() >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"method": "rtn", "sparsity": 0.5}, "kind int4, method rtn: sparsity and pattern go with gptq"),
+        ({"override": ["**.v=nf4"], "sparsity": 0.5}, "kind int4 and nf4, method gptq: sparsity"),
+        ({"act_order": True, "pattern": "2:4"}, "act_order is True, but weights are pruned from the first"),
+        ({"sparsity": 0.6, "pattern": "2:4"}, "sparsity is 0.6; expected 0.5, which 2:4 gives"),
+        ({"group": 30, "pattern": "2:4"}, "pattern has groups of 4; expected a divisor of 128 and of --group 30"),
+        ({"group": 0, "pattern": "2:3"}, "blocks.0.attn.q: its 32 inputs are no multiple of 3"),
+        ({"override": ["**.v=int5"]}, "override is '..\\.v=int5'; expected GLOB=KIND, with a kind of int8, int4"),
+        ({"override": ["int8"]}, "override is 'int8'; expected GLOB=KIND"),
+        ({"override": ["blocks.**=dense"]}, "override leaves all of blocks.* dense"),
+    ],
+)
+def test_choices_that_do_not_go_together_change_nothing(request_, message):
+    model = model_of()
+    before = model(IDS)
+    with pytest.raises(ValueError, match=message):
+        quantized(model, **{"kind": "int4", "method": "gptq", **request_})
+    assert torch.equal(model(IDS), before)
+
+
+def test_overrides_give_places_other_kinds_or_leave_them_dense():
+    model = model_of(tied=False)
+    override = ["blocks.1.**=int3", "**.v=nf4", "blocks.1.attn.v=dense", "head=int8"]
+    change = quantized(model, kind="int8", method="gptq", group=16, override=override)
+    names = {name: type(tree.innermost(model.get_submodule(name))) for name in change.places}
+    assert type(model.blocks[1].attn.v) is nn.Linear
+    assert "blocks.1.attn.v" not in names
+    assert names["blocks.0.attn.v"] is NF4
+    assert names["blocks.0.attn.q"] is names["head"] is Int8
+    assert model.blocks[1].mlp.up.grid == Grid(3, 16)
+    described = describe(change)
+    assert described == "int8 in groups of 16, by GPTQ; nf4 at 1 place; int3 at 6 places"
+    other = model_of(tied=False)
+    repeat_structure(other, Change.of(json.loads(json.dumps(change.record()))))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(IDS), model(IDS))
+
+
 def test_gptq_of_dead_inputs_and_of_too_few_tokens():
     x, weight, grid = inputs(tokens=40), noise(8, 160), Grid(4, 32)
     x[:, 5], x[:, 64:96] = 0.0, 0.0
-    rounded, _ = round_columns(weight, *factor_of(gram_of(x), False), grid)
+    rounded, _ = round_columns(weight, *hessian_of(gram_of(x), False), grid)
     assert rounded.isfinite().all()
     plain = grid.round_weight(weight, grid.fit_weight(weight))
     assert torch.equal(rounded[:, 64:96], plain[:, 64:96]), "inputs without text are rounded to nearest"
     assert ((rounded - weight) @ x.T).norm() < 0.3 * ((plain - weight) @ x.T).norm()
-    zeros, _ = round_columns(weight, *factor_of(gram_of(0 * x), False), grid)
+    zeros, _ = round_columns(weight, *hessian_of(gram_of(0 * x), False), grid)
     assert torch.equal(zeros, plain)
     copies = x[:, :1].expand(-1, 160) * 1e4
-    assert round_columns(weight, *factor_of(gram_of(copies), True), grid)[0].isfinite().all()
+    assert round_columns(weight, *hessian_of(gram_of(copies), True), grid)[0].isfinite().all()
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.up: the inputs .* not finite"):
-        factor_of(gram_of(torch.full((4, 4), torch.nan)), False, "blocks.0.mlp.up")
+        hessian_of(gram_of(torch.full((4, 4), torch.nan)), False, "blocks.0.mlp.up")
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -155,7 +288,8 @@ def test_awq_changes_nothing_until_it_rounds(family, fields):
     model = model_of(family, **fields)
     expected, before = model(IDS), {n: p.clone() for n, p in model.named_parameters()}
     change = decide(model, kind="int3", method="awq", ids=IDS)
-    awq.fold(model, IDS, {name: grid_at(change, name) for name in change.places})
+    for _ in awq.fold(model, IDS, {name: grid_at(change, name) for name in change.places}):
+        pass
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert (model(IDS) - expected).norm() <= 1e-5 * expected.norm()
     down = "experts.0.down" if family == "mixtral" else "down"
@@ -249,10 +383,12 @@ def test_experts_with_few_tokens_are_rounded_to_nearest_and_recorded():
 
 def test_places_at_int8_and_the_head_are_solved_too():
     model = model_of(tied=False)
-    change = apply_change(model, "quantize", kind="int3", method="gptq", ids=IDS, int8=["blocks.0.**", "head"])
+    change = apply_change(
+        model, "quantize", kind="int3", method="gptq", ids=IDS, override=["blocks.0.**=int8", "head=int8"]
+    )
     assert change.places["head"]["kind"] == "int8"
     with pytest.raises(ValueError, match="selects nothing"):
-        apply_change(model_of(tied=True), "quantize", kind="int4", int8="head")
+        apply_change(model_of(tied=True), "quantize", kind="int4", override=["head=int8"])
 
 
 def test_text_that_is_too_short_is_refused_before_anything_changes():

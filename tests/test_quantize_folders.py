@@ -18,7 +18,9 @@ def text(tmp_path_factory):
 
 
 def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_path, capsys):
-    augment.quantize(str(base), tmp_path / "gptq", kind="int4", calibration=(text,), int8=("blocks.0.**",))
+    augment.quantize(
+        str(base), tmp_path / "gptq", kind="int4", calibration=(text,), override=("blocks.0.**=int8",)
+    )
     lines = capsys.readouterr().out.splitlines()
     assert "method gptq, which reads the calibration text; --method rtn reads none" in lines
     assert "int4 in groups of 64, by GPTQ; int8 at 7 places" in lines

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.calibrate import Gram, calibrate
+from dunes.augment.calibrate import Gram, States, calibrate_blocks
+from dunes.augment.change import part_name
 from dunes.augment.quantized import Grid
 from dunes.parts import MLP, Attention, Block, GatedMLP, RMSNorm
 from dunes.parts.context import ForwardContext
@@ -38,18 +39,25 @@ class _Fold(NamedTuple):
 
 
 @torch.no_grad()
-def fold(model: nn.Module, ids: Tensor, grids: Mapping[str, Grid]) -> None:
-    """Scale the layers at these places for their grids, in place, by what they read of `ids` (S, T).
+def fold(
+    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], states: States | None = None
+) -> Iterator[tuple[str, States]]:
+    """Scale the layers at these places for their grids, by what they read of `ids` (S, T), block by block.
+
+    Yields the name of each block, and the states from which another call goes on.
 
     Layers after a norm, the output of attention and the second matrix of a gated MLP are scaled; others have
     nothing before them that could be scaled down. Raises ValueError, before a block is changed, if it would
     compute something else afterwards.
     """
-    modules: dict[str, Any] = {p.name: tree.innermost(p.module) for p in tree.places(model)}
+    parts = {*map(part_name, grids)}
+    blocks: dict[str, Any] = {p.name: tree.innermost(p.module) for p in tree.places(model) if p.name in parts}
+    done = list[str]()
 
     def scale_block(grams: Mapping[str, Gram]) -> None:
-        name = ".".join(next(iter(grams)).split(".")[:2])
-        block = modules[name]
+        name = part_name(next(iter(grams)))
+        done.append(name)
+        block = blocks[name]
         if type(block) is not Block:
             return
         scaled = deepcopy(block).float()  # equality could not be told from rounding in the model's own dtype
@@ -58,9 +66,11 @@ def fold(model: nn.Module, ids: Tensor, grids: Mapping[str, Grid]) -> None:
             if scale is not None:
                 _apply(each, scale)
         _require_equality(name, block, scaled)
-        block.load_state_dict(scaled.state_dict())
+        for parameter, new in zip(block.parameters(), scaled.parameters(), strict=True):
+            parameter.data = new.to(parameter.dtype)  # not written over pages of a mapped file, which would stay
 
-    calibrate(model, ids, [*grids], scale_block)
+    for after in calibrate_blocks(model, ids, [*grids], scale_block, states=states):
+        yield done.pop(), after
 
 
 def _folds(name: str, block: Any) -> Iterator[_Fold]:

@@ -6,8 +6,9 @@ The walk of GPTQ https://arxiv.org/abs/2210.17323 and SparseGPT https://arxiv.or
 # Shapes: S sequences, T tokens, D width, I inputs of a linear layer, N tokens that it gets.
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.ops.experts import one_by_one
+from dunes.ops.gram import add_gram, mirror
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext
 from dunes.steps import each
@@ -44,10 +46,10 @@ class Gram:
         return cls(torch.zeros(inputs, inputs, device=device), torch.zeros(inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Count the inputs (..., I)."""
-        x = x.detach().flatten(0, -2).float()
-        self.matrix.addmm_(x.T, x)
-        self.absolute += x.abs().sum(0)
+        """Count the inputs (..., I); `matrix` is complete after `mirror` (`dunes.ops.gram`)."""
+        x = x.detach().flatten(0, -2)
+        add_gram(self.matrix, x)
+        self.absolute += x.abs().sum(0, dtype=torch.float32)
         self.tokens += len(x)
 
 
@@ -68,21 +70,34 @@ def require_ids(model: nn.Module, ids: Any) -> None:
         )
 
 
+@dataclass
+class States:
+    """The hidden states (S, T, D) of the calibration text, as block `layer` reads them."""
+
+    hidden: Tensor
+    layer: int = 0
+
+
 @torch.no_grad()
-def calibrate(
+def calibrate_blocks(
     model: nn.Module,
     ids: Tensor,
     places: Collection[str],
     solve: Solve,
     *,
     sequential: bool = False,
-) -> None:
+    states: States | None = None,
+) -> Iterator[States]:
     """Let `solve` change the linear layers at `places`, one block after another, by what they read of ids (S, T).
 
     It is called for each block with the Gram of every place in it; layers that read the same tensor share one,
     and an expert's is that of its own tokens. The next block reads what the changed one writes. With
     `sequential`, a block's layers are solved in the order in which they compute, each by what the layers before
     it write after their change. The head, if it is one of the places, comes last.
+
+    After each block with places, and the head, this yields what the next one reads: the same object, which later
+    changes. No layer of the block is held then, so that the caller may replace it. With `states`, it goes on
+    there.
 
     Memory: the hidden states of all tokens, and the Grams of a block. Raises ValueError, before any work, for
     ids that do not fit, and for places that are no plain linear layers of a block or the head.
@@ -94,18 +109,45 @@ def calibrate(
     with tree.mode(model, False), one_by_one():
         ids = ids.to(next(decoder.parameters()).device)
         ctx = ForwardContext.of(ids)
-        states = torch.cat([decoder.embed(ids[part], ctx) for part in rows])
-        for layer, block in each([*enumerate(decoder.blocks)]):
-            prefix, run = f"blocks.{layer}.", _Run(block, layer, ctx)
-            inside = {name: module for name, module in linears.items() if name.startswith(prefix)}
-            stages = _stages(run, states[rows[0]], inside) if sequential else [inside]
-            for stage in filter(None, stages):
-                solve(_collect(run, states, rows, stage))
-            for part in rows:
-                states[part] = run(states[part])
+        if states is None:
+            states = States(torch.cat([decoder.embed(ids[part], ctx) for part in rows]))
+        hidden, stop = states.hidden, _last_layer(linears, len(decoder.blocks))
+        for layer in each(range(states.layer, min(stop + 1, len(decoder.blocks)))):
+            inside = {name: linears.pop(name) for name in [*linears] if name.startswith(f"blocks.{layer}.")}
+            solved, run = bool(inside), _Run(decoder.blocks[layer], layer, ctx)
+            _solve_block(run, hidden, rows, inside, solve, sequential)
+            inside.clear()
+            if layer < stop:  # something reads what it writes
+                for part in rows:
+                    hidden[part] = run(hidden[part])
+            states.layer = layer + 1
+            if solved:
+                yield states
         if "head" in linears:
             run = _Run(decoder.norm, 0, ctx, head=linears["head"])
-            solve(_collect(run, states, rows, {"head": linears["head"]}))
+            solve(_collect(run, hidden, rows, {"head": linears.pop("head")}))
+            del run
+            yield states
+
+
+def _last_layer(places: Collection[str], depth: int) -> int:
+    """The last block that has one of the places; the number of blocks if the head is one; -1 without any."""
+    layers = [depth if name == "head" else int(name.split(".")[1]) for name in places]
+    return max(layers, default=-1)
+
+
+def _solve_block(
+    run: "_Run",
+    hidden: Tensor,
+    rows: list[Tensor],
+    linears: Mapping[str, nn.Linear],
+    solve: Solve,
+    sequential: bool,
+) -> None:
+    """Let `solve` change these layers of a block, together or one stage after another."""
+    stages = _stages(run, hidden[rows[0]], linears) if sequential and linears else [linears]
+    for stage in filter(None, stages):
+        solve(_collect(run, hidden, rows, stage))
 
 
 @dataclass
@@ -122,19 +164,40 @@ class _Run:
         return y
 
 
+class _Watched(dict[str, Gram]):
+    """The Grams of some layers, and how often each was called in the current forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+        self.awaited: Counter[str] | None = None
+
+
+class _EnoughError(Exception):
+    """All layers that are watched were called, so the rest of the forward is not needed."""
+
+
 def _collect(run: _Run, states: Tensor, rows: list[Tensor], linears: Mapping[str, nn.Linear]) -> dict[str, Gram]:
-    """The Gram of each linear layer, over all states, in the order in which they compute."""
+    """The Gram of each linear layer, over all states, in the order in which they compute.
+
+    After the first rows, a forward ends when each layer was called as often as in theirs, and at least once.
+    """
     with _watch(linears) as grams:
         for part in rows:
-            run(states[part])
+            grams.calls.clear()
+            with suppress(_EnoughError):
+                run(states[part])
+            grams.awaited = grams.awaited or Counter({name: max(1, grams.calls[name]) for name in linears})
+    for gram in {id(gram): gram for gram in grams.values()}.values():
+        mirror(gram.matrix)
     missing = {n: Gram.zeros(m.in_features, m.weight.device) for n, m in linears.items() if n not in grams}
     return {**grams, **missing}
 
 
 @contextmanager
-def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Gram]]:
+def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
     """The Grams of what these layers read inside; those that read the same tensor share one."""
-    grams: dict[str, Gram] = {}
+    grams = _Watched()
     readers: dict[str, str] = {}  # the first layer that reads the same tensor
     last: list[tuple[Tensor, str]] = []
 
@@ -145,10 +208,14 @@ def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Gram]]:
             if readers.setdefault(name, first) != first:
                 raise ValueError(f"{name}: reads the same tensor as {readers[name]} in some calls only")
             if first == name:
-                gram = grams.setdefault(name, Gram.zeros(module.in_features, module.weight.device))
-                gram.add(x)
+                if name not in grams:
+                    grams[name] = Gram.zeros(module.in_features, module.weight.device)
+                grams[name].add(x)
                 last[:] = [(x, name)]
             grams[name] = grams[first]
+            grams.calls[name] += 1
+            if grams.awaited is not None and grams.awaited <= grams.calls:
+                raise _EnoughError
 
         return hook
 
@@ -170,6 +237,15 @@ def _stages(run: _Run, states: Tensor, linears: Mapping[str, nn.Linear]) -> list
         stage = stage_of.setdefault(re.sub(r"\d+", "*", name), id(grams.get(name)))
         stages.setdefault(stage, {})[name] = linears[name]
     return [*stages.values()]
+
+
+@torch.no_grad()
+def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
+    """Give a linear layer other values (O, I), in its dtype.
+
+    They are not written over the old ones: pages of a mapped file that were written to stay in memory.
+    """
+    linear.weight.data = weight.to(linear.weight.dtype)
 
 
 def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Linear]:

@@ -1,11 +1,13 @@
 """The record of a change to a model, which a checkpoint saves and repeats."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import torch
+
+from dunes.augment.calibrate import States
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class Change:
         """As a JSON object."""
         return asdict(self)
 
+    def parts(self) -> dict[str, "Change"]:
+        """The change of each block, and of what is beside the blocks, by the first names of its places."""
+        parts = dict[str, dict[str, Any]]()
+        for name, settings in self.places.items():
+            parts.setdefault(part_name(name), {})[name] = settings
+        return {name: replace(self, places=places) for name, places in parts.items()}
+
     @classmethod
     def of(cls, record: Any) -> "Change":
         """The inverse of `record`. Raises ValueError for anything else."""
@@ -45,12 +54,42 @@ class Change:
         return cls(name, version, request, places, new, before)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a change that was solved for, as one of `Change.parts` with what was decided.
+
+    `solved` is what `fill` needs besides the weights, by place; `states` are those of the calibration text behind
+    it, until the next part is asked for.
+    """
+
+    change: Change
+    solved: Mapping[str, Any] = field(default_factory=dict)
+    states: States | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that all its tensors begin with: a block, or what is beside the blocks."""
+        return part_name(next(iter(self.change.places)))
+
+
+def part_name(place: str) -> str:
+    """The block of a place, or its first name if it is in none."""
+    names = place.split(".")
+    return ".".join(names[:2] if names[0] == "blocks" else names[:1])
+
+
 def float_dtype(name: Any) -> torch.dtype:
     """The dtype of weights with this name. Raises ValueError for any other."""
     if name not in (names := ("float32", "bfloat16", "float16", "float64")):
         raise ValueError(f"dtype is {str(name)[:80]!r}; expected {', '.join(names)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def zeros_of(change: Change) -> str:
+    """How many weights are zero after a change that prunes."""
+    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
+    return f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero"
 
 
 def generator(*key: Any) -> torch.Generator:

@@ -1,14 +1,18 @@
 """The table of all changes to a built model, and how one is made or repeated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 import dunes.augment.quantize as quantization
 from dunes.augment import expand, experts, lora, lora_experts, narrow, prune, routing, upcycle
-from dunes.augment.change import Change
+from dunes.augment.change import Change, Part
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+"""Entries of a state dict."""
 
 CHANGES: dict[str, Any] = {
     "expand": expand,
@@ -25,9 +29,10 @@ CHANGES: dict[str, Any] = {
 
 - `VERSION`, which rises when an older record would give another model,
 - `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
-- if the weights change while the model is still dense, as by calibration, `solve(model, change, ids)
-  -> tuple[Change, Mapping[str, Any]]`: it changes them in place, and returns the record with what it decided, and
-  by place what `fill` needs besides the weights,
+- if it is made block by block, `solve(model, change, ids, states) -> Iterator[Part]`: for each of `change.parts()`
+  it changes the weights while they are still dense, as by calibration, and gives the record with what it decided,
+  and by place what `fill` needs besides the weights. Each part is shaped and filled before the next is solved for.
+  With the states behind a part, it goes on there: `change` has the places of the parts that are left,
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
 - if new weights are computed, `fill(model, change, weights)`, from the state dict before the change; after a
   `solve`, from that behind it: `fill(model, change, weights, solved)`,
@@ -37,30 +42,73 @@ CHANGES: dict[str, Any] = {
 """
 
 
-def apply_change(model: nn.Module, name: str, **request: Any) -> Change:
+class Store(Protocol):
+    """Keeps the finished parts of a change outside of this process, and their tensors in files."""
+
+    def begin(self, change: Change, ids: Tensor | None) -> list[tuple[Part, Tensors]]:
+        """The parts of this change by this text that are finished already, with their tensors."""
+        ...
+
+    def keep(self, part: Part, tensors: Tensors) -> Tensors:
+        """Keep a part; returns the same tensors, which take no memory of their own."""
+        ...
+
+
+def apply_change(model: nn.Module, name: str, *, store: Store | None = None, **request: Any) -> Change:
     """Change the model, and return the record of the change.
 
     `request` are arguments of the change's `decide`; the calibration text among them, `ids` (S, T), also goes to
-    its `solve`. Raises ValueError for an invalid request, before anything is changed.
+    its `solve`. With a `store`, a change that is made block by block goes on after the parts in it. Raises
+    ValueError for an invalid request, before anything is changed.
     """
     change: Change = CHANGES[name].decide(model, **request)
-    return make_change(model, change, request.get("ids"))
+    return make_change(model, change, request.get("ids"), store)
 
 
-def make_change(model: nn.Module, change: Change, ids: Tensor | None = None) -> Change:
+def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, store: Store | None = None) -> Change:
     """Make a change that was decided before: its structure and its first weights. Returns its record.
 
     The record has more in it where weights are solved for, by the calibration text `ids` (S, T) if the change
     needs one.
     """
-    entry, solved = _entry(change), None
-    if hasattr(entry, "solve"):
-        change, solved = entry.solve(model, change, ids)
+    entry = _entry(change)
+    if not hasattr(entry, "solve"):
+        weights = model.state_dict()
+        repeat_structure(model, change)
+        if hasattr(entry, "fill"):
+            entry.fill(model, change, weights)
+        return change
+    finished = [] if store is None else store.begin(change, ids)
+    for part, tensors in finished:
+        repeat_structure(model, part.change)
+        _assign(model, tensors)
+    made = {name: settings for part, _ in finished for name, settings in part.change.places.items()}
+    left = replace(change, places={name: s for name, s in change.places.items() if name not in made})
+    states = finished[-1][0].states if finished else None
+    for part in entry.solve(model, left, ids, states):
+        _make_part(model, entry, part)
+        if store is not None:
+            _assign(model, store.keep(part, _tensors(model, part)))
+        made |= part.change.places
+    return replace(change, places={name: made[name] for name in change.places})
+
+
+def _make_part(model: nn.Module, entry: Any, part: Part) -> None:
+    """Shape and fill a part of a change."""
     weights = model.state_dict()
-    repeat_structure(model, change)
+    repeat_structure(model, part.change)
     if hasattr(entry, "fill"):
-        entry.fill(model, change, weights, *([] if solved is None else [solved]))
-    return change
+        entry.fill(model, part.change, weights, part.solved)
+
+
+def _tensors(model: nn.Module, part: Part) -> Tensors:
+    """All tensors of the block of a part."""
+    return {name: t for name, t in model.state_dict().items() if name.startswith(f"{part.name}.")}
+
+
+def _assign(model: nn.Module, tensors: Tensors) -> None:
+    unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    assert not unexpected, unexpected
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:

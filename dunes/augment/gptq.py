@@ -7,7 +7,7 @@ row of the upper Cholesky factor of the inverse of G.
 
 # Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, so that a column is contiguous.
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,53 +15,65 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.calibrate import Gram, calibrate
-from dunes.augment.quantized import Grid, Steps, join
-from dunes.augment.sparsegpt import hessian
+from dunes.augment.adapted import keeps_zeros
+from dunes.augment.calibrate import Gram, States, assign_weight, calibrate_blocks
+from dunes.augment.quantized import Grid, Steps, join, split
+from dunes.augment.sparsegpt import Hessian, Sparsity, hessian, prune, sweep
 
 BLOCK, DAMP = 128, 0.01
 """Columns that are rounded before the rest of the matrix is updated, and what is added to the Gram's diagonal, as
 a fraction of its mean."""
 
-StepsOf = Callable[[int, Tensor], Steps]
-"""The steps (O, 1) of column j, of columns as they are then."""
-Factors = dict[int, tuple[Tensor, Tensor | None]]
+Hessians = dict[int, tuple[Hessian, Tensor | None]]
+"""Of each Gram that some layers read (by its id): what a sweep needs of it, and the order of the columns."""
 
 
 @torch.no_grad()
 def solve(
-    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool
-) -> tuple[dict[str, Steps], list[str]]:
-    """Round the linear layers at these places in place, by what they read of `ids` (S, T).
+    model: nn.Module,
+    ids: Tensor,
+    grids: Mapping[str, Grid],
+    act_order: bool,
+    sparsity: Sparsity | None = None,
+    states: States | None = None,
+) -> Iterator[tuple[dict[str, Steps], list[str], States]]:
+    """Round the linear layers at these places, by what they read of `ids` (S, T), block by block.
 
     Layers that compute earlier come first, and later ones are calibrated on what these then write ("true
-    sequential"). With `act_order` the columns whose inputs are largest come first. Returns the steps (O, G) by
-    place, and the places of experts that got fewer tokens than they have inputs: these are rounded to nearest.
+    sequential"). With `act_order` the columns whose inputs are largest come first. With a `sparsity`, weights are
+    pruned in the same sweep. Yields for each block the steps (O, G) by place, and the places of experts that got
+    fewer tokens than they have inputs, which are rounded to nearest, after they were pruned by magnitude; and the
+    states from which another call goes on.
     """
     layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
     solved, short = dict[str, Steps](), list[str]()
 
     def solve_layers(grams: Mapping[str, Gram]) -> None:
-        factors: Factors = {}
+        hessians: Hessians = {}
         for name, gram in grams.items():
-            weight, grid = layers[name].weight, grids[name]
+            layer, grid = layers.pop(name), grids[name]
+            weight = layer.weight.float()
             if gram.tokens < weight.shape[1]:
                 short.append(name)
-                solved[name] = grid.fit_weight(weight.float())
-                weight.copy_(grid.round_weight(weight.float(), solved[name]))
+                if sparsity is not None:
+                    weight = weight.masked_fill(sparsity.choose_all(weight.abs()), 0)
+                solved[name] = grid.fit_weight(weight)
+                assign_weight(layer, grid.round_weight(weight, solved[name]))
                 continue
-            if id(gram) not in factors:  # layers with the same input share it
-                factors[id(gram)] = factor_of(gram, act_order, name)
-            pruned = weight == 0 if getattr(layers[name], "keeps_zeros", False) else None
-            rounded, solved[name] = round_columns(weight.float(), *factors[id(gram)], grid, pruned)
-            weight.copy_(rounded)
+            if id(gram) not in hessians:  # layers with the same input share it
+                hessians[id(gram)] = hessian_of(gram, act_order, name)
+            zeros = weight == 0 if keeps_zeros(layer) else None
+            rounded, solved[name] = round_columns(weight, *hessians[id(gram)], grid, zeros, sparsity)
+            assign_weight(layer, rounded)
 
-    calibrate(model, ids, [*grids], solve_layers, sequential=True)
-    return solved, short
+    for after in calibrate_blocks(model, ids, [*grids], solve_layers, sequential=True, states=states):
+        yield {**solved}, [*short], after
+        solved.clear()
+        short.clear()
 
 
-def factor_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Tensor, Tensor | None]:
-    """The upper Cholesky factor (I, I) of the inverse of the damped Gram matrix, and the order (I,) of columns.
+def hessian_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Hessian, Tensor | None]:
+    """What a sweep needs of a Gram matrix, and the order (I,) of its columns, by size with `act_order`.
 
     Raises ValueError, with the place, for a matrix that cannot be inverted.
     """
@@ -69,61 +81,54 @@ def factor_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Tensor, Ten
     if order is not None:
         gram = replace(gram, matrix=gram.matrix[order][:, order])
     try:
-        return hessian(gram, DAMP).factor, order
+        return hessian(gram, DAMP), order
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
 
 
 def round_columns(
-    weight: Tensor, factor: Tensor, order: Tensor | None, grid: Grid, pruned: Tensor | None = None
+    weight: Tensor,
+    h: Hessian,
+    order: Tensor | None,
+    grid: Grid,
+    zeros: Tensor | None = None,
+    sparsity: Sparsity | None = None,
 ) -> tuple[Tensor, Steps]:
-    """The rounded weight (O, I) and its steps (O, G), for a weight in float32 and `factor_of` its inputs.
+    """The rounded weight (O, I) and its steps (O, G), for a weight in float32 and `hessian_of` its inputs.
 
     A group's steps are those of its columns as they are when its first column is reached; with an order, they are
-    those of the weight ("static groups"). Where `pruned` (O, I), it becomes zero.
+    those of the weight ("static groups"). Where `zeros` (O, I), it becomes zero. With a `sparsity`, which has no
+    order, a group is first pruned for itself, which gives its zeros and its steps; its columns, as they were, are
+    then rounded or become zero in one sweep, so that later ones make up for both errors (SparseGPT's joint
+    sparsification and quantization, https://arxiv.org/abs/2301.00774).
     """
-    width = grid.width(weight.shape[1])
-    columns = weight.T.clone(memory_format=torch.contiguous_format)
-    keep = None if pruned is None else ~pruned.T
+    inputs, width = weight.shape[1], grid.width(weight.shape[1])
+    columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[Steps]()
+    gone = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T.clone()
     if order is not None:
-        steps = grid.fit_weight(weight)
-        groups = [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in (order // width).tolist()]
-        keep = None if keep is None else keep[order]
-        columns = _round_in_order(columns[order], factor, grid, lambda j, current: groups[j], keep)
-        return columns[order.argsort()].T.contiguous(), steps
-    parts = list[Steps]()
+        columns, gone, parts = columns[order], gone[order], split(grid.fit_weight(weight))
+    if sparsity is not None:
+        columns[h.dead] = 0
+    group_of = ((torch.arange(inputs) if order is None else order) // width).tolist()
 
-    def steps_of(j: int, current: Tensor) -> Steps:
-        if j % width == 0:
-            parts.append(grid.fit(current[j : j + width].T))
-        return parts[-1]
+    def rounded(j: int, current: Tensor) -> Tensor:
+        if group_of[j] == len(parts):
+            span = slice(j, j + width)
+            group = current[span].T
+            if sparsity is not None:
+                group = prune(group, h.part(span), sparsity, BLOCK, gone[span].T)
+                gone[span] = group.T == 0
+            parts.append(grid.fit(group))
+        return grid.round(current[j, :, None], parts[group_of[j]])[:, 0].masked_fill(gone[j], 0)
 
-    columns = _round_in_order(columns, factor, grid, steps_of, keep, width)
+    sweep(columns, h.factor, column_blocks(inputs, width if order is None else BLOCK), rounded)
+    columns = columns if order is None else columns[order.argsort()]
     return columns.T.contiguous(), join(parts)
 
 
-def _round_in_order(
-    columns: Tensor, factor: Tensor, grid: Grid, steps_of: StepsOf, keep: Tensor | None, width: int = BLOCK
-) -> Tensor:
-    """The columns (I, O) of a weight, rounded in place from the first to the last."""
-    for start, stop in _blocks(len(columns), width):
-        block, rows = columns[start:stop], factor[start:stop, start:stop]
-        errors = torch.empty_like(block)
-        for i, column in enumerate(block):
-            rounded = grid.round(column[:, None], steps_of(start + i, columns))[:, 0]
-            if keep is not None:
-                rounded = rounded * keep[start + i]
-            errors[i] = (column - rounded) / rows[i, i]
-            block[i:].addr_(rows[i, i:], errors[i], alpha=-1)
-            block[i] = rounded
-        columns[stop:] -= factor[start:stop, stop:].T @ errors
-    return columns
-
-
-def _blocks(inputs: int, width: int) -> Iterator[tuple[int, int]]:
-    """Blocks of columns. A group that is wider than one begins with a block, others are whole inside of one."""
+def column_blocks(inputs: int, width: int) -> dict[int, int]:
+    """The start and stop of each block: a wide group begins with one, other groups are whole inside of one."""
     span = width if width > BLOCK else BLOCK // width * width
-    for first in range(0, inputs, span):
-        last = min(first + span, inputs)
-        for start in range(first, last, BLOCK):
-            yield start, min(start + BLOCK, last)
+    spans = [range(first, min(first + span, inputs), BLOCK) for first in range(0, inputs, span)]
+    starts = [start for each in spans for start in each]
+    return dict(zip(starts, [*starts[1:], inputs], strict=True))

@@ -4,7 +4,7 @@ SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.116
 stored as before; an entry of CHANGES, see `changes.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -13,18 +13,26 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import sparsegpt
-from dunes.augment.calibrate import Gram, calibrate, calibration_tokens, require_ids, require_tokens
-from dunes.augment.change import Change
+from dunes.augment.adapted import keeps_zeros
+from dunes.augment.calibrate import (
+    Gram,
+    States,
+    assign_weight,
+    calibrate_blocks,
+    calibration_tokens,
+    require_ids,
+    require_tokens,
+)
+from dunes.augment.change import Change, Part, part_name, zeros_of
 from dunes.augment.masked import mask_linears
-from dunes.augment.sparsegpt import Pattern
-from dunes.augment.wanda import lowest, lowest_of_groups, smallest, wanda_scores
+from dunes.augment.sparsegpt import Sparsity
+from dunes.augment.wanda import wanda_scores
 from dunes.steps import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 1
 Method = Literal["sparsegpt", "wanda", "magnitude"]
-SPARSITY = 0.5
 
 
 def decide(
@@ -46,20 +54,18 @@ def decide(
     ValueError for an invalid request, for layers that are not dense or not finite, and for text that is too short.
     """
     _require_choice(method, ids)
-    sparsity, shape = _require_sparsity(sparsity, pattern, block, damp)
+    target = Sparsity.of(sparsity, pattern)
+    _require_settings(target, block, damp)
     globs = [where] if isinstance(where, str) else list(where)
     linears = _find_linears(model, globs)
     for name, linear in linears.items():
-        if shape is not None and linear.in_features % shape.group:
-            raise ValueError(
-                f"{name}: its {linear.in_features} inputs are no multiple of {shape.group} ({pattern})"
-            )
+        target.require_inputs(name, linear.in_features)
         if not linear.weight.isfinite().all():
             raise ValueError(f"{name}: has weights that are not finite; dunes inspect --values lists them")
     if ids is not None:
         require_ids(model, ids)
         require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
-    request = {"method": method, "sparsity": sparsity, "pattern": pattern, "block": block, "damp": damp}
+    request = {"method": method, "sparsity": target.fraction, "pattern": pattern, "block": block, "damp": damp}
     return Change("prune", VERSION, request | {"where": globs}, {name: {} for name in linears})
 
 
@@ -71,21 +77,12 @@ def _require_choice(method: str, ids: Tensor | None) -> None:
         raise ValueError(f"method {method} {needs}")
 
 
-def _require_sparsity(
-    sparsity: float | None, pattern: str | None, block: int, damp: float
-) -> tuple[float, Pattern | None]:
-    """The fraction of zeros and the pattern. Raises ValueError if they do not agree, and for other values."""
-    shape = None if pattern is None else Pattern.of(pattern)
-    implied = SPARSITY if shape is None else 1 - shape.kept / shape.group
-    sparsity = implied if sparsity is None else sparsity
-    if not 0 < sparsity < 1 or (shape is not None and abs(sparsity - implied) > 1e-9):
-        expected = "more than 0 and less than 1" if shape is None else f"{implied:g}, which {pattern} gives"
-        raise ValueError(f"sparsity is {sparsity:g}; expected {expected}")
-    if block < 1 or (shape is not None and block % shape.group):
-        raise ValueError(f"block is {block}; expected a multiple of {1 if shape is None else shape.group}")
+def _require_settings(sparsity: Sparsity, block: int, damp: float) -> None:
+    multiple = 1 if sparsity.pattern is None else sparsity.pattern.group
+    if block < 1 or block % multiple:
+        raise ValueError(f"block is {block}; expected a multiple of {multiple}")
     if not 0 <= damp < float("inf"):
         raise ValueError(f"damp is {damp:g}; expected a fraction of at least 0")
-    return sparsity, shape
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
@@ -105,8 +102,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 
 @torch.no_grad()
-def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, Mapping[str, Any]]:
-    """Prune the layers, block by block; the record gets the weights and the zeros of each.
+def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States | None = None) -> Iterator[Part]:
+    """Prune the layers, block by block; the record of each part gets the weights and the zeros of its layers.
 
     Layers of experts that got fewer tokens than they have inputs are pruned by magnitude, which the record says.
     """
@@ -114,18 +111,25 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change,
     places: dict[str, dict[str, Any]] = {}
     hessians: dict[int, sparsegpt.Hessian] = {}
 
-    def prune(grams: Mapping[str, Gram]) -> None:
+    def prune(grams: Mapping[str, Gram | None]) -> None:
         hessians.clear()
         for name, gram in grams.items():
-            places[name] = _prune(name, linears[name], gram, change.request, hessians)
+            places[name] = _prune(name, linears.pop(name), gram, change.request, hessians)
+        hessians.clear()
 
+    parts = change.parts()
     if change.request["method"] == "magnitude":
-        for name, linear in each(linears.items()):
-            places[name] = _prune(name, linear, None, change.request, hessians)
-    else:
-        assert ids is not None
-        calibrate(model, ids, linears.keys(), prune)
-    return replace(change, places={name: places[name] for name in change.places}), {}
+        for part in each(parts.values()):
+            prune(dict.fromkeys(part.places))
+            yield Part(_record_zeros(part, places))
+        return
+    assert ids is not None
+    for after in calibrate_blocks(model, ids, change.places.keys(), prune, states=states):
+        yield Part(_record_zeros(parts[part_name(next(reversed(places)))], places), states=after)
+
+
+def _record_zeros(part: Change, places: Mapping[str, Any]) -> Change:
+    return replace(part, places={name: places[name] for name in part.places})
 
 
 def _prune(
@@ -133,43 +137,32 @@ def _prune(
 ) -> dict[str, Any]:
     """Prune one layer in place; returns what its record says. Factors of shared Grams are kept in `hessians`."""
     weight: Tensor = linear.weight
-    method, sparsity = request["method"], request["sparsity"]
-    pattern = None if request["pattern"] is None else Pattern.of(request["pattern"])
-    said = {}
+    method, sparsity = request["method"], Sparsity.of(request["sparsity"], request["pattern"])
+    decided = {}
     if gram is not None and gram.tokens < linear.in_features:
-        method, said = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
+        method, decided = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
     if method == "sparsegpt":
         assert gram is not None
         try:
             h = hessians.setdefault(id(gram), hessians.get(id(gram)) or sparsegpt.hessian(gram, request["damp"]))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        weight.copy_(sparsegpt.prune(weight, h, sparsity, pattern, request["block"]))
-        said = {} if h.damp == request["damp"] else {"damp": h.damp}
+        zeros = weight == 0 if keeps_zeros(linear) else None
+        pruned = sparsegpt.prune(weight, h, sparsity, request["block"], zeros)
+        decided = {} if h.damp == request["damp"] else {"damp": h.damp}
     else:
         scores = weight.float().abs() if method == "magnitude" or gram is None else wanda_scores(weight, gram)
-        weight.masked_fill_(_chosen(scores, method, sparsity, pattern), 0)
-    return {"weights": weight.numel(), "nonzero": int(weight.count_nonzero()), **said}
-
-
-def _chosen(scores: Tensor, method: str, sparsity: float, pattern: Pattern | None) -> Tensor:
-    """The weights to prune (O, I): by the pattern, else for each output with Wanda, for all with magnitude."""
-    if pattern is not None:
-        return lowest_of_groups(scores, pattern.kept, pattern.group)
-    if method == "wanda":
-        return lowest(scores, int(scores.shape[1] * sparsity), 1)
-    return smallest(scores, sparsity)
+        pruned = weight.masked_fill(sparsity.choose_all(scores, by_output=method == "wanda"), 0)
+    assign_weight(linear, pruned)
+    return {"weights": weight.numel(), "nonzero": int(linear.weight.count_nonzero()), **decided}
 
 
 def describe(change: Change) -> str:
     """How many weights are zero, and which layers were pruned by magnitude for want of tokens, in one sentence."""
-    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
     few = [name for name, place in change.places.items() if "tokens" in place]
-    pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
     more = f"; {plural(len(few), 'layer')} by magnitude: fewer tokens than inputs ({few[0]}, ...)" if few else ""
-    return (
-        f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero ({change.request['method']}{pattern}){more}"
-    )
+    pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
+    return f"{zeros_of(change)} ({change.request['method']}{pattern}){more}"
 
 
 def shape(model: nn.Module, change: Change) -> None:

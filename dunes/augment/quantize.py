@@ -5,7 +5,8 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 
 # Shapes: I inputs, O outputs, N blocks.
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import awq, gptq, hqq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
-from dunes.augment.change import Change, float_dtype
+from dunes.augment.calibrate import States, calibration_tokens, require_ids, require_tokens
+from dunes.augment.change import Change, Part, float_dtype, part_name, zeros_of
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
+from dunes.augment.sparsegpt import Sparsity
 from dunes.ops.int8_linear import int8_linear
 from dunes.steps import each
 from dunes.units import plural
@@ -226,9 +228,12 @@ METHODS = {
     "int3": ("rtn", "gptq", "awq", "hqq"),
     "nf4": ("rtn",),
 }
+BY_GROUP = ("int4", "int3")
 CALIBRATED = ("gptq", "awq")
 """Methods that need calibration text."""
 GROUP = 64
+DENSE = "dense"
+"""The kind of a place that is left as it is."""
 
 
 def decide(
@@ -242,46 +247,74 @@ def decide(
     group: int | None = None,
     symmetric: bool = False,
     act_order: bool | None = None,
-    int8: tree.Where = (),
+    sparsity: float | None = None,
+    pattern: str | None = None,
+    override: Sequence[str] = (),
 ) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each.
 
     `method` is round to nearest, or a solver: gptq and awq need calibration text `ids` (S, T). int4 and int3 have
     a scale for each `group` of a row's inputs (64; 0 for the whole row), and a zero point unless `symmetric`.
-    GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. Places that `int8` selects
-    are int8 instead. Quantized layers that `where` selects by a wildcard are left as they are, so that changes of
-    several kinds can follow each other.
+    GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. With a `sparsity`, the
+    fraction of each layer's weights that become zero, or a `pattern` KEPT:GROUP (see `prune.decide`), it prunes in
+    the same pass, from the first column to the last. `override` are further choices GLOB=KIND, of which the last
+    that matches a place counts; `dense` leaves it as it is, other kinds quantize it also where `where` does not
+    select it. A layer whose kind does not have the method is rounded to nearest. Quantized layers that `where`
+    selects by a wildcard are left as they are, so that changes of several kinds can follow each other.
 
     Raises ValueError for settings that do not go together, and for layers that are not dense.
     """
-    request = _request(kind, double, group, symmetric) | _method(kind, method, act_order)
+    overrides, kinds = [_override(text) for text in override], all_kinds(kind, override)
+    request = _request(kind, kinds, double, group, symmetric) | _method(kinds, method, act_order)
     if symmetric and method == "hqq":
         raise ValueError("method hqq solves for zero points, which symmetric codes do not have; omit one of them")
     if (ids is not None) != (method in CALIBRATED):
         raise ValueError(
             f"method is {method!r}; calibration text goes with {' and '.join(CALIBRATED)}, and only these"
         )
-    globs, kept = ([w] if isinstance(w, str) else list(w) for w in (where, int8))
-    modules = _dense_layers(model, globs, kept)
+    target = _sparsity(kinds, method, act_order, sparsity, pattern)
+    globs = [where] if isinstance(where, str) else list(where)
+    modules, kind_of = _dense_layers(model, globs, kind, overrides)
     if ids is not None:
         _require_text(model, ids, modules)
     places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
-    if kept:
-        request["int8"] = kept
+    if overrides:
+        request["override"] = list(override)
         for name, settings in places.items():
-            settings["kind"] = "int8" if tree.matches(kept, name) else kind
+            settings["kind"] = kind_of[name]
+    if target is not None:
+        request |= {"sparsity": target.fraction, "pattern": pattern, "act_order": False}
+        _require_groups(modules, target, request.get("group", 0))
     return Change(
         "quantize", 2 if {*request} == {"kind", "double"} else VERSION, {"where": globs, **request}, places
     )
 
 
-def _request(kind: str, double: bool, group: int | None, symmetric: bool) -> dict[str, Any]:
-    """The settings that this kind has. Raises ValueError for others."""
-    if kind not in METHODS or (double and kind != "nf4"):
+def all_kinds(kind: str, override: Sequence[str]) -> list[str]:
+    """The kind and those of overrides GLOB=KIND. Raises ValueError for other overrides."""
+    others = [other for _, other in map(_override, override) if other != DENSE]
+    return [*dict.fromkeys([kind, *others])]
+
+
+def _override(text: str) -> tuple[str, str]:
+    """The glob and the kind in GLOB=KIND. Raises ValueError for anything else."""
+    glob, _, kind = text.rpartition("=")
+    if not glob or kind not in (*METHODS, DENSE):
+        raise ValueError(
+            f"override is {text[:80]!r}; expected GLOB=KIND, with a kind of {', '.join((*METHODS, DENSE))}"
+        )
+    return glob, kind
+
+
+def _request(
+    kind: str, kinds: Collection[str], double: bool, group: int | None, symmetric: bool
+) -> dict[str, Any]:
+    """The settings that the kinds have. Raises ValueError for others."""
+    if kind not in METHODS or (double and "nf4" not in kinds):
         raise ValueError(
             f"kind is {kind!r}, double {double}; expected {', '.join(METHODS)}, and double only with nf4"
         )
-    if kind in ("int8", "nf4"):
+    if not {*BY_GROUP} & {*kinds}:
         if group is not None or symmetric:
             raise ValueError(f"kind {kind} has no choice of group or symmetry; these go with int4 and int3")
         return {"kind": kind, "double": double}
@@ -290,36 +323,76 @@ def _request(kind: str, double: bool, group: int | None, symmetric: bool) -> dic
     return {"kind": kind, "double": double, "group": group, "symmetric": symmetric}
 
 
-def _method(kind: str, method: str, act_order: bool | None) -> dict[str, Any]:
-    """The settings of the method. Raises ValueError for one that this kind does not have.
+def _method(kinds: Collection[str], method: str, act_order: bool | None) -> dict[str, Any]:
+    """The settings of the method. Raises ValueError for one that none of the kinds has.
 
     Plain int8 and NF4 are recorded as version 2 did: older versions open them, and adapters and runs on such a
     base stay comparable with older ones.
     """
-    require_method(kind, method)
+    require_method(kinds, method)
     if act_order is not None and method != "gptq":
         raise ValueError(f"method {method} has no act_order; it goes with gptq")
     if method == "gptq":
         return {"method": method, "act_order": act_order is not False}
-    return {} if kind in ("int8", "nf4") else {"method": method}
+    return {"method": method} if {*BY_GROUP} & {*kinds} else {}
 
 
-def require_method(kind: str, method: str) -> None:
-    """Raise ValueError for a kind that is not known, and for a method that it does not have."""
-    if kind not in METHODS or method not in METHODS[kind]:
-        expected = f"expected {', '.join(METHODS.get(kind, METHODS))}"
-        raise ValueError(f"kind {kind} has no method {method!r}; {expected}")
+def require_method(kinds: Collection[str], method: str) -> None:
+    """Raise ValueError for a kind that is not known, and for a method that none of them has."""
+    if unknown := [kind for kind in kinds if kind not in METHODS]:
+        raise ValueError(f"kind is {unknown[0]!r}; expected {', '.join(METHODS)}")
+    methods = dict.fromkeys(name for kind in kinds for name in METHODS[kind])
+    if method not in methods:
+        raise ValueError(f"kind {' and '.join(kinds)} has no method {method!r}; expected {', '.join(methods)}")
 
 
-def _dense_layers(model: nn.Module, globs: list[str], kept: list[str]) -> dict[str, nn.Module]:
-    """The linear layers by place that either list selects, less quantized ones that no name selects by itself."""
+def _sparsity(
+    kinds: Collection[str], method: str, act_order: bool | None, sparsity: float | None, pattern: str | None
+) -> Sparsity | None:
+    """What is pruned in the same pass. Raises ValueError where nothing can be."""
+    if sparsity is None and pattern is None:
+        return None
+    if method != "gptq" or "nf4" in kinds:
+        raise ValueError(
+            f"kind {' and '.join(kinds)}, method {method}: sparsity and pattern go with gptq, of "
+            "int8, int4 and int3; or prune first (dunes augment prune)"
+        )
+    if act_order:
+        raise ValueError("act_order is True, but weights are pruned from the first column to the last; omit it")
+    return Sparsity.of(sparsity, pattern)
+
+
+def _require_groups(layers: Mapping[str, nn.Module], sparsity: Sparsity, group: int) -> None:
+    """Raise ValueError unless groups of the pattern fill a layer's inputs and those of a scale."""
+    for name, layer in layers.items():
+        assert isinstance(layer, nn.Linear)
+        sparsity.require_inputs(name, layer.in_features)
+    if sparsity.pattern is not None and (group % (size := sparsity.pattern.group) or gptq.BLOCK % size):
+        raise ValueError(
+            f"pattern has groups of {size}; expected a divisor of {gptq.BLOCK} and of --group {group}"
+        )
+
+
+def _dense_layers(
+    model: nn.Module, globs: list[str], kind: str, overrides: Sequence[tuple[str, str]]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The linear layers to quantize, less quantized ones that no name selects, and their kinds, by place.
+
+    Raises ValueError for a glob that selects nothing.
+    """
     selected = {p.name: tree.innermost(p.module) for p in tree.find(model, globs, _quantizable)}
-    if kept:
-        selected |= {p.name: tree.innermost(p.module) for p in tree.find(model, kept, _quantizable)}
-    layers = {name: m for name, m in selected.items() if not isinstance(m, Quantized) or name in (*globs, *kept)}
+    kinds = dict.fromkeys(selected, kind)
+    for glob, other in overrides:
+        for place in tree.find(model, glob, _quantizable):
+            selected[place.name], kinds[place.name] = tree.innermost(place.module), other
+    selected = {name: module for name, module in selected.items() if kinds[name] != DENSE}
+    names = {*globs, *(glob for glob, _ in overrides)}
+    layers = {name: m for name, m in selected.items() if not isinstance(m, Quantized) or name in names}
     if quantized := [name for name, m in (layers or selected).items() if isinstance(m, Quantized)]:
         raise ValueError(f"{quantized[0]}: already quantized; load the dense model and quantize that")
-    return layers
+    if not layers:
+        raise ValueError(f"override leaves all of {', '.join(globs)} dense; nothing is left to quantize")
+    return layers, kinds
 
 
 def _require_text(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> None:
@@ -347,10 +420,14 @@ def describe(change: Change) -> str:
     names = {"rtn": "rounded to nearest", "gptq": "by GPTQ", "awq": "by AWQ", "hqq": "by HQQ"}
     group = request.get("group")
     size = "" if group is None else f" in groups of {group}" if group else " with a scale for each row"
-    kept = sum(settings.get("kind") == "int8" != request["kind"] for settings in change.places.values())
+    others = Counter(settings.get("kind", request["kind"]) for settings in change.places.values())
+    others.pop(request["kind"], None)
     return (
         f"{request['kind']}{size}{', symmetric' * bool(request.get('symmetric'))}, "
-        f"{names[request.get('method', 'rtn')]}" + (f"; int8 at {plural(kept, 'place')}" if kept else "")
+        f"{names[request.get('method', 'rtn')]}"
+        + "".join(f"; {kind} at {plural(count, 'place')}" for kind, count in others.items())
+        + (f"; {zeros_of(change)}" if "sparsity" in request else "")
+        + (f" ({request['pattern']})" if request.get("pattern") else "")
     )
 
 
@@ -382,29 +459,44 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
     return layer.train(base.training)
 
 
-def solve(model: nn.Module, change: Change, ids: Tensor | None) -> tuple[Change, dict[str, Steps]]:
-    """The grids that a method chose, by place, after it has changed the weights in place.
+def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States | None = None) -> Iterator[Part]:
+    """The parts of the change, each with the grids that a method chose, after it has changed the weights.
 
     GPTQ rounds them, and records the places that had too little text and are rounded to nearest. AWQ only scales
     them, with the layers before them, which leaves what the model computes. Raises ValueError, before anything is
     changed, for weights that are not finite.
     """
     _require_finite(model, change)
-    method, grids = change.request.get("method", "rtn"), {name: grid_at(change, name) for name in change.places}
+    method, parts = change.request.get("method", "rtn"), change.parts()
     if method not in CALIBRATED:
-        return change, {}
+        yield from map(Part, each(parts.values()))
+        return
     if ids is None:
         raise ValueError(f"method {method} needs calibration text")
+    grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
     if method == "gptq":
-        solved, short = gptq.solve(
-            model, ids, {n: grid for n, grid in grids.items() if grid}, change.request["act_order"]
-        )
-        places = {
-            n: {**settings, **({"method": "rtn"} if n in short else {})} for n, settings in change.places.items()
-        }
-        return replace(change, places=places), solved
-    awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid and grid.bits < 8})
-    return change, {}
+        request = change.request
+        sparsity = Sparsity.of(request["sparsity"], request["pattern"]) if "sparsity" in request else None
+        for steps, short, after in gptq.solve(model, ids, grids, request["act_order"], sparsity, states):
+            part = parts.pop(part_name(next(iter(steps))))
+            yield Part(_record_solved(model, part, short), steps, after)
+    else:
+        for name, after in awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid.bits < 8}, states):
+            yield Part(parts.pop(name), states=after)
+    yield from map(Part, parts.values())  # of kinds that have no such method
+
+
+def _record_solved(model: nn.Module, part: Change, short: Collection[str]) -> Change:
+    """The change, which says what has too little text and is rounded to nearest, and what is zero if it pruned."""
+    places = {
+        name: {**settings, **({"method": "rtn"} if name in short else {})}
+        for name, settings in part.places.items()
+    }
+    for place in tree.places(model) if "sparsity" in part.request else ():
+        if place.name in places:
+            weight = dense(place.module)
+            places[place.name] |= {"weights": weight.numel(), "nonzero": int(weight.count_nonzero())}
+    return replace(part, places=places)
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:
@@ -426,7 +518,7 @@ def fill(
 ) -> None:
     """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
     paths = {id(module): path for path, module in model.named_modules()}
-    for name, module in each(_quantized(model).items()):
+    for name, module in _quantized(model).items():
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
             steps = (solved or {}).get(name)

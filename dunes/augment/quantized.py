@@ -115,8 +115,13 @@ def join(parts: Sequence[Steps]) -> Steps:
     return Steps(torch.cat([p.scale for p in parts], 1), torch.cat([p.zero for p in parts], 1))
 
 
+def split(steps: Steps) -> list[Steps]:
+    """The inverse of `join`."""
+    return [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in range(steps.scale.shape[1])]
+
+
 ROWS = 4
-"""Rows up to which codes are multiplied, where that is faster, and the matrix is not dequantized first."""
+"""Rows up to which a compiled step multiplies codes, and does not dequantize the matrix first."""
 
 
 class Quantized(nn.Module, ABC):

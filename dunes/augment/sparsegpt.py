@@ -3,16 +3,19 @@
 https://arxiv.org/abs/2301.00774
 """
 
-# Shapes: O outputs, I inputs, B columns of a block. Weights are transposed inside, so that a column is contiguous.
+# Shapes: O outputs, I inputs, Weights are transposed inside, so that a column is contiguous.
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dunes.augment.calibrate import Gram
-from dunes.augment.wanda import lowest, smallest
+from dunes.augment.wanda import lowest, lowest_of_groups, smallest
 
+HALF = 0.5
+"""The fraction of zeros where none is asked for."""
 MOST_DAMPING = 1e4
 """Beyond this multiple of the mean diagonal, nothing is left of the Gram matrix."""
 
@@ -31,6 +34,48 @@ class Pattern(NamedTuple):
             raise ValueError(f"pattern is {text[:80]!r}; expected KEPT:GROUP, like 2:4 or 4:8")
         return cls(int(kept), int(group))
 
+    def groups(self, inputs: int) -> dict[int, int]:
+        """The start and stop of each group."""
+        return {start: start + self.group for start in range(0, inputs, self.group)}
+
+
+class Sparsity(NamedTuple):
+    """The fraction of the weights that become zero, and the pattern that they follow, if any."""
+
+    fraction: float
+    pattern: Pattern | None = None
+
+    @classmethod
+    def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
+        """A half by default, or what the pattern gives. Raises ValueError if they do not agree."""
+        shape = None if pattern is None else Pattern.of(pattern)
+        implied = HALF if shape is None else 1 - shape.kept / shape.group
+        fraction = implied if fraction is None else fraction
+        if not 0 < fraction < 1 or (shape is not None and abs(fraction - implied) > 1e-9):
+            expected = "more than 0 and less than 1" if shape is None else f"{implied:g}, which {pattern} gives"
+            raise ValueError(f"sparsity is {fraction:g}; expected {expected}")
+        return cls(fraction, shape)
+
+    def require_inputs(self, name: str, inputs: int) -> None:
+        """Raise ValueError, with the layer's name, unless groups of the pattern fill its inputs."""
+        if self.pattern is not None and inputs % self.pattern.group:
+            kept, group = self.pattern
+            raise ValueError(f"{name}: its {inputs} inputs are no multiple of {group} ({kept}:{group})")
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The lowest scores (columns, O), or of each output as many as a group of the pattern loses."""
+        if self.pattern is None:
+            return smallest(scores, self.fraction)
+        return lowest(scores, self.pattern.group - self.pattern.kept, 0)
+
+    def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
+        """The lowest scores (O, I): by the pattern, else of each output or of all."""
+        if self.pattern is not None:
+            return lowest_of_groups(scores, *self.pattern)
+        if by_output:
+            return lowest(scores, int(scores.shape[1] * self.fraction), 1)
+        return smallest(scores, self.fraction)
+
 
 class Hessian(NamedTuple):
     """The upper Cholesky factor (I, I) of the inverse of H = 2/n sum x xT + damping, inputs that are always zero
@@ -39,6 +84,10 @@ class Hessian(NamedTuple):
     factor: Tensor
     dead: Tensor
     damp: float
+
+    def part(self, columns: slice) -> "Hessian":
+        """That of consecutive columns, when those before them are fixed."""
+        return Hessian(self.factor[columns, columns], self.dead[columns], self.damp)
 
 
 def hessian(gram: Gram, damp: float) -> Hessian:
@@ -65,36 +114,47 @@ def hessian(gram: Gram, damp: float) -> Hessian:
             raise ValueError("the Gram matrix of the calibration text cannot be inverted; pass other text")
 
 
-def prune(weight: Tensor, h: Hessian, sparsity: float, pattern: Pattern | None, block: int = 128) -> Tensor:
-    """The pruned weight (O, I) in float32.
+Column = Callable[[int, Tensor], Tensor]
+"""Of column j something (O,), by the columns (I, O) as they are when a sweep reaches it."""
 
-    In each block of columns, the weights with the lowest error go: w² over the squared diagonal of the factor
-    (here the roots of both, since small squares underflow). With a pattern they are chosen for each output and
-    group, just before its first column, when the errors of the columns before have been made up for.
+
+def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
+    """Replace the columns (I, O) in place, one after another; later ones make up for its error.
+
+    `factor` (I, I) is that of their `Hessian`. The columns of a block (its start and stop) make up for each
+    other at once, those behind it when it is done.
     """
-    columns = weight.detach().float().T.contiguous()
+    for start, stop in blocks.items():
+        block, rows = columns[start:stop], factor[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        for i, column in enumerate(block):
+            replaced = replace(start + i, columns)
+            errors[i] = (column - replaced) / rows[i, i]
+            block[i:].addr_(rows[i, i:], errors[i], alpha=-1)
+            block[i] = replaced
+        columns[stop:] -= factor[start:stop, stop:].T @ errors
+
+
+def prune(weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = 128, zeros: Tensor | None = None) -> Tensor:
+    """The pruned weight (O, I) in float32, by a sweep over blocks of so many columns.
+
+    In each block the weights with the lowest error go: w² over the squared diagonal of the factor (here the roots
+    of both, since small squares underflow). With a pattern they are chosen for each output and group, just before
+    its first column, when the errors of the columns before have been made up for. Where `zeros` (O, I) they go in
+    any case, as some of these.
+    """
+    columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0
-    for start in range(0, len(columns), block):
-        end = min(start + block, len(columns))
-        factor = h.factor[start:end, start:end]
-        errors = _prune_block(columns[start:end], factor, sparsity, pattern)
-        columns[end:] -= h.factor[start:end, end:].T @ errors
+    zeros = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T
+    blocks = {start: min(start + block, len(columns)) for start in range(0, len(columns), block)}
+    spans = blocks if sparsity.pattern is None else sparsity.pattern.groups(len(columns))
+    scales, pruned = h.factor.diagonal()[:, None], zeros.clone()
+
+    def replace(j: int, current: Tensor) -> Tensor:
+        if j in spans:
+            span = slice(j, spans[j])
+            pruned[span] |= sparsity.choose((current[span] / scales[span]).abs().masked_fill(zeros[span], -1))
+        return current[j].masked_fill(pruned[j], 0)
+
+    sweep(columns, h.factor, blocks, replace)
     return columns.T.contiguous()
-
-
-def _prune_block(columns: Tensor, factor: Tensor, sparsity: float, pattern: Pattern | None) -> Tensor:
-    """Prune the columns (B, O) in place; returns their errors (B, O), which later columns make up for."""
-    scales, errors = factor.diagonal()[:, None], torch.empty_like(columns)
-    pruned = torch.zeros_like(columns, dtype=torch.bool)
-    if pattern is None:
-        pruned = smallest((columns / scales).abs(), sparsity)
-    for j in range(len(columns)):
-        if pattern is not None and j % pattern.group == 0:
-            group = slice(j, j + pattern.group)
-            scores = (columns[group] / scales[group]).abs()
-            pruned[group] = lowest(scores, pattern.group - pattern.kept, 0)
-        error = columns[j] * pruned[j] / scales[j]
-        columns[j:].addr_(factor[j, j:], error, alpha=-1)
-        columns[j].masked_fill_(pruned[j], 0)
-        errors[j] = error
-    return errors

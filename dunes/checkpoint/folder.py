@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,7 +27,7 @@ from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.architecture import Architecture, Build
 from dunes.checkpoint.forms.card import CARD, FORMAT
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
-from dunes.checkpoint.source import CONFIG, Source, open_source
+from dunes.checkpoint.source import CONFIG, UNFINISHED, Source, open_source
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
@@ -196,6 +197,7 @@ def _move(folder: Path) -> None:
     with suppress(FileNotFoundError):
         os.replace(ready / CARD, folder / CARD)
     atomic.fsync_path(folder)
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     ready.rmdir()
     atomic.fsync_path(folder)
 

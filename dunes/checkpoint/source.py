@@ -28,6 +28,8 @@ CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin", COMPACT)
 """One file, or the same name with .index.json for several."""
 ADAPTER = "adapter_config.json"
+UNFINISHED = ".unfinished"
+"""The folder of the finished parts of a change (`unfinished.py`)."""
 POSITIONS = "embed.place.weight"
 """The name of learned position embeddings."""
 MAX_SHARDS = 10_000
@@ -180,6 +182,8 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
         return _open_native(folder)
     if (folder / ADAPTER).is_file():
         raise ValueError(_adapter_hint(folder))
+    if not (folder / CONFIG).is_file() and (folder / UNFINISHED).is_dir():
+        raise ValueError(f"{folder}: an unfinished model; the dunes augment command that began it goes on")
     if not (folder / CONFIG).is_file() and (folder / "state").is_dir():
         raise ValueError(
             f"{folder}: a run without a model yet, still training, or stopped before its first save; "

@@ -66,8 +66,11 @@ def quantize(
     ] = None,
     group: Annotated[int | None, flag("INPUTS", "64")] = None,
     symmetric: bool = False,
+    act_order: bool = True,
+    sparsity: Annotated[float | None, flag("FRACTION", "0, or what --pattern gives")] = None,
+    pattern: Annotated[str | None, flag("KEPT:GROUP", "none")] = None,
     calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
-    int8: Annotated[tuple[str, ...], flag("GLOB", "none")] = (),
+    override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = (),
     validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
     target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
     double: bool = False,
@@ -76,7 +79,7 @@ def quantize(
 
     Example: dunes augment quantize ~/models/mistral ~/models/mistral-nf4 --kind nf4
 
-    Example: dunes augment quantize runs/project small --kind int4 --int8 'blocks.0.**' --calibration texts/
+    Example: dunes augment quantize runs/project small --kind int4 --override 'blocks.0.**=int8' --group 32
 
     Args:
         model: A model folder, an adapter folder, or a model name on the Hub.
@@ -87,9 +90,12 @@ def quantize(
         method: Round to nearest (rtn), or a solver: gptq and awq by calibration text, hqq by the weights alone.
         group: Of int4 and int3: inputs of a row that share a scale; 0 for the whole row.
         symmetric: Without zero points: smaller by 0.06 bits per weight with groups of 64.
+        act_order: With gptq, round the columns with the largest inputs first.
+        sparsity: With gptq, also set this fraction of each layer's weights to zero, in the same pass.
+        pattern: With gptq, also keep only so many of every GROUP consecutive inputs, such as 2:4.
         calibration: Text for gptq and awq.
         validation: Text that the report scores, before and after.
-        int8: Modules that become int8 instead; ! excludes, the last match wins.
+        override: Other kinds for some modules, or dense to leave them as they are; the last match wins.
         target_modules: Modules to quantize; quantized ones that a wildcard selects stay as they are.
         double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
     """
@@ -99,7 +105,10 @@ def quantize(
         "double": double,
         "group": group,
         "symmetric": symmetric,
-        "int8": int8,
+        "act_order": None if act_order else False,
+        "sparsity": sparsity,
+        "pattern": pattern,
+        "override": override,
         "target": target,
     }
     _augment(model, out, "quantize", method=method, calibration=calibration, validation=validation, **options)

@@ -1,6 +1,8 @@
 """Change the model of a folder and write another: measured, verified, with a report."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +12,14 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
-from dunes.augment.quantize import CALIBRATED, require_method
+from dunes.augment.quantize import BY_GROUP, CALIBRATED, all_kinds, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import open_source
+from dunes.checkpoint.unfinished import Unfinished
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.data import TokenIds
 from dunes.runs.comparison import Comparison, compare_folders
@@ -51,10 +54,46 @@ def augment_folder(
     size, memory and speed before and after, and the loss on these sources, or without sources on the validation
     text that the card records. `compact` is that of `checkpoint.save`. The written model is loaded again and
     compared with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and,
-    with nothing written, if the comparison fails.
+    with nothing written, if the comparison fails or the folder changes meanwhile.
+
+    A change that is made block by block keeps finished blocks in `out` if it is interrupted or killed, and another
+    call with the same arguments goes on after them (`checkpoint.unfinished`).
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
+    with exclusive_folder(out), _unfinished(folder, out) as store:
+        return _augment(folder, out, name, calibration, validation, compact, show, store, request)
+
+
+@contextmanager
+def _unfinished(folder: Path, out: Path) -> Iterator[Unfinished]:
+    """The finished parts of the change, which are kept if the disk is full or a user interrupts it."""
+    store = Unfinished(folder, out)
+    try:
+        yield store
+    except (OSError, KeyboardInterrupt):
+        if store.kept:
+            parts, size = plural(store.kept, "finished part"), format_bytes(store.size())
+            message = f"{parts} of the change ({size}) in {store.folder}: the same command goes on after them"
+            warnings.warn(message, stacklevel=2)
+        raise
+    except ValueError:
+        store.remove()
+        raise
+
+
+def _augment(
+    folder: Path,
+    out: Path,
+    name: str,
+    calibration: Sequence[str] | None,
+    validation: Sequence[str] | None,
+    compact: bool,
+    show: Show,
+    store: Unfinished,
+    request: dict[str, Any],
+) -> list[str]:
+    """`augment_folder` into a folder that nobody else writes to."""
     with step(show, "reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
         compare = None if validation is None else partial(compare_folders, folder, ids=_scored(loaded, validation))
@@ -68,7 +107,8 @@ def augment_folder(
     with step(show, "hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with step(show, name, 0.15, 0.55):
-        change = replace(apply_change(loaded.model, name, **request), before=identity)
+        change = replace(apply_change(loaded.model, name, store=store, **request), before=identity)
+        store.require_source()
     with step(show, "measuring", 0.55, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
@@ -76,6 +116,7 @@ def augment_folder(
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *(compared.warnings() if isinstance(compared, Comparison) else []),
+        *store.lines,
         *([] if describe is None else [describe(change)]),
         f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
         f"{format_bytes(_size(loaded))}",
@@ -123,8 +164,10 @@ def quantize_folder(
     ValueError as that does, and for sources together with a method that reads none.
     """
     if target is not None:
-        if kind or method or request.get("symmetric"):
-            raise ValueError("--target chooses kind and method; omit --kind, --method and --symmetric")
+        if kind or method or any(request.get(name) for name in ("symmetric", "sparsity", "pattern")):
+            raise ValueError(
+                "--target chooses kind and method; omit --kind, --method, --symmetric, --sparsity and --pattern"
+            )
         require_new_folder(readable_folder(folder), out)
         frontier = Frontier(readable_folder(folder), calibration, validation or ())
         form, tried = smallest_form(frontier, target, request, show)
@@ -132,8 +175,9 @@ def quantize_folder(
         return [*tried, *quantize_folder(folder, out, validation=validation, show=show, **settings)]
     kind = kind or "nf4"
     text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
-    chosen = method or ("gptq" if kind in ("int4", "int3") and text else "rtn")
-    require_method(kind, chosen)
+    pruned = request.get("sparsity") is not None or request.get("pattern") is not None
+    chosen = method or ("gptq" if pruned or (kind in BY_GROUP and text) else "rtn")
+    require_method(all_kinds(kind, request.get("override", ())), chosen)
     if calibration and chosen not in CALIBRATED:
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen in CALIBRATED else None
@@ -177,7 +221,8 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
     with step(show, "measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
-    _write(loaded, (), out, after, {"undone": name}, show)
+    with exclusive_folder(out):
+        _write(loaded, (), out, after, {"undone": name}, show)
     return (
         f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
         "the SHA-256 of before; the written folder is equal"
@@ -214,7 +259,7 @@ def _write(
         comparison_picture(compared, staged / "comparison.png")
         return result | {"comparison": compared.record()}
 
-    with exclusive_folder(out), step(show, "writing", WRITING, COMPARING):
+    with step(show, "writing", WRITING, COMPARING):
         save_changed(loaded, changes, out, check, compact)
     show("written", 1.0)
     return compared
