@@ -88,10 +88,11 @@ def main(
             read = max(measure.read_rate(measure.device(), int(work.bytes / work.amount), 0.2) for _ in range(3))
             figures[f"{kind}, {n}"] = (rate, read * work.amount / work.bytes)
     del works
+    report(figures, threads)
     if peer:
         with tempfile.TemporaryDirectory() as folder:
             figures |= theirs(subject, Path(folder), threads)
-    report(figures, threads)
+        report(figures, threads)
     print(json.dumps({"benchmark": f"quantized decode at {size}", **measure.fingerprint(), "figures": figures}))
 
 
@@ -105,7 +106,7 @@ def theirs(subject: Quantized, folder: Path, threads: Sequence[int]) -> dict[str
     """llama.cpp's tokens/s, by form and threads."""
     known = peers.PEERS["llama-cpp-python"]
     python = environments.python_of("llama-cpp-python", known.release, known.requirements)
-    checkpoint.save(subject.model(), folder / "model", Tokenizer.train("bytes", ()), CONTEXT)
+    checkpoint.save(subject.model().float(), folder / "model", Tokenizer.train("bytes", ()), CONTEXT)
     half = CONTEXT // 2
     empty: dict[str, Any] = {"rows": [], "row_new": 0, "text": "", "text_ids": [], "batches": [], "lr": 0.0}
     empty |= {"betas": (0.0, 0.0), "decay": 0.0, "clip": 0.0}
