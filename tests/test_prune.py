@@ -176,6 +176,35 @@ def test_dead_inputs_and_singular_matrices():
         sparsegpt.hessian(Gram(flat.matrix * math.nan, flat.absolute, 100), 0.01)
 
 
+def least_squares(weight, h, zeros):
+    """The weight (O, I) in float64 whose outputs are nearest to those of `weight`, with these zeros."""
+    weight, h, fitted = weight.double(), h.double(), torch.zeros(weight.shape, dtype=torch.double)
+    for row, w, gone in zip(fitted, weight, zeros, strict=True):
+        kept = (~gone).nonzero()[:, 0]
+        row[kept] = torch.linalg.solve(h[kept][:, kept], h[kept] @ w)
+    return fitted
+
+
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
+    weight, gram = layer(48, 96, 800)
+    gram.matrix[5] = gram.matrix[:, 5] = 0
+    h = sparsegpt.hessian(gram, 0.01)
+    pruned = sparsegpt.prune(weight, h, Sparsity.of(None, pattern))
+    fitted = sparsegpt.refit(pruned, weight, h)
+    expected = least_squares(weight, damped(gram), pruned == 0)
+    assert torch.equal(fitted == 0, pruned == 0)
+    error = [
+        float(((w - weight) @ damped(gram).float() * (w - weight)).sum())
+        for w in (pruned, fitted, expected.float())
+    ]
+    print(error)
+    assert error[2] <= error[1] < error[2] + 0.02 * (error[0] - error[2])
+    assert error[1] < 0.9 * error[0]
+    once_more = sparsegpt.refit(expected.float(), weight, h)
+    assert (once_more - expected).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("pattern", [None, "2:4", "1:4"])
 def test_zeros_that_a_model_keeps_are_not_revived(pattern):
     weight, gram = layer()
