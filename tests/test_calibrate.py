@@ -104,6 +104,32 @@ def test_layers_that_read_one_tensor_share_a_gram():
     assert len({id(of(name)) for name in names}) == len(names)
 
 
+def test_a_forward_ends_where_the_last_watched_layer_was_called(monkeypatch):
+    monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)  # two sequences at once, then one
+    model, calls = model_of(), []
+    model.blocks[0].mlp.down.register_forward_pre_hook(lambda m, x: calls.append(len(x[0])))
+    names = ["blocks.0.attn.q", "blocks.0.attn.out"]
+    grams = {}
+    calibrate(model, IDS, names, grams.update)
+    assert calls == [2]
+    monkeypatch.undo()
+    sums = direct(model, {name: linears(model)[name] for name in names})
+    assert all(distance(grams[name].matrix, sums[name][0]) < 1e-5 for name in names)
+
+
+def test_a_layer_that_is_called_twice_is_counted_twice(monkeypatch):
+    monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)
+    model = model_of()
+    attn, norm = model.blocks[0].attn, model.blocks[0].mlp_norm
+    attn.out.register_forward_hook(lambda m, x, y: y + attn.v(norm(y)))
+    names = {"blocks.0.attn.v": attn.v}
+    expected = direct(model, names)["blocks.0.attn.v"]
+    grams = {}
+    calibrate(model, IDS, names, grams.update)
+    assert grams["blocks.0.attn.v"].tokens == expected[2] == 2 * IDS.numel()
+    assert distance(grams["blocks.0.attn.v"].matrix, expected[0]) < 1e-5
+
+
 @pytest.mark.parametrize("sequential", [False, True])
 def test_later_layers_read_what_changed_ones_write(sequential):
     model = model_of("mixtral", experts=2, top_k=2)

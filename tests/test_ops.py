@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dunes.ops import attention, cross_entropy, float32_products, gated, low_rank, rms_norm, rotary
 from dunes.ops.float32_products import Float32Products
+from dunes.ops.gram import add_gram, mirror, plain_gram
 
 
 def close(got, want, limit=2e-6):
@@ -255,3 +256,22 @@ def test_float32_products_take_arguments_by_name():
     exact = F.linear(x.float(), weight.float(), bias.float()), F.scaled_dot_product_attention(*[q.float()] * 3)
     for product, expected in zip(products, exact, strict=True):
         assert torch.equal(product, expected.bfloat16())
+
+
+@pytest.mark.parametrize("size", [5, 300, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grams_by_panels_are_those_of_plain_products(dtype, size, monkeypatch):
+    setting = torch.backends.mkldnn.matmul
+    monkeypatch.setattr("dunes.ops.gram.float32_is_faster", lambda threads: False)
+    parts = torch.randn(2, 500, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = sum(x.double().T @ x.double() for x in parts)
+    before, matrix = setting.fp32_precision, torch.zeros(size, size)
+    for x in parts:
+        add_gram(matrix, x)
+    mirror(matrix)
+    assert setting.fp32_precision == before
+    plain = sum(map(plain_gram, parts))
+    assert matrix.dtype == plain.dtype == torch.float32
+    assert torch.equal(matrix, matrix.T)
+    assert (plain - exact).norm() < 1e-6 * exact.norm()
+    assert (matrix - exact).norm() < 2e-6 * exact.norm()  # bfloat16 inputs rounded once more: 2e-3

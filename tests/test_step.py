@@ -38,6 +38,7 @@ from dunes.generate import (
     look_up,
     prompt_tokens,
     sampler,
+    step_script,
 )
 from dunes.generate.prefix_cache import MAX_STEPPED
 from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, export_text_step, model_state
@@ -512,9 +513,13 @@ def test_a_script_multiplies_float32_by_weights_of_the_dtype(dtype, no_compiler)
     assert (got - plain).abs().max() < tolerance * plain.abs().max()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_float16_weights_are_packed_once_and_exact(family, no_compiler, recwarn):
-    model, rounded = model_of(family), model_of(family)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_float16_weights_are_packed_once_and_exact(family, threads, no_compiler, monkeypatch, recwarn):
+    monkeypatch.setattr(step_script, "PARALLEL", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    changes = {} if family == "gpt2" else {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    model, rounded = model_of(family, **changes), model_of(family, **changes)
     for module in rounded.modules():
         if type(module) in (nn.Linear, nn.Embedding):
             module.weight.data = module.weight.half().float()
@@ -523,6 +528,9 @@ def test_float16_weights_are_packed_once_and_exact(family, no_compiler, recwarn)
     step = make_step(rounded, torch.float16)
     assert (logits_of(rounded, step) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert not [w for w in recwarn if "fbgemm" in str(w.message)]
+    cache = cache_for(rounded, 1, 8)
+    rounded(torch.tensor([[1]]), cache=cache)
+    step([5], cache)[0].logits.add_(1)  # as a processor of logits may
 
 
 def test_a_step_is_of_the_adapters_that_are_active_in_its_forward():

@@ -6,8 +6,9 @@ The walk of GPTQ https://arxiv.org/abs/2210.17323 and SparseGPT https://arxiv.or
 # Shapes: S sequences, T tokens, D width, I inputs of a linear layer, N tokens that it gets.
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.ops.experts import one_by_one
+from dunes.ops.gram import add_gram, mirror
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext
 from dunes.steps import each
@@ -44,10 +46,10 @@ class Gram:
         return cls(torch.zeros(inputs, inputs, device=device), torch.zeros(inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Count the inputs (..., I)."""
-        x = x.detach().flatten(0, -2).float()
-        self.matrix.addmm_(x.T, x)
-        self.absolute += x.abs().sum(0)
+        """Count the inputs (..., I); `matrix` is complete after `mirror` (`dunes.ops.gram`)."""
+        x = x.detach().flatten(0, -2)
+        add_gram(self.matrix, x)
+        self.absolute += x.abs().sum(0, dtype=torch.float32)
         self.tokens += len(x)
 
 
@@ -162,19 +164,40 @@ class _Run:
         return y
 
 
+class _Watched(dict[str, Gram]):
+    """The Grams of some layers, and how often each was called in the current forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+        self.awaited: Counter[str] | None = None
+
+
+class _EnoughError(Exception):
+    """All layers that are watched were called, so the rest of the forward is not needed."""
+
+
 def _collect(run: _Run, states: Tensor, rows: list[Tensor], linears: Mapping[str, nn.Linear]) -> dict[str, Gram]:
-    """The Gram of each linear layer, over all states, in the order in which they compute."""
+    """The Gram of each linear layer, over all states, in the order in which they compute.
+
+    After the first rows, a forward ends when each layer was called as often as in theirs, and at least once.
+    """
     with _watch(linears) as grams:
         for part in rows:
-            run(states[part])
+            grams.calls.clear()
+            with suppress(_EnoughError):
+                run(states[part])
+            grams.awaited = grams.awaited or Counter({name: max(1, grams.calls[name]) for name in linears})
+    for gram in {id(gram): gram for gram in grams.values()}.values():
+        mirror(gram.matrix)
     missing = {n: Gram.zeros(m.in_features, m.weight.device) for n, m in linears.items() if n not in grams}
     return {**grams, **missing}
 
 
 @contextmanager
-def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Gram]]:
+def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
     """The Grams of what these layers read inside; those that read the same tensor share one."""
-    grams: dict[str, Gram] = {}
+    grams = _Watched()
     readers: dict[str, str] = {}  # the first layer that reads the same tensor
     last: list[tuple[Tensor, str]] = []
 
@@ -185,10 +208,14 @@ def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, Gram]]:
             if readers.setdefault(name, first) != first:
                 raise ValueError(f"{name}: reads the same tensor as {readers[name]} in some calls only")
             if first == name:
-                gram = grams.setdefault(name, Gram.zeros(module.in_features, module.weight.device))
-                gram.add(x)
+                if name not in grams:
+                    grams[name] = Gram.zeros(module.in_features, module.weight.device)
+                grams[name].add(x)
                 last[:] = [(x, name)]
             grams[name] = grams[first]
+            grams.calls[name] += 1
+            if grams.awaited is not None and grams.awaited <= grams.calls:
+                raise _EnoughError
 
         return hook
 

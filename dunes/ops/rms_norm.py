@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import wrap_torch_function
 
 from dunes.ops.autocast import autocast_dtype
 
 
+@wrap_torch_function(lambda x, *args: (x,))  # so that a TorchFunctionMode can give it another form
 def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (y * weight.float()).to(autocast_dtype(x))

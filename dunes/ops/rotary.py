@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 
+@wrap_torch_function(lambda x, *args: (x,))  # so that a TorchFunctionMode can give it another form
 def plain(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     a, b = _pairs(x, adjacent)
     rotated = a * cos - b * sin, b * cos + a * sin

@@ -75,7 +75,7 @@ TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
 PACKED_THREADS = 2
-"""FBGEMM reads float16 weights with one thread, as fast as two read them in float32."""
+"""In a script, one thread reads small matrices in float16, as fast as two read them in float32."""
 T = TypeVar("T")
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
