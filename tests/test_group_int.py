@@ -46,7 +46,7 @@ def test_packed_codes_are_exact_and_take_the_fewest_bytes(bits, count):
     packed = pack(codes, bits)
     assert packed.dtype == torch.uint8
     assert packed.shape == (5, packed_bytes(count, bits)) == (5, (count * bits + 7) // 8)
-    assert torch.equal(unpack(packed, bits, count), codes.int())
+    assert torch.equal(unpack(packed, bits, count), codes.to(torch.uint8))
     for row, data in zip(codes.tolist(), packed.tolist(), strict=True):
         number = sum(code << bits * i for i, code in enumerate(row))
         assert bytes(data) == number.to_bytes(len(data), "little")
@@ -86,6 +86,32 @@ def test_a_layer_multiplies_by_its_dense_form(grid):
     assert difference(y, expected) <= 1e-5, "Q6"
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert difference(grad, layer.dense().sum(0).expand_as(grad)) <= 1e-5
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("inputs", [128, 96, 51])
+def test_a_compiled_step_multiplies_equal_codes(grid, inputs):
+    layer, x = filled(noise(12, inputs), grid), noise(1, 3, inputs, seed=1)
+    stepped = layer.for_step()
+    assert torch.equal(stepped.dense(), layer.dense())
+    assert torch.equal(stepped.bias, layer.bias)
+    assert stepped.multiplies_codes() == (inputs % grid.width(inputs) == 0 and grid.width(inputs) % 2 == 0)
+    if stepped.multiplies_codes():
+        expected = F.linear(x, layer.dense())
+        for y, want in (
+            (stepped.code_products(x), expected),
+            (stepped.code_products(x[:, :1]), expected[:, :1]),
+        ):
+            assert difference(y, want) <= 2e-6 * want.abs().max(), "Q6"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_values_in_half_precision_are_rounded_once(grid, dtype):
+    layer = filled(noise(6, 128), grid)
+    exact = layer.dense()
+    layer.dtype = dtype
+    assert torch.equal(layer.dense(), exact.to(dtype))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

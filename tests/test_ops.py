@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dunes.ops import attention, cross_entropy, float32_products, gated, low_rank, rms_norm, rotary
+from dunes.ops import attention, cross_entropy, float32_products, gated, int8_linear, low_rank, rms_norm, rotary
 from dunes.ops.float32_products import Float32Products
 from dunes.ops.gram import add_gram, mirror, plain_gram
 
@@ -256,6 +256,31 @@ def test_float32_products_take_arguments_by_name():
     exact = F.linear(x.float(), weight.float(), bias.float()), F.scaled_dot_product_attention(*[q.float()] * 3)
     for product, expected in zip(products, exact, strict=True):
         assert torch.equal(product, expected.bfloat16())
+
+
+@pytest.mark.parametrize("sides", [(5, 51), (64, 96), (1, 7), (33, 256)])
+@pytest.mark.parametrize("rows", [(1,), (1, 4), (2, 3), (0, 4)])
+def test_int8_products_are_those_of_the_scaled_codes(sides, rows):
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, sides, generator=draw).to(torch.int8)
+    scale, x = torch.rand(sides[0], generator=draw), torch.randn(*rows, sides[1], generator=draw)
+    want = F.linear(x.double(), codes.double() * scale.double()[:, None])
+    close(int8_linear.int8_linear(x, codes, scale), want.float())
+    half = x.bfloat16()
+    for form in (int8_linear.plain, int8_linear.int8_linear):
+        got, exact = form(half, codes, scale), F.linear(half.double(), codes.double() * scale.double()[:, None])
+        assert got.dtype == torch.bfloat16
+        close(got.double(), exact, 2**-7)
+
+
+def test_torchs_packed_int8_product_is_for_few_rows_in_bfloat16(monkeypatch):
+    calls = []
+    monkeypatch.setattr(int8_linear, "packed", lambda *arguments: calls.append(arguments[0].shape))
+    shapes = (1, 4, 32), (5, 32), (1, 4, 48), (1, 4, 64)
+    for shape, dtype in ((shapes[0], torch.float32), *((shape, torch.bfloat16) for shape in shapes)):
+        codes = torch.ones(8, shape[-1], dtype=torch.int8)
+        int8_linear.int8_linear(torch.ones(shape, dtype=dtype), codes, torch.ones(8))
+    assert calls == [shapes[0], shapes[3]]
 
 
 @pytest.mark.parametrize("size", [5, 300, 700])

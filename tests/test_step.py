@@ -90,13 +90,13 @@ MODELS = {
     **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
     "window": lambda: model_of("mistral", window=8),
     **{change: lambda change=change: changed(change) for change in ("lora", "dora", "int8", "nf4")},
-    "int4": lambda: changed("int4"),
+    **{kind: lambda kind=kind: changed(kind) for kind in ("int4", "int3")},
 }
 
 WITHOUT_TEXTS = ("window", "mixtral")
 
 
-@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora", "int4"])
+@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora", "int8", "int4", "int3", "nf4"])
 @pytest.mark.parametrize("n", [1, FEW])
 @torch.no_grad()
 def test_the_exported_step_gives_the_models_logits(name, n, capsys):

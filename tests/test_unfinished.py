@@ -141,6 +141,15 @@ def stopped(folder, form, out, monkeypatch, after=2, error=Stop, then=lambda: No
             make(folder, form, out)
 
 
+def test_progress_goes_by_the_blocks_that_are_left(made, tmp_path, monkeypatch):
+    seen = []
+    stopped(made, "sparsegpt", tmp_path / "out", monkeypatch, after=1)
+    make(made, "sparsegpt", tmp_path / "out", show=lambda *state: seen.append(state))
+    assert seen[-1] == ("written", 1.0)
+    shares = sorted({share for what, share in seen if what == "prune"})
+    assert shares == [pytest.approx(0.03 + 0.87 * i / (DEPTH - 1)) for i in range(DEPTH)]
+
+
 def test_finished_parts_are_not_computed_again(made, tmp_path, monkeypatch):
     stopped(made, "gptq", tmp_path / "out", monkeypatch)
     kept = []

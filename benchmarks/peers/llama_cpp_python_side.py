@@ -9,7 +9,8 @@ llama.cpp turns on by itself where it can, and the bindings do not
 the cache is float32, too, so that its ids can be compared; else it is its default, float16. Several texts are one
 llama_batch with an id of its sequence for each token, and a cache for each sequence (`kv_unified` off), which its
 header advises where they share no beginning. Weights in 8 or 4 bits, by which llama.cpp is mostly used, are
-another model and no part of this race.
+another model and no part of this race, but of `quantized_decode.py`; without `use_extra_bufts`, since its kernels
+for AMX crash with them (https://github.com/ggml-org/llama.cpp/issues/20824).
 
 It answers a prompt from what it still has of the last one unless it is reset, so it is. Several texts at once are
 not in its generate, so there llama_decode is called as llama.cpp's own batched-bench does
@@ -27,7 +28,7 @@ import numpy as np
 import work as asked
 from work import Answer, BatchAnswer, Work
 
-KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 
 
 def written(folder: Path, precision: str) -> Path:
@@ -81,6 +82,8 @@ def turned(weight: np.ndarray, head_dim: int) -> np.ndarray:
 def answers(work: Work, setting: str) -> Answer:
     precision, *flash = setting.split()
     longest = max(len(work.prompt) + work.new, len(work.prompts[0]) + 1)
+    if precision.startswith("q"):
+        leave_out_amx()
     model = llama.Llama(
         str(written(Path(work.folder), precision)),
         n_ctx=longest,
@@ -98,6 +101,17 @@ def answers(work: Work, setting: str) -> Answer:
         return list(islice(model.generate(ids, temp=0.0, repeat_penalty=1.0), new))
 
     return answer
+
+
+def leave_out_amx() -> None:
+    defaults = llama.llama_model_default_params
+
+    def parameters():
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    llama.llama_cpp.llama_model_default_params = parameters
 
 
 class Context:

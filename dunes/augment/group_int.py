@@ -7,22 +7,21 @@ Each row is packed by itself, from the lowest bit of its first byte up (4 bits: 
 # Shapes: I inputs, O outputs, G groups of a row.
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.augment.quantized import Grid, Quantized, Steps
-
-ROWS = 4
-"""Rows up to which a compiled step multiplies codes, and does not dequantize the matrix first."""
+from dunes.augment.quantized import Grid, Quantized, Steps, contiguous, nibbles, row_sums
 
 
 class GroupInt(Quantized):
     """Values scale * (code - zero) of a `Grid` of 3 or 4 bits.
 
     `codes` (O, bytes of a row) uint8; `scale` (O, G) bfloat16; `zero`, packed like codes, (O, G) float16 if zero
-    points are real, or None if they are all the middle code.
+    points are real, or None if they are all the middle code. In a compiled step zero points are not packed.
     """
 
     codes: Tensor
@@ -52,40 +51,60 @@ class GroupInt(Quantized):
         if self.zero is not None:
             self.zero.copy_(steps.zero if self.grid.real_zero else pack(steps.zero, self.grid.bits))
 
-    def forward(self, x: Tensor) -> Tensor:
-        width = self.grid.width(self.in_features)
-        pairs = self.grid.bits == 4 and width % 2 == 0 and self.in_features % width == 0
-        if pairs and torch.compiler.is_exporting() and x.shape[-2] <= ROWS:
-            return self._products(x)
-        return super().forward(x)
+    def multiplies_codes(self) -> bool:
+        return self.grid.bits == 4 and self._has_pairs()
 
-    def _products(self, x: Tensor) -> Tensor:
-        """The output for a few rows x (..., T, I), as one sum over the bytes of each row, which Inductor fuses."""
-        scale, zero = (s[..., None] for s in self.steps())
-        codes = torch.unflatten(self.codes, 1, (scale.shape[1], -1))
-        low, high = (((c.float() - zero) * scale) for c in (codes & 15, codes >> 4))
-        pairs = torch.unflatten(x.float(), -1, (scale.shape[1], -1, 2))
-        even, odd = torch.cat([pairs[None, ..., 0], pairs[None, ..., 1]]).unbind(0)  # contiguous, to be vectorized
-        tokens = zip(even.unbind(-3), odd.unbind(-3), strict=True)
-        y = torch.stack(
-            [(low * a[..., None, :, :] + high * b[..., None, :, :]).sum((-1, -2)) for a, b in tokens], -2
-        )
-        return y if self.bias is None else y + self.bias.float()
+    def _has_pairs(self) -> bool:
+        """Whether all groups are equally long and have an even number of codes."""
+        width = self.grid.width(self.in_features)
+        return width % 2 == 0 and self.in_features % width == 0
+
+    def code_products(self, x: Tensor) -> Tensor:
+        scale, zero = self.steps()
+        groups = scale.shape[1]
+
+        def inputs(token: Tensor) -> Sequence[Tensor]:
+            even, odd = nibbles(token, groups)
+            return [*contiguous(odd / 16, even - odd / 16), (even + odd).sum(-1)]
+
+        def sums(x: Sequence[Tensor], codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+            # A byte is the even code and 16 times the odd one, which therefore needs no shift.
+            codes = torch.unflatten(codes, 1, (groups, -1))
+            products = codes.float() * x[0] + (codes & 15).float() * x[1]
+            return (products * scale[..., None]).sum((-1, -2)) - (scale * zero * x[2]).sum(-1)
+
+        return row_sums(x, (self.codes, scale, zero), inputs, sums)
+
+    def for_step(self) -> Quantized:
+        if not self._has_pairs() or (self.grid.bits == 4 and (self.zero is None or self.grid.real_zero)):
+            return self
+        with torch.device(self.codes.device):
+            layer = GroupInt(nn.Linear(self.in_features, self.out_features, False), replace(self.grid, bits=4))
+        layer.bias, layer.dtype, layer.scale, layer.codes = self.bias, self.dtype, self.scale, self.codes
+        if self.grid.bits == 3:
+            middle = 4 if self.zero is None else 0  # from that of 3 bits to that of 4
+            layer.codes = pack(unpack(self.codes, 3, self.in_features) + middle, 4)
+        if self.zero is not None:  # a byte each, since unpacking them takes a tenth of the time of a product
+            layer.zero = (
+                self.zero if self.grid.real_zero else unpack(self.zero, self.grid.bits, len(self.scale[0]))
+            )
+        return layer.train(self.training)
 
     def steps(self) -> Steps:
         """Scales and zero points (O, G) in float32."""
         scale, bits = self.scale.float(), self.grid.bits
         if self.zero is None:
             return Steps(scale, torch.full_like(scale, 2 ** (bits - 1)))
-        return Steps(
-            scale, self.zero.float() if self.grid.real_zero else unpack(self.zero, bits, scale.shape[1]).float()
-        )
+        packed = self.zero.shape != scale.shape  # not in a compiled step
+        return Steps(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
 
     def dense(self) -> Tensor:
-        scale, zero = self.steps()
-        codes = self.grid.grouped(unpack(self.codes, self.grid.bits, self.in_features).float())
-        weight = (codes - zero[..., None]) * scale[..., None]
-        return weight.flatten(1)[:, : self.in_features].to(self.dtype)
+        # A code less a zero point, and its product with a scale before it is rounded, are exact in bfloat16.
+        exact = self.dtype == torch.bfloat16 and not self.grid.real_zero
+        dtype = torch.bfloat16 if exact else torch.float32
+        scale, zero = (s.to(dtype)[..., None] for s in self.steps())
+        codes = self.grid.grouped(unpack(self.codes, self.grid.bits, self.in_features).to(dtype))
+        return codes.sub_(zero).mul_(scale).flatten(1)[:, : self.in_features].to(self.dtype)
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -103,12 +122,19 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`: (O, bytes) -> the codes (O, count) int32."""
+    """The inverse of `pack`: (O, bytes) -> the codes (O, count) uint8."""
     codes, size = _unit(bits)
-    parts = _units(packed, size).to(torch.int32)
-    word = (parts << _shifts(size, 8, packed.device)).sum(-1, keepdim=True, dtype=torch.int32)
-    units: Tensor = (word >> _shifts(codes, bits, packed.device)) & (2**bits - 1)
-    return units.flatten(1)[:, :count]
+    parts = _units(packed, size).unbind(-1)
+    return torch.stack([_code(parts, bits * i, bits) for i in range(codes)], -1).flatten(1)[:, :count]
+
+
+def _code(parts: Sequence[Tensor], first: int, bits: int) -> Tensor:
+    """The code that begins at this bit of some bytes."""
+    byte, bit = divmod(first, 8)
+    code: Tensor = parts[byte] >> bit
+    if bit + bits > 8:
+        code = code | (parts[byte + 1] << (8 - bit))
+    return code.bitwise_and(2**bits - 1)
 
 
 def _unit(bits: int) -> tuple[int, int]:

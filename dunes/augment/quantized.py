@@ -3,7 +3,7 @@
 # Shapes: I inputs, O outputs, C columns of a weight, G groups of a row.
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from dunes.ops import low_rank
 from dunes.ops.autocast import autocast_dtype
 
+Inputs = Callable[[Tensor], Sequence[Tensor]]
+Sums = Callable[..., Tensor]
 TINY = 1e-30
 """The least divisor: the scale of a group of zeros is zero."""
 
@@ -84,7 +86,8 @@ class Grid:
     def grouped(self, weight: Tensor) -> Tensor:
         """A weight (O, I) as groups (O, G, C), the last one with zeros at its end if it is shorter."""
         inputs, width = weight.shape[1], self.width(weight.shape[1])
-        return F.pad(weight, (0, -inputs % width)).view(len(weight), -1, width)
+        padded = F.pad(weight, (0, -inputs % width)) if inputs % width else weight
+        return padded.reshape(len(weight), -1, width)
 
     def fit_weight(self, weight: Tensor) -> Steps:
         """The steps (O, G) of a weight (O, I)."""
@@ -118,8 +121,15 @@ def split(steps: Steps) -> list[Steps]:
     return [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in range(steps.scale.shape[1])]
 
 
+ROWS = 4
+"""Rows up to which a compiled step multiplies codes, and does not dequantize the matrix first."""
+
+
 class Quantized(nn.Module, ABC):
-    """A linear layer whose forward dequantizes its weight each time, and again in the backward pass."""
+    """A linear layer whose forward dequantizes its weight each time, and again in the backward pass.
+
+    In a compiled step it multiplies the codes, if they lie as that needs.
+    """
 
     makes_dense = True  # `dense` returns a new matrix without gradient
     supports_packing = True
@@ -135,10 +145,59 @@ class Quantized(nn.Module, ABC):
         """Quantize this matrix (O, I), with these steps if they are given."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or (self.bias is not None and self.bias.requires_grad):
+        if torch.compiler.is_exporting() and x.shape[-2] <= ROWS and self.multiplies_codes():
+            y = self.code_products(x)
+            return y if self.bias is None else y + self.bias.float()
+        if torch.compiler.is_exporting():
+            return self.product(x)
+        trains_bias = self.bias is not None and self.bias.requires_grad
+        if not (torch.is_grad_enabled() and (x.requires_grad or trains_bias)):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.product(x.to(autocast_dtype(x)))
+        if torch.compiler.is_compiling() or trains_bias:
             return F.linear(x, self.dense().to(autocast_dtype(x)), self.bias)
         return low_rank.frozen(x, self.dense, self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The output without a gradient, in the dtype of x."""
+        return F.linear(x, self.dense().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     @abstractmethod
     def dense(self) -> Tensor:
         """The dequantized matrix (O, I) in the original dtype."""
+
+    def multiplies_codes(self) -> bool:
+        """Whether the codes lie so that `code_products` can read them."""
+        return False
+
+    def code_products(self, x: Tensor) -> Tensor:
+        """The products (..., T, O) in float32 of a few rows x (..., T, I), which Inductor fuses into a loop."""
+        raise NotImplementedError
+
+    def for_step(self) -> "Quantized":
+        """The layer that a compiled step has in place of this one: itself, or one with codes that it can read."""
+        return self
+
+
+def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -> Tensor:
+    """Sums (..., T, O) of products of a few rows x (..., T, I), in a loop that reads the weights (O, ...) once.
+
+    `sums(inputs(token), *parts)` are those of one row (..., 1, I) with parts of the weights. Four of their rows
+    at a time keep more reads in flight.
+    """
+    tokens = [inputs(x[..., i : i + 1, :].float()) for i in range(x.shape[-2])]
+    rows = ROWS // min(len(tokens), 2)
+    rows = rows if len(weights[0]) % rows == 0 else 1
+    parts = [*zip(*(torch.unflatten(w, 0, (rows, -1)) for w in weights), strict=True)]
+    return torch.stack([torch.cat([sums(token, *part) for part in parts], -1) for token in tokens], -2)
+
+
+def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The inputs (..., I) of the even and the odd codes (..., groups, pairs of a group)."""
+    pairs = torch.unflatten(x, -1, (groups, -1, 2))
+    return pairs[..., 0], pairs[..., 1]
+
+
+def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
+    """The same in one buffer, so that each is read in vectors."""
+    return torch.cat([t[None] for t in tensors]).unbind(0)

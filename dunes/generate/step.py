@@ -266,14 +266,24 @@ def model_state(model: nn.Module) -> object:
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a step, by name: matrices of plain linear layers and embeddings in this dtype."""
     rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
-    return {name: rounded.get(id(t), t) for name, t in _named_tensors(Step(model)).items()}
+    weights = {name: rounded.get(id(t), t) for name, t in _named_tensors(Step(model)).items()}
+    for name, layer in _replaced(model).items():
+        weights |= {f"model.{name}.{key}": t for key, t in _named_tensors(layer).items()}
+    return weights
 
 
 def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the model to export, whose matrices have this dtype and no values."""
     memo: dict[int, Any] = {id(t): t for t in _named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
+    memo |= {id(model.get_submodule(name)): layer for name, layer in _replaced(model).items()}
     return copy.deepcopy(model, memo)
+
+
+def _replaced(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that have another form in a step of few tokens, by name."""
+    layers = {name: m.for_step() for name, m in model.named_modules() if hasattr(m, "for_step")}
+    return {name: layer for name, layer in layers.items() if layer is not model.get_submodule(name)}
 
 
 def _matrices(model: nn.Module) -> list[Tensor]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from dunes import checkpoint
@@ -37,8 +38,9 @@ from dunes.runs.score import (
 from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
 
-WRITING, COMPARING, MEASURING = 0.6, 0.8, 0.85
-"""The shares of the work before the result is written, compared with what was written, and measured."""
+CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
+"""The shares of the work before and after the change, and before the result is written, compared with what was
+written, and measured."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys of a card that are not true of the model before its last change."""
 
@@ -68,8 +70,14 @@ def augment_folder(
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
+    show = show if calibration is None else _mostly_changing(show)
     with exclusive_folder(out), _unfinished(folder, out) as store:
         return _augment(folder, out, name, calibration, validation, compact, show, store, request)
+
+
+def _mostly_changing(show: Show) -> Show:
+    """Progress of a change that calibrates, which takes nearly all of the time."""
+    return lambda what, share: show(what, float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0))))
 
 
 @contextmanager
@@ -79,7 +87,7 @@ def _unfinished(folder: Path, out: Path) -> Iterator[Unfinished]:
     try:
         yield store
     except (OSError, KeyboardInterrupt):
-        if store.kept:
+        if store.folder.is_dir() and store.kept:
             parts, size = plural(store.kept, "finished part"), format_bytes(store.size())
             message = f"{parts} of the change ({size}) in {store.folder}: the same command goes on after them"
             warnings.warn(message, stacklevel=2)
@@ -114,10 +122,10 @@ def _augment(
         size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
     with step(show, "hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
-    with step(show, name, 0.15, 0.55):
+    with step(show, name, *CHANGING):
         change = replace(apply_change(loaded.model, name, store=store, **request), before=identity)
         store.require_source()
-    with step(show, "measuring", 0.55, WRITING):
+    with step(show, "measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
