@@ -12,7 +12,7 @@ from torch import nn
 from conftest import data
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, repeat_structure, sparsegpt
-from dunes.augment.calibrate import Gram
+from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
 from dunes.augment.sparsegpt import Pattern, Sparsity
 from dunes.augment.wanda import lowest, smallest, wanda_scores
@@ -251,6 +251,16 @@ def test_models_of_all_families(family, fields, method):
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(IDS), model(IDS))
     assert masked_places(fresh) == masked_places(model)
+
+
+def test_sparsegpt_leaves_a_model_the_fitted_weights():
+    model, place, grams = model_of(), "blocks.0.mlp.up", {}
+    weight = model.get_submodule(place).weight.detach().clone()
+    next(calibrate_blocks(model, LONG, [place], grams.update))
+    change = apply_change(model, "prune", ids=LONG, where=place)
+    h = sparsegpt.hessian(grams[place], change.request["damp"])
+    expected = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity(0.5)), weight, h)
+    assert (model.get_submodule(place).weight - expected).abs().max() < 1e-5
 
 
 def test_wanda_leaves_each_output_as_many_weights():
