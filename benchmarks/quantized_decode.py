@@ -5,8 +5,8 @@
 
 The shapes are those of `peers.py`, the weights random and rounded to nearest; 64 tokens after 64, as
 `dunes bench decode` times them, all kinds in turn in one process. `limit` is the highest read rate over the bytes
-that a token needs. llama.cpp gets the same weights as Q8_0 and Q4_0, in a process of its own after ours, and writes
-64 tokens after one: its time includes the prompt.
+that a token needs. llama.cpp gets the same weights as Q8_0 and Q4_0, in a process of its own after ours, and
+writes 64 tokens after one: its time includes the prompt.
 """
 
 import json

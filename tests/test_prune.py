@@ -12,7 +12,7 @@ from torch import nn
 from conftest import data
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, repeat_structure, sparsegpt
-from dunes.augment.calibrate import Gram
+from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
 from dunes.augment.sparsegpt import Pattern, Sparsity
 from dunes.augment.wanda import lowest, smallest, wanda_scores
@@ -176,6 +176,35 @@ def test_dead_inputs_and_singular_matrices():
         sparsegpt.hessian(Gram(flat.matrix * math.nan, flat.absolute, 100), 0.01)
 
 
+def least_squares(weight, h, zeros):
+    """The weight (O, I) in float64 whose outputs are nearest to those of `weight`, with these zeros."""
+    weight, h, fitted = weight.double(), h.double(), torch.zeros(weight.shape, dtype=torch.double)
+    for row, w, gone in zip(fitted, weight, zeros, strict=True):
+        kept = (~gone).nonzero()[:, 0]
+        row[kept] = torch.linalg.solve(h[kept][:, kept], h[kept] @ w)
+    return fitted
+
+
+@pytest.mark.parametrize("pattern", [None, "2:4"])
+def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
+    weight, gram = layer(48, 96, 800)
+    gram.matrix[5] = gram.matrix[:, 5] = 0
+    h = sparsegpt.hessian(gram, 0.01)
+    pruned = sparsegpt.prune(weight, h, Sparsity.of(None, pattern))
+    fitted = sparsegpt.refit(pruned, weight, h)
+    expected = least_squares(weight, damped(gram), pruned == 0)
+    assert torch.equal(fitted == 0, pruned == 0)
+    error = [
+        float(((w - weight) @ damped(gram).float() * (w - weight)).sum())
+        for w in (pruned, fitted, expected.float())
+    ]
+    print(error)
+    assert error[2] <= error[1] < error[2] + 0.02 * (error[0] - error[2])
+    assert error[1] < 0.9 * error[0]
+    once_more = sparsegpt.refit(expected.float(), weight, h)
+    assert (once_more - expected).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("pattern", [None, "2:4", "1:4"])
 def test_zeros_that_a_model_keeps_are_not_revived(pattern):
     weight, gram = layer()
@@ -222,6 +251,16 @@ def test_models_of_all_families(family, fields, method):
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(IDS), model(IDS))
     assert masked_places(fresh) == masked_places(model)
+
+
+def test_sparsegpt_leaves_a_model_the_fitted_weights():
+    model, place, grams = model_of(), "blocks.0.mlp.up", {}
+    weight = model.get_submodule(place).weight.detach().clone()
+    next(calibrate_blocks(model, LONG, [place], grams.update))
+    change = apply_change(model, "prune", ids=LONG, where=place)
+    h = sparsegpt.hessian(grams[place], change.request["damp"])
+    expected = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity(0.5)), weight, h)
+    assert (model.get_submodule(place).weight - expected).abs().max() < 1e-5
 
 
 def test_wanda_leaves_each_output_as_many_weights():

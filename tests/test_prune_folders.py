@@ -1,6 +1,7 @@
 """Pruned folders: made by the verb, opened by transformers, and with the same zeros after any training."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from conftest import display
 from dunes import checkpoint, tree
 from dunes.augment.masked import masked_places
 from dunes.cli import augment, verbs
-from dunes.runs.augment import augment_folder
+from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.export import export
 from dunes.runs.score import calibration_ids
 from dunes.runs.train import train
@@ -93,6 +94,31 @@ def test_calibration_has_as_many_tokens_as_asked(base, pruned):
     assert calibration_ids(loaded, [text], 1000).shape == (8, 128)
     whole = calibration_ids(loaded, [text], 10**9)
     assert 1000 < whole.numel() < 10_000 * 3
+
+
+def test_a_model_writes_text_for_itself_where_that_of_its_training_is_gone(base, pruned, tmp_path):
+    loaded = checkpoint.load(base)
+    ids = calibration_ids(loaded, ["self"], 1000)
+    assert ids.shape == (8, 128)
+    assert torch.equal(ids, calibration_ids(loaded, ["self"], 1000))
+    assert len(ids.unique(dim=0)) == 8
+    other = torch.randint(loaded.require_tokenizer().vocab, ids.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        written, drawn = (
+            torch.nn.functional.cross_entropy(loaded.model(x)[:, :-1].mT, x[:, 1:]) for x in (ids, other)
+        )
+    assert written < drawn, "written by the model"
+    gone = tmp_path / "gone"
+    shutil.copytree(base, gone)
+    card = json.loads((gone / "dunes.json").read_text())
+    (gone / "dunes.json").write_text(json.dumps(card | {"trained": {"sources": [str(tmp_path / "text")]}}))
+    lines = augment_folder(gone, tmp_path / "out", "prune", calibration=(), pattern="2:4")
+    assert "calibrated by text that the model wrote" in lines
+    assert json.loads((tmp_path / "out" / "dunes.json").read_text())["augmented"]["calibration"] == ["self"]
+    lines = quantize_folder(gone, tmp_path / "int4", kind="int4", group=32)
+    assert "method gptq, which reads text that the model wrote; --method rtn reads none" in lines
+    with pytest.raises(ValueError, match="pass it alone"):
+        calibration_ids(loaded, ["self", "text.txt"])
 
 
 def test_zeros_stay_in_training_that_is_stopped_and_resumed_and_goes_on(pruned, code, tmp_path, monkeypatch):

@@ -59,7 +59,8 @@ def apply_change(model: nn.Module, name: str, *, store: Store | None = None, **r
 
     `request` are arguments of the change's `decide`; the calibration text among them, `ids` (S, T), also goes to
     its `solve`. With a `store`, a change that is made block by block goes on after the parts in it. Raises
-    ValueError for an invalid request, before anything is changed.
+    ValueError for an invalid request, before anything is changed. A change that is made block by block and stops
+    midway, as by inputs that are not finite, leaves the blocks before changed: load the model again.
     """
     change: Change = CHANGES[name].decide(model, **request)
     return make_change(model, change, request.get("ids"), store)

@@ -18,7 +18,7 @@ from dunes import tree
 from dunes.augment.adapted import keeps_zeros
 from dunes.augment.calibrate import Gram, States, assign_weight, calibrate_blocks
 from dunes.augment.quantized import Grid, Steps, join, split
-from dunes.augment.sparsegpt import Hessian, Sparsity, hessian, prune, sweep
+from dunes.augment.sparsegpt import Hessian, Sparsity, hessian, prune, refit, sweep
 
 BLOCK, DAMP = 128, 0.01
 """Columns that are rounded before the rest of the matrix is updated, and what is added to the Gram's diagonal, as
@@ -40,16 +40,16 @@ def solve(
     """Round the linear layers at these places, by what they read of `ids` (S, T), block by block.
 
     Layers that compute earlier come first, and later ones are calibrated on what these then write ("true
-    sequential"). With `act_order` the columns whose inputs are largest come first. With a `sparsity`, weights are
-    pruned in the same sweep. Yields for each block the steps (O, G) by place, and the places of experts that got
-    fewer tokens than they have inputs, which are rounded to nearest, after they were pruned by magnitude; and the
-    states from which another call goes on.
+    sequential"). With `act_order` the columns whose inputs are largest come first. With a `sparsity`, a layer
+    is pruned before it is rounded, by the same inputs. Yields for each block the steps (O, G)
+    by place, and the places of experts that got fewer tokens than they have inputs, which are rounded to nearest,
+    after they were pruned by magnitude; and the states from which another call goes on.
     """
     layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
     solved, short = dict[str, Steps](), list[str]()
 
     def solve_layers(grams: Mapping[str, Gram]) -> None:
-        hessians: Hessians = {}
+        hessians, unordered = Hessians(), dict[int, Hessian]()
         for name, gram in grams.items():
             layer, grid = layers.pop(name), grids[name]
             weight = layer.weight.float()
@@ -63,7 +63,13 @@ def solve(
             if id(gram) not in hessians:  # layers with the same input share it
                 hessians[id(gram)] = hessian_of(gram, act_order, name)
             zeros = weight == 0 if keeps_zeros(layer) else None
-            rounded, solved[name] = round_columns(weight, *hessians[id(gram)], grid, zeros, sparsity)
+            if sparsity is not None:
+                if id(gram) not in unordered:
+                    unordered[id(gram)] = hessian_of(gram, False, name)[0]
+                pruned = prune(weight, unordered[id(gram)], sparsity, BLOCK, zeros)
+                weight = refit(pruned, weight, unordered[id(gram)])
+                zeros = weight == 0
+            rounded, solved[name] = round_columns(weight, *hessians[id(gram)], grid, zeros)
             assign_weight(layer, rounded)
 
     for after in calibrate_blocks(model, ids, [*grids], solve_layers, sequential=True, states=states):
@@ -92,33 +98,22 @@ def round_columns(
     order: Tensor | None,
     grid: Grid,
     zeros: Tensor | None = None,
-    sparsity: Sparsity | None = None,
 ) -> tuple[Tensor, Steps]:
     """The rounded weight (O, I) and its steps (O, G), for a weight in float32 and `hessian_of` its inputs.
 
     A group's steps are those of its columns as they are when its first column is reached; with an order, they are
-    those of the weight ("static groups"). Where `zeros` (O, I), it becomes zero. With a `sparsity`, which has no
-    order, a group is first pruned for itself, which gives its zeros and its steps; its columns, as they were, are
-    then rounded or become zero in one sweep, so that later ones make up for both errors (SparseGPT's joint
-    sparsification and quantization, https://arxiv.org/abs/2301.00774).
+    those of the weight ("static groups"). Where `zeros` (O, I), it becomes zero.
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
     columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[Steps]()
-    gone = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T.clone()
+    gone = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T
     if order is not None:
         columns, gone, parts = columns[order], gone[order], split(grid.fit_weight(weight))
-    if sparsity is not None:
-        columns[h.dead] = 0
     group_of = ((torch.arange(inputs) if order is None else order) // width).tolist()
 
     def rounded(j: int, current: Tensor) -> Tensor:
         if group_of[j] == len(parts):
-            span = slice(j, j + width)
-            group = current[span].T
-            if sparsity is not None:
-                group = prune(group, h.part(span), sparsity, BLOCK, gone[span].T)
-                gone[span] = group.T == 0
-            parts.append(grid.fit(group))
+            parts.append(grid.fit(current[j : j + width].T))
         return grid.round(current[j, :, None], parts[group_of[j]])[:, 0].masked_fill(gone[j], 0)
 
     sweep(columns, h.factor, column_blocks(inputs, width if order is None else BLOCK), rounded)

@@ -104,7 +104,7 @@ class GroupInt(Quantized):
         dtype = torch.bfloat16 if exact else torch.float32
         scale, zero = (s.to(dtype)[..., None] for s in self.steps())
         codes = self.grid.grouped(unpack(self.codes, self.grid.bits, self.in_features).to(dtype))
-        return ((codes - zero) * scale).flatten(1)[:, : self.in_features].to(self.dtype)
+        return codes.sub_(zero).mul_(scale).flatten(1)[:, : self.in_features].to(self.dtype)
 
 
 def packed_bytes(count: int, bits: int) -> int:

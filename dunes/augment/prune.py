@@ -148,7 +148,7 @@ def _prune(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         zeros = weight == 0 if keeps_zeros(linear) else None
-        pruned = sparsegpt.prune(weight, h, sparsity, request["block"], zeros)
+        pruned = sparsegpt.refit(sparsegpt.prune(weight, h, sparsity, request["block"], zeros), weight, h)
         decided = {} if h.damp == request["damp"] else {"damp": h.damp}
     else:
         scores = weight.float().abs() if method == "magnitude" or gram is None else wanda_scores(weight, gram)

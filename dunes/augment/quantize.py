@@ -257,7 +257,7 @@ def decide(
     a scale for each `group` of a row's inputs (64; 0 for the whole row), and a zero point unless `symmetric`.
     GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. With a `sparsity`, the
     fraction of each layer's weights that become zero, or a `pattern` KEPT:GROUP (see `prune.decide`), it prunes in
-    the same pass, from the first column to the last. `override` are further choices GLOB=KIND, of which the last
+    the same pass. `override` are further choices GLOB=KIND, of which the last
     that matches a place counts; `dense` leaves it as it is, other kinds quantize it also where `where` does not
     select it. A layer whose kind does not have the method is rounded to nearest. Quantized layers that `where`
     selects by a wildcard are left as they are, so that changes of several kinds can follow each other.
@@ -272,7 +272,7 @@ def decide(
         raise ValueError(
             f"method is {method!r}; calibration text goes with {' and '.join(CALIBRATED)}, and only these"
         )
-    target = _sparsity(kinds, method, act_order, sparsity, pattern)
+    target = _sparsity(kinds, method, sparsity, pattern)
     globs = [where] if isinstance(where, str) else list(where)
     modules, kind_of = _dense_layers(model, globs, kind, overrides)
     if ids is not None:
@@ -283,8 +283,8 @@ def decide(
         for name, settings in places.items():
             settings["kind"] = kind_of[name]
     if target is not None:
-        request |= {"sparsity": target.fraction, "pattern": pattern, "act_order": False}
-        _require_groups(modules, target, request.get("group", 0))
+        request |= {"sparsity": target.fraction, "pattern": pattern}
+        _require_groups(modules, target)
     return Change(
         "quantize", 2 if {*request} == {"kind", "double"} else VERSION, {"where": globs, **request}, places
     )
@@ -346,9 +346,7 @@ def require_method(kinds: Collection[str], method: str) -> None:
         raise ValueError(f"kind {' and '.join(kinds)} has no method {method!r}; expected {', '.join(methods)}")
 
 
-def _sparsity(
-    kinds: Collection[str], method: str, act_order: bool | None, sparsity: float | None, pattern: str | None
-) -> Sparsity | None:
+def _sparsity(kinds: Collection[str], method: str, sparsity: float | None, pattern: str | None) -> Sparsity | None:
     """What is pruned in the same pass. Raises ValueError where nothing can be."""
     if sparsity is None and pattern is None:
         return None
@@ -357,20 +355,16 @@ def _sparsity(
             f"kind {' and '.join(kinds)}, method {method}: sparsity and pattern go with gptq, of "
             "int8, int4 and int3; or prune first (dunes augment prune)"
         )
-    if act_order:
-        raise ValueError("act_order is True, but weights are pruned from the first column to the last; omit it")
     return Sparsity.of(sparsity, pattern)
 
 
-def _require_groups(layers: Mapping[str, nn.Module], sparsity: Sparsity, group: int) -> None:
-    """Raise ValueError unless groups of the pattern fill a layer's inputs and those of a scale."""
+def _require_groups(layers: Mapping[str, nn.Module], sparsity: Sparsity) -> None:
+    """Raise ValueError unless groups of the pattern fill a layer's inputs and blocks of columns."""
     for name, layer in layers.items():
         assert isinstance(layer, nn.Linear)
         sparsity.require_inputs(name, layer.in_features)
-    if sparsity.pattern is not None and (group % (size := sparsity.pattern.group) or gptq.BLOCK % size):
-        raise ValueError(
-            f"pattern has groups of {size}; expected a divisor of {gptq.BLOCK} and of --group {group}"
-        )
+    if sparsity.pattern is not None and gptq.BLOCK % (size := sparsity.pattern.group):
+        raise ValueError(f"pattern has groups of {size}; expected a divisor of {gptq.BLOCK}")
 
 
 def _dense_layers(

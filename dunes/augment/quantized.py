@@ -86,7 +86,8 @@ class Grid:
     def grouped(self, weight: Tensor) -> Tensor:
         """A weight (O, I) as groups (O, G, C), the last one with zeros at its end if it is shorter."""
         inputs, width = weight.shape[1], self.width(weight.shape[1])
-        return F.pad(weight, (0, -inputs % width)).view(len(weight), -1, width)
+        padded = F.pad(weight, (0, -inputs % width)) if inputs % width else weight
+        return padded.reshape(len(weight), -1, width)
 
     def fit_weight(self, weight: Tensor) -> Steps:
         """The steps (O, G) of a weight (O, I)."""

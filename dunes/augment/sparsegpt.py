@@ -16,6 +16,9 @@ from dunes.augment.wanda import lowest, lowest_of_groups, smallest
 
 HALF = 0.5
 """The fraction of zeros where none is asked for."""
+REFITS, REFIT_TOLERANCE = 30, 1e-4
+"""Steps of `refit` at most, and the part of the squared gradient at which it stops."""
+TINY = 1e-30
 MOST_DAMPING = 1e4
 """Beyond this multiple of the mean diagonal, nothing is left of the Gram matrix."""
 
@@ -79,15 +82,12 @@ class Sparsity(NamedTuple):
 
 class Hessian(NamedTuple):
     """The upper Cholesky factor (I, I) of the inverse of H = 2/n sum x xT + damping, inputs that are always zero
-    (I,) bool, and the damping as a fraction of the mean diagonal."""
+    (I,) bool, the damping as a fraction of the mean diagonal, and H."""
 
     factor: Tensor
     dead: Tensor
     damp: float
-
-    def part(self, columns: slice) -> "Hessian":
-        """That of consecutive columns, when those before them are fixed."""
-        return Hessian(self.factor[columns, columns], self.dead[columns], self.damp)
+    matrix: Tensor
 
 
 def hessian(gram: Gram, damp: float) -> Hessian:
@@ -108,7 +108,7 @@ def hessian(gram: Gram, damp: float) -> Hessian:
         if not failed:
             factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed and factor.isfinite().all():
-            return Hessian(factor, dead, damp)
+            return Hessian(factor, dead, damp, damped)
         damp = max(damp, 1e-4) * 10
         if damp > MOST_DAMPING:
             raise ValueError("the Gram matrix of the calibration text cannot be inverted; pass other text")
@@ -158,3 +158,26 @@ def prune(weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = 128, zero
 
     sweep(columns, h.factor, blocks, replace)
     return columns.T.contiguous()
+
+
+def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
+    """The pruned weight (O, I) with the values that, given its zeros, change the outputs of `weight` least.
+
+    The sweep leaves a column as it is once it is passed; here weights also make up for zeros behind them. Each row
+    has its own least squares, which conjugate gradients solve, preconditioned by the diagonal, all rows at once.
+    """
+    kept, diagonal = pruned != 0, h.matrix.diagonal()
+    residual = ((weight.float() - pruned) @ h.matrix) * kept
+    scaled = direction = residual / diagonal
+    size = (residual * scaled).sum(1, keepdim=True)
+    enough = REFIT_TOLERANCE * size.sum()
+    for _ in range(REFITS):
+        if size.sum() <= enough:
+            break
+        product = (direction @ h.matrix) * kept
+        step = size / (direction * product).sum(1, keepdim=True).clamp(min=TINY)
+        pruned, residual = pruned + step * direction, residual - step * product
+        scaled = residual / diagonal
+        size, before = (residual * scaled).sum(1, keepdim=True), size
+        direction = scaled + size / before.clamp(min=TINY) * direction
+    return pruned

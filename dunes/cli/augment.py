@@ -93,7 +93,7 @@ def quantize(
         act_order: With gptq, round the columns with the largest inputs first.
         sparsity: With gptq, also set this fraction of each layer's weights to zero, in the same pass.
         pattern: With gptq, also keep only so many of every GROUP consecutive inputs, such as 2:4.
-        calibration: Text for gptq and awq.
+        calibration: Text for gptq and awq; self: the model writes it, as where the text of its training is gone.
         validation: Text that the report scores, before and after.
         override: Other kinds for some modules, or dense to leave them as they are; the last match wins.
         target_modules: Modules to quantize; quantized ones that a wildcard selects stay as they are.
@@ -139,7 +139,7 @@ def prune(
         method: SparseGPT lets the other weights make up for those it prunes; Wanda and magnitude do not.
         sparsity: The fraction of each layer's weights to set to zero.
         pattern: Keep so many of every GROUP consecutive inputs of an output, such as 2:4 or 4:8.
-        calibration: Text for SparseGPT and Wanda, as the model's training text.
+        calibration: Text for SparseGPT and Wanda, as the model's training text; self: the model writes it.
         validation: Text that the report scores, before and after.
         target_modules: Linear layers to prune; ! excludes, the last match wins.
         compact: Store a bit for each weight and the weights that are not zero; only dunes reads it.

@@ -27,7 +27,14 @@ from dunes.runs.comparison import Comparison, compare_folders
 from dunes.runs.export import NOT_INHERITED
 from dunes.runs.frontier import Frontier, smallest_form
 from dunes.runs.picture import comparison_picture
-from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate, trained_text
+from dunes.runs.score import (
+    SELF,
+    calibration_ids,
+    calibration_sources,
+    evaluation_tokens,
+    require_separate,
+    trained_text,
+)
 from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
 
@@ -106,6 +113,7 @@ def _augment(
         loaded = checkpoint.load(folder)
         compare = None if validation is None else partial(compare_folders, folder, ids=_scored(loaded, validation))
         if calibration is not None:
+            calibration = calibration_sources(loaded.card, calibration)
             tokens = getattr(CHANGES[name], "calibration_tokens", lambda model: None)(loaded.model)
             if compare:
                 require_separate(loaded, calibration, validation or ())
@@ -120,12 +128,14 @@ def _augment(
     with step(show, "measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
-    compared = _write(loaded, (change,), out, after, {"change": name, **effect}, show, compact, compare)
+    facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
+    compared = _write(loaded, (change,), out, after, facts, show, compact, compare)
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *(compared.warnings() if isinstance(compared, Comparison) else []),
         *store.lines,
         *([] if describe is None else [describe(change)]),
+        *(["calibrated by text that the model wrote"] if calibration and SELF in calibration else []),
         f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
@@ -182,7 +192,8 @@ def quantize_folder(
         settings = request | dict(form.request) | {"calibration": calibration if form.needs_text else ()}
         return [*tried, *quantize_folder(folder, out, validation=validation, show=show, **settings)]
     kind = kind or "nf4"
-    text = bool(calibration) or bool(trained_text(read_card(readable_folder(folder))))
+    card = read_card(readable_folder(folder))
+    text = bool(calibration) or bool(trained_text(card))
     pruned = request.get("sparsity") is not None or request.get("pattern") is not None
     chosen = method or ("gptq" if pruned or (kind in BY_GROUP and text) else "rtn")
     require_method(all_kinds(kind, request.get("override", ())), chosen)
@@ -195,6 +206,8 @@ def quantize_folder(
     )
     if method is None and chosen == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
+        if SELF in calibration_sources(card, calibration):
+            source = "text that the model wrote"
         return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
     return lines
 

@@ -18,7 +18,13 @@ from dunes.checkpoint.files.lazy_tensor import in_memory
 from dunes.data import TokenIds
 from dunes.runs.comparison import SCORED
 from dunes.runs.evaluate import evaluate
-from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate, trained_text
+from dunes.runs.score import (
+    calibration_ids,
+    calibration_sources,
+    evaluation_tokens,
+    require_separate,
+    trained_text,
+)
 from dunes.steps import Show, step
 
 
@@ -87,6 +93,7 @@ class Frontier:
         self.scored: TokenIds = evaluation_tokens(loaded, validation)[0]
         self.ids: Tensor | None = None
         if calibration or trained_text(loaded.card):
+            calibration = calibration_sources(loaded.card, calibration)
             require_separate(loaded, calibration, validation)
             self.ids = calibration_ids(loaded, calibration, calibration_tokens(loaded.model))
         self.dense = self._trial("dense", loaded)

@@ -11,13 +11,17 @@ from torch import Tensor
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.data import Document, PackedText, TokenIds, collect_corpus
+from dunes.runs.config import STDLIB
 from dunes.runs.corpus import join_texts, tail_start
 from dunes.runs.evaluate import Score, evaluate
+from dunes.runs.written_text import write_ids
 from dunes.text import Tokenizer
 from dunes.units import plural
 
 SEQUENCES, CALIBRATION_TOKENS = 64, 128
 """Calibration sequences, and tokens in each."""
+SELF = "self"
+"""The source of calibration text that the model writes."""
 
 
 def score_folder(
@@ -58,23 +62,38 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     """Ids (sequences, tokens) of the context length, spread evenly over the sources but their last tenth.
 
     They are 64, or about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the
-    training split that the card records. Raises ValueError if it records none, or if the text is shorter than one
-    sequence.
+    training split that the card records; of the source `self`, the model writes them. Raises ValueError if it
+    records none, or if the text is shorter than one sequence.
     """
     trained = trained_text(loaded.card)
+    width = min(CALIBRATION_TOKENS, loaded.context_length)
+    sequences = SEQUENCES if tokens is None else -(-tokens // width)
+    if SELF in sources:
+        if len(sources) > 1:
+            raise ValueError(
+                "--calibration self is text that the model writes; pass it alone, or ./self for a file"
+            )
+        return write_ids(loaded, sequences, width)
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     if not (sources or trained):
-        raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
+        raise ValueError(
+            "the model's card does not record its training text; pass one with --calibration FILE, or self"
+        )
     corpus = collect_corpus(sources) if sources else collect_corpus(trained["sources"], **recorded)
     tails = not sources and trained.get("split") == "tails"
     documents = corpus.train + corpus.valid if tails else corpus.train or corpus.valid
     ids = np.asarray(_ids(loaded.require_tokenizer(), documents, "head" if tails else "all", False))
-    width = min(CALIBRATION_TOKENS, loaded.context_length)
-    sequences = SEQUENCES if tokens is None else -(-tokens // width)
     if (last := (len(ids) if tails else tail_start(0, len(ids))) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
     starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
+
+
+def calibration_sources(card: Mapping[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
+    """The sources; without any, `self` where those of the training that the card records are gone."""
+    recorded = () if sources else trained_text(card).get("sources", ())
+    gone = any(source != STDLIB and not Path(source).expanduser().exists() for source in recorded)
+    return (SELF,) if gone else tuple(sources)
 
 
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
@@ -83,7 +102,11 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
     Where the last tenth of each document is scored, the rest of it may calibrate.
     """
     trained = trained_text(loaded.card)
-    if not (calibration or validation) or (not validation and trained.get("split") != "files"):
+    if (
+        SELF in calibration
+        or not (calibration or validation)
+        or (not validation and trained.get("split") != "files")
+    ):
         return
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     scored = collect_corpus(validation) if validation else collect_corpus(trained["sources"], **recorded)
