@@ -20,7 +20,7 @@ REQUESTS = [
     {"kind": "int4", "symmetric": True, "group": 32},
     {"kind": "int4", "group": 16},
     {"kind": "int4", "group": 0},
-    {"kind": "int4", "symmetric": True, "group": 32, "int8": ["blocks.0.**"]},
+    {"kind": "int4", "symmetric": True, "group": 32, "override": ["blocks.0.**=int8"]},
 ]
 
 
