@@ -16,7 +16,7 @@ from dunes.augment.wanda import lowest, lowest_of_groups, smallest
 
 HALF = 0.5
 """The fraction of zeros where none is asked for."""
-REFITS, REFIT_TOLERANCE = 30, 1e-4
+REFITS, REFIT_TOLERANCE = 10, 1e-4
 """Steps of `refit` at most, and the part of the squared gradient at which it stops."""
 TINY = 1e-30
 MOST_DAMPING = 1e4
