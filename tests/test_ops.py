@@ -300,3 +300,18 @@ def test_grams_by_panels_are_those_of_plain_products(dtype, size, monkeypatch):
     assert torch.equal(matrix, matrix.T)
     assert (plain - exact).norm() < 1e-6 * exact.norm()
     assert (matrix - exact).norm() < 2e-6 * exact.norm()  # bfloat16 inputs rounded once more: 2e-3
+
+
+def misaligned(values):
+    """The same values, from one number behind an address that vectors can be read from."""
+    buffer = torch.zeros(values.numel() + 128, dtype=values.dtype)
+    first = -buffer.data_ptr() % 64 // values.element_size() + 1
+    return buffer[first : first + values.numel()].view_as(values).copy_(values)
+
+
+def test_torchs_packed_int8_product_reads_nothing_misaligned(monkeypatch):
+    monkeypatch.setattr(int8_linear, "packed", lambda *arguments: pytest.fail("this can end the process"))
+    codes, x, scale = torch.ones(65, 64, dtype=torch.int8), torch.ones(2, 64).bfloat16(), torch.ones(65)
+    wide = torch.ones(2, 128).bfloat16()
+    for rows, matrix in ((misaligned(x), codes), (x, misaligned(codes)), (wide[:, ::2], codes), (x[:0], codes)):
+        assert torch.equal(int8_linear.int8_linear(rows, matrix, scale), int8_linear.plain(rows, matrix, scale))

@@ -17,6 +17,9 @@ ROWS = 4
 WIDTH = 32
 """The packed product is for a multiple of so many inputs."""
 
+ALIGNED = 64
+"""Bytes of the vectors that the packed product reads."""
+
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient, nor in float16.
@@ -24,9 +27,18 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     In float16 a sum over codes could exceed the largest number.
     """
     inputs = x.shape[-1]
-    few = x.numel() <= ROWS * inputs and inputs % WIDTH == 0  # of other widths it reads beyond the end
+    few = 0 < x.numel() <= ROWS * inputs and inputs % WIDTH == 0  # of other widths it reads beyond the end
     fits = few and x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    return packed(x, codes, scale) if fits else plain(x, codes, scale)
+    return packed(x, codes, scale) if fits and _aligned(x, codes) else plain(x, codes, scale)
+
+
+def _aligned(x: Tensor, codes: Tensor) -> bool:
+    """Whether the packed product can read these, which otherwise ends the process, as with codes of a mapped file.
+
+    It reads codes of four outputs at once from anywhere.
+    """
+    whole = len(codes) % 4 == 0 or codes.data_ptr() % ALIGNED == 0
+    return whole and x.is_contiguous() and x.data_ptr() % ALIGNED == 0
 
 
 def plain(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
