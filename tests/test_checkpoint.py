@@ -335,7 +335,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
     changed.blocks[1].mlp = MLP(32, 64)
     assert "blocks.1.mlp" in checkpoint.hf_config_of(changed, 16)
     changed = llama.build(llama.Config.from_size(50, 64, 2, 16))
-    changed.blocks[0].attn.q = nn.Identity()
+    changed.blocks[0].attn.q = torch.nn.Identity()
     assert checkpoint.hf_config_of(changed, 16) == "blocks.0.attn.q is Identity, not Linear", "for all families"
     changed = build()
     changed.blocks[1].attn.window = 4
