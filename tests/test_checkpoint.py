@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes import checkpoint
+from dunes import augment, checkpoint
 from dunes.checkpoint import inspect, state
 from dunes.checkpoint.files import safetensors_writer
 from dunes.checkpoint.files.lazy_tensor import in_memory
@@ -334,6 +334,9 @@ def test_what_a_model_is_called_follows_from_its_tree():
     changed = build()
     changed.blocks[1].mlp = MLP(32, 64)
     assert "blocks.1.mlp" in checkpoint.hf_config_of(changed, 16)
+    changed = llama.build(llama.Config.from_size(50, 64, 2, 16))
+    augment.quantize(changed, kind="int8")
+    assert checkpoint.hf_config_of(changed, 16) == "blocks.0.attn.q is Int8, not Linear", "for several families"
     changed = build()
     changed.blocks[1].attn.window = 4
     assert "'window': '4'" in checkpoint.hf_config_of(changed, 16)

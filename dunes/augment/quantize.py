@@ -22,7 +22,7 @@ from dunes.augment.change import Change, Part, float_dtype, part_name, zeros_of
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
 from dunes.augment.sparsegpt import Sparsity
-from dunes.ops.int8_linear import int8_linear
+from dunes.ops.int8_linear import int8_linear, is_few
 from dunes.steps import each
 from dunes.units import plural
 
@@ -56,7 +56,7 @@ class Int8(Quantized):
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float16:
+        if not is_few(x):
             return super().product(x)
         y = int8_linear(x, self.codes, self.scale[:, 0])
         return y if self.bias is None else y + self.bias.to(y.dtype)

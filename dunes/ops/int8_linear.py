@@ -21,14 +21,19 @@ ALIGNED = 64
 """Bytes of the vectors that the packed product reads."""
 
 
-def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient, nor in float16.
+def is_few(x: Tensor) -> bool:
+    """Whether x (..., I) has so few rows that a layer scales its outputs.
 
-    In float16 a sum over codes could exceed the largest number.
+    More are multiplied by the dense matrix, as in training and under adapters, to the same bits. In float16 a sum
+    over codes could exceed the largest number.
     """
-    inputs = x.shape[-1]
-    few = 0 < x.numel() <= ROWS * inputs and inputs % WIDTH == 0  # of other widths it reads beyond the end
-    fits = few and x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.numel() <= ROWS * x.shape[-1] and x.dtype != torch.float16
+
+
+def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient."""
+    fits = is_few(x) and x.shape[-1] % WIDTH == 0  # of other widths the packed product reads beyond the end
+    fits = fits and x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
     return packed(x, codes, scale) if fits and _aligned(x, codes) else plain(x, codes, scale)
 
 
@@ -38,7 +43,7 @@ def _aligned(x: Tensor, codes: Tensor) -> bool:
     It reads codes of four outputs at once from anywhere.
     """
     whole = len(codes) % 4 == 0 or codes.data_ptr() % ALIGNED == 0
-    return whole and x.is_contiguous() and x.data_ptr() % ALIGNED == 0
+    return whole and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % ALIGNED == 0
 
 
 def plain(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The Hugging Face config of a built model, derived from its modules alone."""
 
+from collections import Counter
+
 from torch import nn
 
 from dunes.checkpoint.forms.architecture import Architecture, module_rows
@@ -10,20 +12,22 @@ from dunes.units import plural
 
 def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
     """The family and config that build exactly this model, or the first difference from the closest one."""
-    reasons = [(-1, "it is not a stack of attention blocks")]
+    reasons: dict[str, tuple[int, str]] = {}
     for family, module in FAMILIES.items():
         try:
             hf = module.to_hf(module.read(model, context_length))
             config = module.from_hf(hf)  # some fields of a Config have no key in the family's config.json
             rebuilt = build_on_meta(family, config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            reasons.append((0, f"not {family}: {' '.join(str(error).split())}"))
+            reasons[family] = 0, " ".join(str(error).split())
             continue
         if (difference := _first_difference(model, rebuilt)) is None:
             return Architecture(family, config)
-        equal_rows, reason = difference
-        reasons.append((equal_rows, f"not {family}: {reason}"))
-    return max(reasons, key=lambda reason: reason[0])[1]
+        reasons[family] = difference
+    equal_rows = max(rows for rows, _ in reasons.values())
+    closest = {reason: family for family, (rows, reason) in reasons.items() if rows == equal_rows}
+    (reason, families), *_ = Counter(r for rows, r in reasons.values() if rows == equal_rows).most_common(1)
+    return reason if families > 1 else f"not {closest[reason]}: {reason}"
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
