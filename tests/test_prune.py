@@ -450,3 +450,23 @@ def test_sparsegpt_is_better_than_both_others_on_a_trained_model():
             added[method] = score(pruned) - dense
         print(f"dense {dense:.3f}, {setting}: {added}")
         assert added["sparsegpt"] < 0.8 * min(added["wanda"], added["magnitude"])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_inputs_that_are_always_zero_do_not_outweigh_the_others(scale):
+    weight, gram = layer()
+    gram.matrix[::4], gram.matrix[:, ::4] = 0, 0
+    errors = []
+    for factor in (1.0, scale):
+        scaled = Gram(gram.matrix * factor**2, gram.absolute * factor, gram.tokens)
+        h = sparsegpt.hessian(scaled, 0.01)
+        change = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity.of(0.5, None)), weight, h) - weight
+        errors.append(float(((change @ gram.matrix) * change).sum()))
+    assert errors[1] == pytest.approx(errors[0], rel=1e-2)
+
+
+def test_a_fit_whose_products_overflow_leaves_the_weights():
+    weight, gram = layer()
+    h = sparsegpt.hessian(Gram(gram.matrix * 1e30, gram.absolute, gram.tokens), 0.01)
+    pruned = sparsegpt.prune(weight * 1e10, h, Sparsity.of(None, "2:4"))
+    assert torch.equal(sparsegpt.refit(pruned, weight * 1e10, h), pruned)

@@ -316,3 +316,18 @@ def test_a_part_is_packed_before_the_next_block_is_solved_for(made):
         patch.setattr(entry, "solve", solve)
         make_change(loaded.model, change)
     assert seen == [["Int8"] * i + ["Linear"] * (DEPTH - i) for i in range(DEPTH)]
+
+
+def test_a_refused_command_deletes_no_finished_parts(made, tmp_path, monkeypatch):
+    def interrupted(self, part, tensors):
+        keep(self, part, tensors)
+        raise KeyboardInterrupt
+
+    out, keep = tmp_path / "out", Unfinished.keep
+    monkeypatch.setattr(Unfinished, "keep", interrupted)
+    with pytest.warns(UserWarning, match="1 finished part"), pytest.raises(KeyboardInterrupt):
+        make(made, "int8", out)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="override"):
+        make(made, "int8", out, override=["typo"])
+    assert any("were finished before" in line for line in make(made, "int8", out))

@@ -99,8 +99,8 @@ def hessian(gram: Gram, damp: float) -> Hessian:
         raise ValueError("the inputs of the calibration text are not finite; are the model's weights?")
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
-    h.diagonal()[dead] = 1
-    mean = h.diagonal().mean()
+    mean = h.diagonal()[~dead].mean() if not dead.all() else h.new_ones(())
+    h.diagonal()[dead] = mean  # and not a number that would outweigh small inputs in the damping
     while True:
         damped = h.clone()
         damped.diagonal().add_(damp * mean)
@@ -166,7 +166,7 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
     The sweep leaves a column as it is once it is passed; here weights also make up for zeros behind them. Each row
     has its own least squares, which conjugate gradients solve, preconditioned by the diagonal, all rows at once.
     """
-    kept, diagonal = pruned != 0, h.matrix.diagonal()
+    fitted, kept, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     residual = ((weight.float() - pruned) @ h.matrix) * kept
     scaled = direction = residual / diagonal
     size = (residual * scaled).sum(1, keepdim=True)
@@ -176,8 +176,8 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
             break
         product = (direction @ h.matrix) * kept
         step = size / (direction * product).sum(1, keepdim=True).clamp(min=TINY)
-        pruned, residual = pruned + step * direction, residual - step * product
+        fitted, residual = fitted + step * direction, residual - step * product
         scaled = residual / diagonal
         size, before = (residual * scaled).sum(1, keepdim=True), size
         direction = scaled + size / before.clamp(min=TINY) * direction
-    return pruned
+    return torch.where(fitted.isfinite().all(1, keepdim=True), fitted, pruned)  # the products may overflow

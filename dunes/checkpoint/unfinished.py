@@ -39,12 +39,13 @@ class Unfinished:
 
     def __init__(self, source: Path, out: Path) -> None:
         self.folder, self.source, self._stamp = out / UNFINISHED, source, source_stamp(source)
-        self.kept, self.lines = 0, list[str]()
+        self.kept, self.lines, self._begun = 0, list[str](), False
 
     def begin(self, change: Change, ids: Tensor | None) -> list[tuple[Part, Tensors]]:
         """The intact parts of this change by this text to this source; others are deleted."""
         record = json.loads(json.dumps(self._record(change, ids)))
         parts: list[tuple[Part, Tensors]] = []
+        self._begun = True
         if self.folder.exists():
             try:
                 _require_equal(record, self.folder / CHANGE)
@@ -92,8 +93,9 @@ class Unfinished:
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
     def remove(self) -> None:
-        """Delete all parts."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete all parts of this change; those of another stay until this one has begun."""
+        if self._begun:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _record(self, change: Change, ids: Tensor | None) -> dict[str, Any]:
         """All that the parts depend on."""
