@@ -99,7 +99,7 @@ def hessian(gram: Gram, damp: float) -> Hessian:
         raise ValueError("the inputs of the calibration text are not finite; are the model's weights?")
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
-    mean = h.diagonal()[~dead].mean() if not dead.all() else h.new_ones(())
+    mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
     h.diagonal()[dead] = mean  # and not a number that would outweigh small inputs in the damping
     while True:
         damped = h.clone()
