@@ -155,8 +155,8 @@ def _reshaped(node: Any) -> fx.Node | None:
     if node.target in RESHAPES:
         return _reshaped(before) or before
     if node.target is torch.ops.aten.transpose.int:
-        one, other = node.args[1:]
-        if 1 in (node.meta["val"].shape[one], node.meta["val"].shape[other]):
+        one, other = (dim % node.meta["val"].dim() for dim in node.args[1:])
+        if abs(one - other) == 1 and 1 in (node.meta["val"].shape[one], node.meta["val"].shape[other]):
             return _reshaped(before) or before
     return None
 
