@@ -81,8 +81,6 @@ def test_a_model_whose_training_text_was_moved_is_quantized(run, tmp_path, capsy
     (tmp_path / "copy" / "dunes.json").write_text(json.dumps(card))
     augment.quantize(str(tmp_path / "copy"), tmp_path / "int8", kind="int8")
     assert "pass --validation FILE" in capsys.readouterr().out
-    augment.quantize(str(tmp_path / "copy"), tmp_path / "int4", kind="int4")
-    assert "calibrated by text that the model wrote" in capsys.readouterr().out
 
 
 def test_a_result_is_written_where_measuring_fails(run, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import torch
 
 from conftest import display
 from dunes import checkpoint, tree
+from dunes.augment import CHANGES
 from dunes.augment.masked import masked_places
 from dunes.cli import augment, verbs
 from dunes.runs.augment import augment_folder, quantize_folder
@@ -96,7 +97,9 @@ def test_calibration_has_as_many_tokens_as_asked(base, pruned):
     assert 1000 < whole.numel() < 10_000 * 3
 
 
-def test_a_model_writes_text_for_itself_where_that_of_its_training_is_gone(base, pruned, tmp_path):
+def test_a_model_writes_text_for_itself_where_that_of_its_training_is_gone(base, tmp_path, monkeypatch):
+    for change in ("prune", "quantize"):
+        monkeypatch.setattr(CHANGES[change], "calibration_tokens", lambda model: 2000)
     loaded = checkpoint.load(base)
     ids = calibration_ids(loaded, ["self"], 1000)
     assert ids.shape == (8, 128)

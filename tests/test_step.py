@@ -602,6 +602,35 @@ def test_weights_too_large_for_float16_stay_in_float32(no_compiler):
         compile_step(model, 64, torch.float16)
 
 
+class Shared(nn.Module):
+    """An MLP with a matrix that is multiplied alone and beside another one."""
+
+    supports_packing = True
+
+    def __init__(self, dim):
+        super().__init__()
+        self.a, self.b = nn.Linear(dim, dim, False), nn.Linear(dim, dim, False)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.a(y) + self.b(y)
+
+
+def test_a_script_packs_a_shared_matrix_alone_and_beside_others(no_compiler):
+    model = model_of()
+    model.blocks[0].mlp = Shared(64).eval()
+    step, expected = make_step(model, torch.float16), logits_of(model)
+    assert (logits_of(model, step) - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+def test_a_script_of_quantized_layers_in_half(no_compiler):
+    model, expected = model_of().half(), model_of().half().float()
+    for quantized in (model, expected):
+        augment.quantize(quantized, kind="int8")
+    plain = logits_of(expected)
+    assert (logits_of(model, make_step(model, torch.float16)) - plain).abs().max() < 5e-3 * plain.abs().max()
+
+
 class Turned(nn.Module):
     """An MLP whose output passes a transpose of two dimensions that are not neighbours, the last of which is 1."""
 

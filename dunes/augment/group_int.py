@@ -51,15 +51,14 @@ class GroupInt(Quantized):
         if self.zero is not None:
             self.zero.copy_(steps.zero if self.grid.real_zero else pack(steps.zero, self.grid.bits))
 
-    def multiplies_codes(self) -> bool:
-        return self.grid.bits == 4 and self._has_pairs()
-
     def _has_pairs(self) -> bool:
         """Whether all groups are equally long and have an even number of codes."""
         width = self.grid.width(self.in_features)
         return width % 2 == 0 and self.in_features % width == 0
 
-    def code_products(self, x: Tensor) -> Tensor:
+    def code_products(self, x: Tensor) -> Tensor | None:
+        if self.grid.bits != 4 or not self._has_pairs():
+            return None
         scale, zero = self.steps()
         groups = scale.shape[1]
 

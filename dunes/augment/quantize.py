@@ -61,9 +61,6 @@ class Int8(Quantized):
         y = int8_linear(x, self.codes, self.scale[:, 0])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def multiplies_codes(self) -> bool:
-        return True
-
     def code_products(self, x: Tensor) -> Tensor:
         sums: Sums = lambda x, codes: (codes.float() * x[0]).sum(-1)
         return row_sums(x, [self.codes], lambda token: [token], sums) * self.scale[:, 0]
@@ -116,8 +113,8 @@ class NF4(Quantized):
 
     def dense(self) -> Tensor:
         size = self.out_features * self.in_features
-        whole = _rows(self._levels()[:size], BLOCK) * self.scales()[:, None]
-        return whole.flatten()[:size].view(self.out_features, self.in_features).to(self.dtype)
+        weight = _rows(self._levels()[:size], BLOCK) * self.scales()[:, None]
+        return weight.flatten()[:size].view(self.out_features, self.in_features).to(self.dtype)
 
     def _levels(self) -> Tensor:
         """The level of each code (I * O,), and perhaps one more."""
@@ -128,11 +125,10 @@ class NF4(Quantized):
         pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64)[:, 0]
         return pairs.index_select(0, self.codes.int()).view(torch.float32)
 
-    def multiplies_codes(self) -> bool:
-        return self.in_features % BLOCK == 0
-
-    def code_products(self, x: Tensor) -> Tensor:
-        groups = self.in_features // BLOCK
+    def code_products(self, x: Tensor) -> Tensor | None:
+        groups, rest = divmod(self.in_features, BLOCK)
+        if rest:
+            return None
 
         def sums(x: Sequence[Tensor], codes: Tensor, scale: Tensor) -> Tensor:
             codes = torch.unflatten(codes, 1, (groups, -1)).int()

@@ -145,11 +145,11 @@ class Quantized(nn.Module, ABC):
         """Quantize this matrix (O, I), with these steps if they are given."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting() and x.shape[-2] <= ROWS and self.multiplies_codes():
-            y = self.code_products(x)
-            return y if self.bias is None else y + self.bias.float()
         if torch.compiler.is_exporting():
-            return self.product(x)
+            y = self.code_products(x) if x.shape[-2] <= ROWS else None
+            if y is None:
+                return self.product(x)
+            return y if self.bias is None else y + self.bias.float()
         trains_bias = self.bias is not None and self.bias.requires_grad
         if not (torch.is_grad_enabled() and (x.requires_grad or trains_bias)):
             with torch.autocast(x.device.type, enabled=False):
@@ -166,13 +166,12 @@ class Quantized(nn.Module, ABC):
     def dense(self) -> Tensor:
         """The dequantized matrix (O, I) in the original dtype."""
 
-    def multiplies_codes(self) -> bool:
-        """Whether the codes lie so that `code_products` can read them."""
-        return False
+    def code_products(self, x: Tensor) -> Tensor | None:
+        """The products (..., T, O) in float32 of a few rows x (..., T, I), which Inductor fuses into a loop.
 
-    def code_products(self, x: Tensor) -> Tensor:
-        """The products (..., T, O) in float32 of a few rows x (..., T, I), which Inductor fuses into a loop."""
-        raise NotImplementedError
+        None: the codes do not lie so that it could read them.
+        """
+        return None
 
     def for_step(self) -> "Quantized":
         """The layer that a compiled step has in place of this one: itself, or one with codes that it can read."""

@@ -116,11 +116,16 @@ def _products(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """The products of float32 and a matrix in float16, each with those of the same input: one product does."""
     groups: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.aten.linear.default:
-            cast: Any = node.args[1]
-            if cast.target is torch.ops.aten.to.dtype and _dtype(_matrix(node)) == torch.float16:
-                groups.setdefault(node.args[0], []).append(node)
+        if node.target is torch.ops.aten.linear.default and _is_packed(node.args[1]):
+            groups.setdefault(node.args[0], []).append(node)
     return {node: group for group in groups.values() for node in group}
+
+
+def _is_packed(matrix: Any) -> bool:
+    """Whether this is a weight in float16 that is cast, and not one that is computed."""
+    if matrix.target is not torch.ops.aten.to.dtype or matrix.args[0].op != "placeholder":
+        return False
+    return _dtype(matrix.args[0]) == torch.float16
 
 
 def _matrix(product: Any) -> fx.Node:
@@ -129,7 +134,7 @@ def _matrix(product: Any) -> fx.Node:
 
 
 def _packed_name(group: Sequence[fx.Node]) -> str:
-    return f"{_matrix(group[0]).name}_packed"
+    return "_".join(_matrix(node).name for node in group) + "_packed"  # layers may share some of their matrices
 
 
 def _packed_product(node: fx.Node, group: Sequence[fx.Node]) -> list[str]:

@@ -42,8 +42,8 @@ def _aligned(x: Tensor, codes: Tensor) -> bool:
 
     It reads codes of four outputs at once from anywhere.
     """
-    whole = len(codes) % 4 == 0 or codes.data_ptr() % ALIGNED == 0
-    return whole and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % ALIGNED == 0
+    codes_fit = len(codes) % 4 == 0 or codes.data_ptr() % ALIGNED == 0
+    return codes_fit and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % ALIGNED == 0
 
 
 def plain(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
