@@ -1,22 +1,27 @@
-"""Find, replace, insert, remove, repeat, freeze, watch and count the modules of any `nn.Module`.
+"""Find, replace, insert, remove, repeat, freeze, move and count the modules of any `nn.Module`.
 
 A *place* is a module's dotted name without its wrappers: a module with a `.base` (LoRA, for example) is
-transparent, so `blocks.3.attn.q` names the same place before and after a change. Places are selected by globs,
-which unlike functions can be saved to a file: `*` stays inside one segment, `**` crosses segments, `!` excludes,
-the last match wins.
+transparent, as is what `torch.compile` returns, so `blocks.3.attn.q` names the same place before and after a
+change. A module that stands at several places has several names. Places are selected by globs, which unlike
+functions can be saved to a file: `*` stays inside one segment, `**` crosses segments, `!` excludes, the last match
+wins.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Literal, NamedTuple, TypeGuard, cast
+from typing import Literal, NamedTuple, TypeGuard, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Where = str | Sequence[str] | Set[str]
 """A glob, several in order, or a set of names without globs, as a record of earlier changes has."""
 Kind = Callable[[nn.Module], bool]
+COMPILED = "_orig_mod"
+"""The name that `torch.compile` gives to the module in its wrapper."""
 
 
 class Place(NamedTuple):
@@ -74,15 +79,27 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
     """All places below `model`, parents before children, each with its outermost module."""
-    for key, module in model.named_children():
-        yield Place(prefix + key, module, model, key)
-        yield from places(_innermost(module, model, key)[0], f"{prefix}{key}.")
+    model = uncompiled(model)
+    for key, module in model._modules.items():  # named_children leaves out the second of two equal ones
+        if module is not None:
+            yield Place(prefix + key, module, model, key)
+            yield from places(_innermost(module, model, key)[0], f"{prefix}{key}.")
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module itself, of one that `torch.compile` returned."""
+    original = getattr(model, COMPILED, None)
+    return original if isinstance(original, nn.Module) else model
 
 
 def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Module, nn.Module, str]:
-    while isinstance(base := getattr(module, "base", None), nn.Module):
-        module, parent, key = base, module, "base"
+    while (wrapper := next((w for w in (COMPILED, "base") if _is_module(module, w)), None)) is not None:
+        module, parent, key = getattr(module, wrapper), module, wrapper
     return module, parent, key
+
+
+def _is_module(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(module, name, None), nn.Module)
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -112,7 +129,8 @@ def replace(
     """Replace each selected `module` by `make(module)`, and return the names of the places.
 
     `reach` selects the module of a wrapped place: the outermost wrapper, or the innermost base, which holds the
-    weights. Raises ValueError if nothing is selected.
+    weights. A module at several selected places is replaced by one module. Raises ValueError if nothing is
+    selected, and for parts of a ScriptModule.
     """
 
     def resolve(p: Place) -> Place:
@@ -121,8 +139,13 @@ def replace(
     targets = [r for p in find(model, where) if kind((r := resolve(p)).module)]
     if not targets:
         raise ValueError(f"{where!r} selects places, but none of the requested kind")
+    made: dict[int, nn.Module] = {}
     for place in targets:
-        setattr(place.parent, place.key, make(place.module))
+        if isinstance(place.parent, torch.jit.ScriptModule):
+            raise ValueError(f"{place.name}: a part of a ScriptModule; change the module that it was made from")
+        if id(place.module) not in made:
+            made[id(place.module)] = make(place.module)
+        setattr(place.parent, place.key, made[id(place.module)])
     return [place.name for place in targets]
 
 
@@ -175,38 +198,81 @@ def _entries(model: nn.Module, where: Where) -> list[Place]:
 
 
 def freeze(model: nn.Module, where: Where = "**") -> list[str]:
-    """Set requires_grad=False on the parameters whose dotted names are selected, and return those names."""
+    """Set requires_grad=False on the parameters whose dotted names are selected, and return those names.
+
+    A tied parameter goes by its first name.
+    """
     names = [name for name, _ in model.named_parameters() if matches(where, name)]
     if not names:
-        raise ValueError(f"{where!r} selects no parameter")
+        first = {id(p): name for name, p in reversed([*model.named_parameters()])}
+        others = model.named_parameters(remove_duplicate=False)
+        tied = next((f"; {n} is {first[id(p)]}" for n, p in others if matches(where, n)), "")
+        raise ValueError(f"{where!r} selects no parameter{tied}")
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     return names
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """The number of parameters, those in few bits too; one that is used at several places counts once."""
+    """The number of parameters, those in few bits too; one that is used at several places counts once.
+
+    Raises ValueError for parameters that have no shape yet.
+    """
+    require_shapes(model)
     dense = sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
-    codes = {
-        m for m in map(innermost, linears(model)) if not trainable and all(p.dim() < 2 for p in m.parameters())
-    }
+    codes = {m for m in map(innermost, linears(model)) if not trainable and _has_codes(m)}
     return dense + sum(m.in_features * m.out_features for m in codes)  # type: ignore[operator,misc]
 
 
-@contextmanager
-def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
-    """`with watch(model, "blocks.*.mlp") as outputs: model(ids)` stores each place's last output in `outputs`."""
-    outputs: dict[str, Any] = {}
+def _has_codes(module: nn.Module) -> bool:
+    """Whether a linear layer has its weight in buffers."""
+    return any(True for _ in module.buffers()) and all(p.dim() < 2 for p in module.parameters())
 
-    def remember(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: outputs.__setitem__(name, output)
 
-    hooks = [p.module.register_forward_hook(remember(p.name)) for p in find(model, where)]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+def require_shapes(model: nn.Module) -> None:
+    """Raise ValueError for the first parameter or buffer that gets its shape from the first input."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if (name := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
+        raise ValueError(f"{name} has no shape yet; run the network once on an example")
+
+
+def move(
+    model: nn.Module,
+    where: Where = "**",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Move the parameters and buffers whose dotted names are selected, and return those names.
+
+    Only floating-point tensors get the dtype. Parameters stay the same objects, so that ties and optimizers hold;
+    gradients move with them. Raises ValueError if nothing is selected, for a dtype that is not floating-point, to
+    or from the meta device, and for parameters that have no shape yet.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
+    require_shapes(model)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    selected = {name: tensor for name, tensor in named if matches(where, name)}
+    if not selected:
+        raise ValueError(f"{where!r} selects no parameter and no buffer")
+    without = [name for name, tensor in selected.items() if tensor.is_meta]
+    if device is not None and (without or torch.device(device).type == "meta"):
+        raise ValueError(
+            f"{(without or [*selected])[0]}: nothing moves from or to the meta device; load its values"
+        )
+    gradients = [t.grad for t in selected.values() if t.is_leaf and t.grad is not None]
+    chosen = {id(t): t for t in (*selected.values(), *gradients)}
+    moved: dict[int, Tensor] = {}
+
+    def to(tensor: Tensor) -> Tensor:
+        if id(tensor) not in chosen:
+            return tensor
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+        return moved[id(tensor)]
+
+    model._apply(to)  # type: ignore[no-untyped-call]
+    return [*selected]
 
 
 @contextmanager

@@ -1,0 +1,271 @@
+"""The modules of a network as a table: types, shapes, parameters, FLOPs, memory."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dunes import measure
+from dunes.tables import print_table
+from dunes.tree.places import count, innermost, mode, places, require_shapes, uncompiled
+from dunes.tree.watch import ModuleStatistics
+from dunes.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module with all inside it; `name` is its place, "" for the network.
+
+    `bytes` are those of parameters and buffers, `flops` those of matrix products and convolutions in a forward,
+    `kept` the bytes that the forward leaves for a backward, its output included. Without an example, both and
+    `calls` are None, and the shapes empty. A `container` has no forward, such as a ModuleList.
+    """
+
+    name: str
+    type: str
+    parameters: int
+    bytes: int
+    container: bool = False
+    inputs: str = ""
+    outputs: str = ""
+    calls: int | None = None
+    flops: int | None = None
+    kept: int | None = None
+
+
+def layers(model: nn.Module, *example: Any, **named: Any) -> list[Layer]:
+    """All modules, parents before children; `model(*example, **named)` gives their shapes, FLOPs and memory.
+
+    The example runs in evaluation mode on a copy without values, in no time and memory. Where that is not
+    possible, since shapes depend on values or the network cannot be copied, the network itself runs once. FLOPs are
+    those of the operations that torch's counter knows, which quantized layers and packed experts are not of. Raises
+    ValueError, with the place, for an example that does not fit, and for parameters that have no shape yet.
+    """
+    model = uncompiled(model)
+    require_shapes(model)
+    runs = _run(model, example, named) if example or named else {}
+    rows = [("", model), *((place.name, place.module) for place in places(model))]
+    return [_layer(name, module, runs.get(name) if runs else None, bool(runs)) for name, module in rows]
+
+
+@dataclass
+class _Run:
+    """What the forwards of one module did."""
+
+    inputs: str = ""
+    outputs: str = ""
+    calls: int = 0
+    flops: int = 0
+    kept: int = 0
+
+
+def _layer(name: str, module: nn.Module, run: _Run | None, ran: bool) -> Layer:
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    size = sum(t.nbytes for t in tensors.values())
+    done = vars(run or _Run()) if ran else {}
+    container = getattr(type(module), "forward", None) is nn.Module.forward
+    return Layer(name, _type(module), count(module), size, container, **done)
+
+
+def _type(module: nn.Module) -> str:
+    """The class, with that inside a wrapper."""
+    base = innermost(module)
+    own = getattr(module, "original_name", type(module).__name__)  # of a ScriptModule
+    return own if base is module else f"{own}({_type(base)})"
+
+
+def _run(model: nn.Module, example: Sequence[Any], named: Mapping[str, Any]) -> dict[str, _Run]:
+    """The forwards of each place, on a copy without values if that works; else its errors are those of values."""
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+    with suppress(Exception):  # whatever a stranger's network raises when it is copied, or needs values
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with FakeCopyMode(fake):
+            copy = deepcopy(model)
+        return _forward(copy, example, named, fake)
+    return _forward(model, example, named, None)
+
+
+def _forward(
+    model: nn.Module, example: Sequence[Any], named: Mapping[str, Any], fake: "FakeTensorMode | None"
+) -> dict[str, _Run]:
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return (leaf if fake is None else fake.from_tensor(leaf)).to(device or leaf.device)
+
+    args, keywords = tree_map(convert, (tuple(example), dict(named)))
+    record = _Recorder(model)
+    try:
+        with mode(model, False), torch.random.fork_rng(devices=[]), _without_kernels(fake), fake or nullcontext():
+            with measure.allocations(model) as log, record.counter:
+                output = model(*args, **keywords)
+            record.keep(log.live_at(len(log.live)))
+            del output
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the example does not fit at {record.running() or 'the network'}: {reason}") from error
+    finally:
+        record.remove()
+    return record.runs
+
+
+@contextmanager
+def _without_kernels(fake: object) -> Iterator[None]:
+    """On a copy without values, without the kernels that compute a whole LSTM, whose FLOPs are not counted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TF32 acceleration")  # of other hardware, by setting any of these flags
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+class _Recorder:
+    """Shapes, FLOPs and memory of each place in a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self.counter = FlopCounterMode(display=False)
+        self.handles: list[Any] = []
+        self.stack: list[tuple[str, int]] = []
+        modules = {id(model): ("", model)}
+        for place in places(model):
+            modules.setdefault(id(place.module), (place.name, place.module))
+        self.runs = {name: _Run() for name, _ in modules.values()}
+        named = model.named_modules(remove_duplicate=False)
+        self.owners = {name: modules[id(m)][0] for name, m in named if id(m) in modules}
+        for name, module in modules.values():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            self.handles.append(module.register_forward_pre_hook(self._begin(name), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._end(name)))
+
+    def _begin(self, name: str) -> Callable[..., None]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.stack.append((name, self.counter.get_total_flops()))
+            self.runs[name].inputs = self.runs[name].inputs or _shapes((args, kwargs))
+            self.runs[name].calls += 1
+
+        return begin
+
+    def _end(self, name: str) -> Callable[..., None]:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            _, before = self.stack.pop()
+            self.runs[name].flops += self.counter.get_total_flops() - before
+            self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
+
+        return end
+
+    def running(self) -> str:
+        """The innermost module whose forward has not ended."""
+        return self.stack[-1][0] if self.stack else ""
+
+    def keep(self, live: Iterable[measure.Allocation]) -> None:
+        """Count what is live as kept by the module that allocated it and by all around it."""
+        for allocation in live:
+            if allocation.kind == "parameters":
+                continue
+            around = {""}
+            parts = allocation.owner.split(".")
+            for end in range(1, len(parts) + 1):
+                if (place := self.owners.get(".".join(parts[:end]))) is not None:
+                    around.add(place)
+            for place in around:
+                self.runs[place].kept += allocation.size
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _shapes(values: Any) -> str:
+    """The shapes of all tensors in a module's inputs or outputs: "8x1x28x28", "2x3, 4"."""
+    shapes = ["x".join(map(str, leaf.shape)) or "1" for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
+    return ", ".join(shapes[:3]) + more
+
+
+@dataclass
+class _Node:
+    layer: Layer
+    inside: list["_Node"] = field(default_factory=list)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What two modules must have in common to stand on one line; the first of a stack may keep more."""
+        own = replace(self.layer, name="", kept=None)
+        figures = vars(own).values()
+        return (*figures, *((n.layer.name.rpartition(".")[2], n.signature()) for n in self.inside))
+
+
+def print_layers(rows: Sequence[Layer]) -> None:
+    """A table of what `layers` returns; of equal modules in a row, only the last is shown."""
+    nodes = {row.name: _Node(row) for row in rows}
+    for name, node in nodes.items():
+        if name:
+            nodes[name.rpartition(".")[0]].inside.append(node)
+    ran = rows[0].calls is not None
+    columns = ["", "type"] + (["input", "output"] if ran else []) + ["parameters", "memory"]
+    lines = _lines(nodes[""], "all", "")
+    print_table("", columns + (["FLOPs", "kept for backward"] if ran else []), lines)
+
+
+def _lines(node: _Node, label: str, indent: str) -> list[list[str]]:
+    own = node.layer
+    cells = [indent + label, own.type]
+    figures = [
+        format_count(own.parameters) if own.parameters else "",
+        format_bytes(own.bytes) if own.bytes else "",
+    ]
+    if own.calls is not None:
+        cells += [_calls(own), own.outputs]
+        figures += [format_count(own.flops) if own.flops else "", format_bytes(own.kept) if own.kept else ""]
+    lines = [cells + figures]
+    for group in _groups(node.inside):
+        key = group[0].layer.name.rpartition(".")[2]
+        last = group[-1].layer.name.rpartition(".")[2]
+        lines += _lines(group[-1], key if len(group) == 1 else f"{key} to {last}, each", indent + "  ")
+    return lines
+
+
+def _calls(layer: Layer) -> str:
+    if not layer.calls:
+        return "" if layer.container else "not called"
+    return layer.inputs if layer.calls == 1 else f"{layer.inputs}, {layer.calls} times"
+
+
+def _groups(nodes: Sequence[_Node]) -> list[list[_Node]]:
+    """Neighbours that are equal together, where their names are numbers."""
+    groups: list[list[_Node]] = []
+    for node in nodes:
+        key = node.layer.name.rpartition(".")[2]
+        if key.isdigit() and groups and groups[-1][0].signature() == node.signature():
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:
+    """A table of what `statistics` collected."""
+    lines = []
+    for name, record in records.items():
+        for what, values in (("output", record.output), ("gradient", record.gradient)):
+            if values.count:
+                figures = [f"{x:.3g}" for x in (values.mean, values.std, values.largest)]
+                odd = str(values.nonfinite) if values.nonfinite else ""
+                lines.append([name, what, str(record.calls), *figures, f"{values.zeros:.1%}", odd])
+        if not record.calls:
+            lines.append([name, "not called", *[""] * 6])
+    print_table("", ["", "of", "calls", "mean", "std", "largest", "zeros", "not finite"], lines)

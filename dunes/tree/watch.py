@@ -1,0 +1,201 @@
+"""Watch the outputs of modules and their gradients; nothing of it stays on the model.
+
+Compiled code does not call hooks that were added after it was compiled, and keeps those that it was compiled with.
+So it runs uncompiled while it is watched.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from math import nan, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dunes.measure.module_tracker import in_backward
+from dunes.tree.places import Where, find
+
+Forward = Callable[[str, Any], object]
+"""Called with the place of a module and its output."""
+Backward = Callable[[str, str, Tensor], object]
+"""Called with the place of a module, the path in its output ("" for a plain tensor) and the gradient there."""
+
+
+@contextmanager
+def hooks(
+    model: nn.Module, where: Where = "**", forward: Forward | None = None, backward: Backward | None = None
+) -> Iterator[None]:
+    """Call `forward` with the output of each call of the selected modules, and `backward` with its gradients.
+
+    The recomputation of a checkpointed module in backward is no call. No hook is left on a module or a tensor
+    afterwards, also when the body raises. What `torch.compile` made runs uncompiled inside. Raises ValueError if
+    nothing is selected, and for parts of a ScriptModule, which call no hooks.
+    """
+    watched, handles = _Hooks(forward, backward), list[RemovableHandle]()
+    try:
+        for place in find(model, where):
+            if isinstance(place.module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"{place.name}: a ScriptModule, whose parts call no hooks; watch the module it was made from"
+                )
+            handles.append(place.module.register_forward_hook(watched.of(place.name)))
+        with _uncompiled():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        watched.end()
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Where compiled functions run as they were written; importing the compiler takes seconds."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class _Hooks:
+    """The hooks of modules, and those that they add to tensors."""
+
+    def __init__(self, forward: Forward | None, backward: Backward | None) -> None:
+        self.forward, self.backward = forward, backward
+        self.tensors: Any = WeakTensorKeyDictionary()
+        self.active = True
+
+    def of(self, place: str) -> Callable[..., None]:
+        return lambda module, inputs, output: self.see(place, output)
+
+    def see(self, place: str, output: Any) -> None:
+        if not self.active:
+            return
+        if self.forward is not None and not in_backward():
+            self.forward(place, output)
+        if self.backward is not None:
+            for path, tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    handle = tensor.register_hook(self.gradient_of(place, path))  # type: ignore[no-untyped-call]
+                    self.tensors.setdefault(tensor, []).append(handle)
+
+    def gradient_of(self, place: str, path: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self.active and self.backward is not None:
+                self.backward(place, path, gradient)
+
+        return hook
+
+    def end(self) -> None:
+        """Remove the hooks of tensors that still exist."""
+        self.active = False
+        for handles in self.tensors.values():
+            for handle in handles:
+                handle.remove()
+        self.tensors.clear()
+
+
+def tensors_of(output: Any) -> list[tuple[str, Tensor]]:
+    """The floating-point tensors in an output, each with its path: "" for a plain tensor, "[0]", "['x']"."""
+    leaves, _ = tree_flatten_with_path(output)
+    return [(keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+@contextmanager
+def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
+    """`with watch(model, "blocks.*.mlp") as outputs: model(ids)` stores each place's last output in `outputs`."""
+    outputs: dict[str, Any] = {}
+    with hooks(model, where, outputs.__setitem__):
+        yield outputs
+
+
+@dataclass
+class Statistics:
+    """Of the values of tensors: `count`, `nonfinite` and `zeros` (a share) of all, the others of the finite ones.
+
+    `std` is that of the whole population, `largest` the largest absolute value.
+    """
+
+    count: int = 0
+    nonfinite: int = 0
+    mean: float = nan
+    largest: float = nan
+    _zeros: int = 0
+    _squares: float = 0.0  # the sum of squared differences from the mean
+
+    @property
+    def std(self) -> float:
+        finite = self.count - self.nonfinite
+        return sqrt(self._squares / finite) if finite else nan
+
+    @property
+    def zeros(self) -> float:
+        return self._zeros / self.count if self.count else nan
+
+    @torch.no_grad()
+    def add(self, tensor: Tensor) -> None:
+        """Add the values of a floating-point tensor; one on the meta device, sparse or nested has none to add."""
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
+            return
+        values = tensor.detach().float() if tensor.dtype != torch.float64 else tensor.detach()
+        finite = values[mask] if not (mask := values.isfinite()).all() else values
+        before = self.count - self.nonfinite
+        self.count += values.numel()
+        self.nonfinite += values.numel() - finite.numel()
+        self._zeros += int((values == 0).sum())
+        if finite.numel():
+            self._merge(before, finite)
+
+    def _merge(self, before: int, finite: Tensor) -> None:
+        """Mean and squares of two sets together, by the difference of their means (Chan, Golub, LeVeque 1983)."""
+        variance, mean = (float(x) for x in torch.var_mean(finite, correction=0))
+        largest, number = float(finite.abs().max()), finite.numel()
+        if not before:
+            self.mean, self.largest, self._squares = mean, largest, variance * number
+            return
+        total, difference = before + number, mean - self.mean
+        self._squares += variance * number + difference**2 * before * number / total
+        self.mean += difference * number / total
+        self.largest = max(self.largest, largest)
+
+
+@dataclass
+class ModuleStatistics:
+    """Of the outputs of a module and of the gradients with respect to them, over all of its calls."""
+
+    calls: int = 0
+    output: Statistics = field(default_factory=Statistics)
+    gradient: Statistics = field(default_factory=Statistics)
+
+
+@contextmanager
+def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
+    """`with statistics(model) as of: loss(model(x)).backward()`, then `of["fc1"].gradient.std`.
+
+    A module with several outputs has an entry for each, such as `lstm[0]`; one at several places is under the
+    first of them; those that were not called are added at the end. Memory does not grow with the calls; each one
+    waits for the device. Raises ValueError like `hooks`.
+    """
+    first: dict[int, str] = {}
+    for place in find(model, where):
+        first.setdefault(id(place.module), place.name)
+    records, called = dict[str, ModuleStatistics](), set[str]()
+
+    def forward(place: str, output: Any) -> None:
+        called.add(place)
+        tensors = dict(tensors_of(output))
+        for path in tensors or [""]:
+            record = records.setdefault(place + path, ModuleStatistics())
+            record.calls += 1
+            if path in tensors:
+                record.output.add(tensors[path])
+
+    def backward(place: str, path: str, gradient: Tensor) -> None:
+        records[place + path].gradient.add(gradient)
+
+    with hooks(model, set(first.values()), forward, backward):
+        yield records
+    records |= {name: ModuleStatistics() for name in first.values() if name not in called}
