@@ -7,6 +7,7 @@ from dunes.checkpoint.forms.architecture import Architecture
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
+from dunes.checkpoint.network import load_network, load_weights, save_weights
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
 
 __all__ = [
@@ -19,11 +20,14 @@ __all__ = [
     "latest_state",
     "load",
     "load_adapter",
+    "load_network",
     "load_state",
+    "load_weights",
     "load_with_tokenizer",
     "locate_model",
     "save",
     "save_adapter",
     "save_state",
+    "save_weights",
     "snapshot",
 ]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dunes import __version__
+from dunes import __version__, tree
 from dunes.augment import lora
 from dunes.augment.masked import mask_linears, masked_places
 from dunes.checkpoint.files import atomic
@@ -69,8 +69,8 @@ class LoadedModel:
 def save(
     model: nn.Module,
     folder: Path | str,
-    tokenizer: Tokenizer | None,
-    context_length: int,
+    tokenizer: Tokenizer | None = None,
+    context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
     check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
     *,
@@ -83,6 +83,9 @@ def save(
     model with other weights: `Architecture.of_function(build, **arguments)` for a function that builds it (`load`
     needs that function again), or that of a loaded model with the changes since.
 
+    A network that is no language model has no tokenizer and no context length: `save(network, folder,
+    architecture=...)`, then `load_network`.
+
     With `compact`, matrices with many zeros are stored as a mask and the other values (`files.compact`), which
     only `load` reads.
 
@@ -92,9 +95,12 @@ def save(
     ValueError for a model that no family describes without its architecture, for a tokenizer with more ids than
     rows in the embedding, and for a context length below 1.
     """
-    if context_length < 1:
+    model, folder = tree.uncompiled(model), Path(folder)
+    if (context_length is None and isinstance(model, Decoder)) or (context_length or 1) < 1:
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
-    described, folder = hf_config_of(model, context_length), Path(folder)
+    described: Architecture | str = f"{type(model).__name__} has no context length"
+    if context_length is not None:
+        described = hf_config_of(model, context_length)
     facts = {key: value for key, value in (facts or {}).items() if key != MASKED}
     facts |= {MASKED: masked} if (masked := masked_places(model)) else {}
     if isinstance(described, Architecture):
@@ -122,7 +128,8 @@ def save(
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # `known` first for its place in the file, and last because facts must not override it.
-        card = {**known, "context_length": context_length, "changes": [], **facts, **known}
+        length = {} if context_length is None else {"context_length": context_length}
+        card = {**known, **length, "changes": [], **facts, **known}
         (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
@@ -291,9 +298,9 @@ def load_source(source: Source, device: torch.device | str) -> LoadedModel:
 
     Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
-    tokenizer = load_tokenizer(source.folder)
+    context_length, tokenizer = source.context_length, load_tokenizer(source.folder)
     check_vocabulary(source, tokenizer)
-    model, context_length = load_decoder(source).to(device).eval(), source.context_length
+    model = load_decoder(source).to(device).eval()
     return LoadedModel(model, tokenizer, context_length, dict(source.card), source.architecture)
 
 
@@ -337,6 +344,7 @@ def open_verified_source(
     renames: Mapping[str, str] | None = None,
     max_bytes: float = atomic.LARGE,
     build: Build | None = None,
+    trust_code: bool = False,
 ) -> Source:
     """`open_source` for a folder whose files agree with its card, if it has one.
 
@@ -344,7 +352,7 @@ def open_verified_source(
     """
     folder = readable_folder(folder)
     card = verified_card(folder, max_bytes)  # first, since it names the file that was changed
-    return replace(open_source(folder, renames, build), card=card)
+    return replace(open_source(folder, renames, build, trust_code), card=card)
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:

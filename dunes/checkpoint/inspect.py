@@ -54,7 +54,8 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     files, config = source.files, source.config
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"
     yield f"family      {source.family}, {source.format} format: {size}"
-    yield f"config      {', '.join(f'{f.name} {_format(getattr(config, f.name))}' for f in fields(config))}"
+    values = config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in fields(config)}
+    yield f"config      {', '.join(f'{key} {_format(value)}' for key, value in values.items()) or 'none'}"
     for change in source.architecture.changes:
         settings = ", ".join(f"{k} {quote(v)}" for k, v in change.request.items() if k != "where")
         yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
@@ -88,6 +89,9 @@ def _count_kinds(differences: list[Any]) -> str:
 def _parameters(source: Source) -> Iterator[str]:
     model = source.architecture.outline()
     total = tree.count(model)
+    if source.architecture.function:
+        yield f"parameters  {total:,} ({format_count(total)}) in {plural(len([*tree.places(model)]), 'module')}"
+        return
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"
     yield f"parameters  {total:,} ({format_count(total)}): {parts}"

@@ -40,11 +40,13 @@ def load(
     any_base: bool = False,
     build: Build | None = None,
     adapters: Sequence[Path] = (),
+    trust_code: bool = False,
 ) -> LoadedModel:
     """The model, its tokenizer and its card, from a folder in any supported format.
 
-    `build` is the function of the architecture that was passed to `save`, if it has one. `adapters` are folders
-    of adapters that will be added to the model, which is verified to be their base, and prepared for them.
+    `build` is the function of the architecture that was passed to `save`, if it has one; with `trust_code`, the
+    one that the card names is imported, which runs code from outside of this package. `adapters` are folders of
+    adapters that will be added to the model, which is verified to be their base, and prepared for them.
 
     For an adapter's folder, its base is loaded, verified against the digests in the adapter's card (unless
     `any_base`), quantized if the card says so (QLoRA), and the adapter is added as `default`. The tokenizer and
@@ -56,7 +58,7 @@ def load(
     def read(readable: Path) -> LoadedModel:
         if is_adapter(readable):
             return _load_adapted(readable_folder(readable), adapters, device, any_base)
-        loaded = load_source(open_verified_source(readable, build=build), device)
+        loaded = load_source(open_verified_source(readable, build=build, trust_code=trust_code), device)
         if adapters:
             prepare_base(loaded.model, adapters, any_base)
         return loaded
@@ -69,11 +71,12 @@ def load_with_tokenizer(
     device: torch.device | str = "cpu",
     any_base: bool = False,
     adapters: Sequence[Path] = (),
+    trust_code: bool = False,
 ) -> LoadedModel:
     """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
     if Tokenizer.find_file(place := tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # raises before anything is read
-    return load(folder, device, any_base, adapters=adapters)
+    return load(folder, device, any_base, adapters=adapters, trust_code=trust_code)
 
 
 def tokenizer_folder(folder: Path) -> Path:

@@ -80,6 +80,10 @@ class Source:
         """How many tokens the model can attend to. Raises ValueError unless a card has a positive integer."""
         if self.own is None:
             return int(self.config.context_length)
+        if self.architecture.function and self.card.get("context_length") is None:
+            raise ValueError(
+                f"{self.folder}: a network that is no language model; load it with checkpoint.load_network"
+            )
         return context_length_of(self.card, self.folder, self.expected)
 
     @property
@@ -162,18 +166,23 @@ def _naming_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {reason if len(reason) < 400 else reason[:400] + '...'}") from None
 
 
-def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: Build | None = None) -> Source:
+def open_source(
+    folder: Path,
+    renames: Mapping[str, str] | None = None,
+    build: Build | None = None,
+    trust_code: bool = False,
+) -> Source:
     """Open a model folder in any supported format. Raises ValueError that lists the file names it tried.
 
     `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's, `build` is the function
-    that builds a model of no family.
+    that builds a model of no family; with `trust_code`, that in the card is imported.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
     if has_own_form(card := cards.read_card(folder)):
         if renames:
             raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
-        return _open_own(folder, card, build)
+        return _open_own(folder, card, build, trust_code)
     if (folder / CONFIG).is_file() and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
@@ -195,18 +204,22 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
     raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}")
 
 
-def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
-    architecture = Architecture.of_card(card, folder / cards.CARD, build)
+def _open_own(folder: Path, card: dict[str, Any], build: Build | None, trust_code: bool) -> Source:
+    architecture = Architecture.of_card(card, folder / cards.CARD, build, trust_code)
     adapters = [change.request.get("adapter") for change in architecture.changes]
     if (active := card.get("adapter")) is not None and active not in adapters:
         raise ValueError(
             f"{folder / cards.CARD}: adapter is {header.quote(active)}; expected one of its adapters, or null"
         )
+    config = json_file.read_if_present(folder / CONFIG)
+    return Source(folder, "dunes", config, own_weights(folder), [], (), (), card, architecture)
+
+
+def own_weights(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder of ours. Raises ValueError if there are none."""
     if (files := _find_weights(folder, SINGLE[0], COMPACT)) is None:
         raise ValueError(f"{folder}: no weights; looked for {SINGLE[0]}, {COMPACT} and their indices")
-    return Source(
-        folder, "dunes", json_file.read_if_present(folder / CONFIG), files, [], (), (), card, architecture
-    )
+    return files
 
 
 def context_length_of(

@@ -17,6 +17,7 @@ from dunes.runs.sampling import SamplingOptions
 from dunes.runs.train_config import ModelShape, TextData, TrainConfig, TrainOptimization
 
 if TYPE_CHECKING:
+    from dunes.checkpoint.source import Source
     from dunes.parts import CacheFormat
 
 Model = Annotated[
@@ -27,6 +28,12 @@ Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dt
 Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
+TrustCode = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="Import the function that the model's card names, which runs code outside of this package."
+    ),
+]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
 CHAT = SamplingOptions(temperature=0.7, tokens=400)
@@ -128,6 +135,7 @@ def generate(
     draft: Annotated[str | None, flag("MODEL", "none")] = None,
     cache: CacheBits = None,
     any_base: AnyBase = False,
+    trust_code: TrustCode = False,
 ) -> int:
     """Generate text, streamed.
 
@@ -150,7 +158,7 @@ def generate(
     sample, tokens = sampling.sampler(), sampling.tokens
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base, trust_code=trust_code)
     if (format := _cache_format(cache)) is not None:
         generator = TextGenerator(loaded, format=format)
     else:
@@ -282,6 +290,7 @@ def complete(
     place: Annotated[str | None, tyro.conf.Positional, flag("FILE:LINE:COLUMN", "standard input")] = None,
     *,
     any_base: AnyBase = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Complete the current line of code or text.
 
@@ -301,7 +310,7 @@ def complete(
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base, trust_code=trust_code)
     print(complete_line(TextGenerator(loaded, step_source(loaded.model)), prefix))
 
 
@@ -318,6 +327,7 @@ def evaluate(
     limit: Annotated[int | None, flag("DOCUMENTS", "all")] = None,
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Evaluate on text (loss in nats/token, perplexity, bits/byte), or on tasks of lm-evaluation-harness.
 
@@ -345,7 +355,8 @@ def evaluate(
     from dunes.runs.score import score_folder
     from dunes.units import plural
 
-    options = {k: v for k, v in {"text_field": text_field, "follow_links": follow_links}.items() if v}
+    options: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links, "trust_code": trust_code}
+    options = {k: v for k, v in options.items() if v}
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **options)
     print(
         f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats/token, "
@@ -365,15 +376,26 @@ def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: An
     print(f"full results: {options['out'] or 'save them with --out FILE.json'}")
 
 
-def inspect(model: Model, values: bool = False) -> int:
+def inspect(
+    model: Model,
+    values: bool = False,
+    layers: bool = False,
+    example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
+    trust_code: TrustCode = False,
+) -> int:
     """Show what a model folder contains, how much memory it needs, and whether it would load, without loading it.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
+    Example: dunes inspect runs/digits --layers --example 1 28 28
+
     Args:
         values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
+        layers: Print a table of all modules, with shapes, parameters, FLOPs and memory.
+        example: Sizes of the network's input, batch included, for that table; without them, a network that is no
+            language model has a table without shapes and FLOPs.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
@@ -386,7 +408,7 @@ def inspect(model: Model, values: bool = False) -> int:
         lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
-    source = open_source(readable_folder(folder))
+    source = open_source(readable_folder(folder), trust_code=trust_code)
     verdict = inspection.judge(source)
     for line in inspection.describe_folder(source, verdict):
         print(line)
@@ -395,7 +417,26 @@ def inspect(model: Model, values: bool = False) -> int:
         print(f"values      {line}")
     if values and not odd:
         print("values      all finite")
+    if layers or example:
+        _print_layers(source, example)
     return 1 if verdict.reasons else 0
+
+
+def _print_layers(source: "Source", sizes: tuple[int, ...]) -> None:
+    """The table of a folder's modules: for ids in a language model, else for numbers from 0 to 1."""
+    import torch
+
+    from dunes import tree
+    from dunes.parts import Decoder
+
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"--example {' '.join(map(str, sizes))}: expected sizes of at least 1")
+    model: torch.nn.Module = source.outline()
+    if isinstance(model, Decoder):
+        example = [torch.zeros(sizes or (1, min(64, source.context_length)), dtype=torch.long)]
+    else:
+        example = [torch.rand(sizes)] if sizes else []
+    tree.print_layers(tree.layers(model, *example))
 
 
 def convert(

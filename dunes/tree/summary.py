@@ -46,8 +46,8 @@ def layers(model: nn.Module, *example: Any, **named: Any) -> list[Layer]:
     """All modules, parents before children; `model(*example, **named)` gives their shapes, FLOPs and memory.
 
     The example runs in evaluation mode on a copy without values, in no time and memory. Where that is not
-    possible, since shapes depend on values or the network cannot be copied, the network itself runs once. FLOPs are
-    those of the operations that torch's counter knows, which quantized layers and packed experts are not of. Raises
+    possible, since shapes depend on values or the network cannot be copied, the network itself runs once. FLOPs
+    are those of operations that torch's counter knows: not of quantized layers and packed experts. Raises
     ValueError, with the place, for an example that does not fit, and for parameters that have no shape yet.
     """
     model = uncompiled(model)

@@ -35,7 +35,7 @@ def write_tensors(folder: Path, weights: Weights, shard: int = SHARD, name: str 
         filename_pattern=name.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=shard,
     )
-    for file, keys in split.filename_to_tensors.items():
+    for file, keys in (split.filename_to_tensors or {name: []}).items():
         write_file(folder / file, {key: weights[key] for key in keys})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}

@@ -1,8 +1,8 @@
 """What a model is: a family with its config, or a function that builds it, and the changes made since.
 
 A model that no Hugging Face config describes is saved with these in its card. Loading builds the structure,
-repeats the changes, and compares the result with the saved model before any weight is read. A function's name is
-informative: nothing is imported, `load` takes the function as an argument.
+repeats the changes, and compares the result with the saved model before any weight is read. A function is an
+argument of `load`, or one of `dunes.models`; any other is imported only where the caller trusts the card.
 """
 
 import inspect
@@ -17,10 +17,13 @@ from typing import Any, NamedTuple, Self, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from dunes import tree
 from dunes.augment import Change, repeat_structure
 from dunes.checkpoint.files.atomic import tensor_digests
+from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.files.safetensors_writer import CODES
+from dunes.checkpoint.forms.function_import import import_build, is_ours
 from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -48,11 +51,13 @@ class Architecture:
         return cls(function_name(function), stored, function=function)
 
     @classmethod
-    def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
-        """The architecture in a card, whose function is this one.
+    def of_card(
+        cls, card: Mapping[str, Any], path: Path, function: Build | None = None, trust_code: bool = False
+    ) -> Self:
+        """The architecture in a card, whose function is this one, or imported: any with `trust_code`.
 
         Raises ValueError if the card is damaged, has a change that is not known, or names a function and none is
-        given.
+        given, or one that cannot be imported.
         """
         family, config = card.get("family"), card.get("config")
         try:
@@ -61,6 +66,8 @@ class Architecture:
                 return cls(family, FAMILIES[family].from_hf(config), changes)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+        if isinstance(family, dict) and "class" in family:
+            return cls._of_weights(family["class"], changes, path, function)
         name, arguments = (
             family.get(key) if isinstance(family, dict) else None for key in ("function", "arguments")
         )
@@ -68,12 +75,25 @@ class Architecture:
             raise ValueError(
                 f"{path}: family must be a family's name with its config, or a function with its arguments"
             )
+        if function is None and (trust_code or is_ours(name)):
+            return cls(name, arguments, changes, import_build(name, path.parent))
         if function is None:
             raise ValueError(
-                f"{path.parent}: built by {name[:200]}, which is not imported automatically; load it in Python "
-                f"with that function: checkpoint.load({str(path.parent)!r}, build={name[:200].rpartition(':')[2]})"
+                f"{path.parent}: built by {name[:200]}, which is not imported automatically; if you trust it, "
+                "pass --trust-code to inspect, generate, complete or eval, in Python trust_code=True or the "
+                f"function itself: build={name[:200].rpartition(':')[2]}"
             )
         return cls(function_name(function), arguments, changes, function)
+
+    @classmethod
+    def _of_weights(cls, name: Any, changes: tuple[Change, ...], path: Path, function: Build | None) -> Self:
+        """The architecture of weights that were saved without a function: the one given, without arguments."""
+        if function is None:
+            raise ValueError(
+                f"{path.parent}: the weights of {quote(name)} without a function that builds it; build it and "
+                f"load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
+            )
+        return cls(function_name(function), {}, changes, function)
 
     def record(self) -> dict[str, Any]:
         """The entries of the card."""
@@ -139,11 +159,8 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
     Raises ValueError that lists the first differences if the architecture gives another model, except for the
     values of parameters and persistent buffers.
     """
-    rebuilt, tied = architecture.outline(), _tied_names(model)
-    state = model.state_dict().items()
-    if odd := [k for k, t in state if not isinstance(t, Tensor) or t.is_meta or t.dtype not in CODES]:
-        raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
-    weights = _tensors(model)
+    _require_values(model)
+    rebuilt, tied, weights = architecture.outline(), tied_names(model), _tensors(model)
     differences = [
         *tensor_differences(rebuilt, weights, tied, architecture),
         *_unsaved_differences(model, rebuilt),
@@ -152,8 +169,28 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         listed = "; ".join(str(d)[:200] for d in differences[:SHOWN])
         raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
-    structure = {"modules": _module_digests(rebuilt), "tied": tied}
-    return architecture.record() | {"structure": structure}, weights
+    return architecture.record() | {"structure": _structure(rebuilt, tied)}, weights
+
+
+def describe_weights(model: nn.Module) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """The same of a network without a function that builds it. Raises ValueError for tensors no file can have."""
+    _require_values(model)
+    entries = {"family": {"class": function_name(type(model))}, "structure": _structure(model, tied_names(model))}
+    return entries, _tensors(model)
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raise ValueError for tensors that cannot be saved."""
+    tree.require_shapes(model)
+    state = model.state_dict().items()
+    if empty := next((k for k, t in state if isinstance(t, Tensor) and t.is_meta), None):
+        raise ValueError(f"{empty} has no values: it is on the meta device")
+    if odd := [k for k, t in state if not isinstance(t, Tensor) or t.dtype not in CODES]:
+        raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
+
+
+def _structure(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
+    return {"modules": _module_digests(model), "tied": tied}
 
 
 def compare_structure(
@@ -210,11 +247,11 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
 
 def _tensors(model: nn.Module) -> dict[str, LazyTensor]:
     """The tensors to save."""
-    tied = _tied_names(model)
+    tied = tied_names(model)
     return in_memory({k: t for k, t in model.state_dict().items() if k not in tied})
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """The other names of tied tensors, each with the first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -230,7 +267,7 @@ def tensor_differences(
 
     A family's weights may be stored in any floating-point dtype.
     """
-    expected, expected_ties = _tensors(model), _tied_names(model)
+    expected, expected_ties = _tensors(model), tied_names(model)
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
     for key in sorted(differing):
         yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (expected_ties, tied)))

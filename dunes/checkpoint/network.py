@@ -1,0 +1,114 @@
+"""Any network on disk: from its folder with the function that builds it, or its weights alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dunes import tree
+from dunes.checkpoint.files.lazy_tensor import Weights, track_reads
+from dunes.checkpoint.files.safetensors_writer import write_tensors
+from dunes.checkpoint.folder import (
+    load_decoder,
+    open_verified_source,
+    read_consistently,
+    readable_folder,
+    verified_card,
+    write_card,
+    write_files,
+)
+from dunes.checkpoint.forms import architecture as architectures
+from dunes.checkpoint.forms.architecture import Architecture, Build, has_own_form
+from dunes.checkpoint.forms.card import CARD
+from dunes.checkpoint.source import own_weights, tensors
+from dunes.checkpoint.state_dict_diff import Difference, summarize
+from dunes.steps import advance
+
+
+def load_network(
+    folder: Path | str, build: Build | None = None, trust_code: bool = False, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """The network of a folder that `save` wrote, in evaluation mode.
+
+    `build` is the function that was passed to `save`; without it, the one that the card names is imported: one of
+    `dunes.models`, or with `trust_code` any other. Raises ValueError like `load`.
+    """
+
+    def read(readable: Path) -> nn.Module:
+        source = open_verified_source(readable_folder(readable), build=build, trust_code=trust_code)
+        return load_decoder(source).to(device).eval()
+
+    return read_consistently(Path(folder), read)
+
+
+def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:
+    """Write the parameters and persistent buffers of any network, with a card like that of a model folder.
+
+    The card has digests of the files and of the network's structure, and these facts. Raises ValueError for a
+    network with parameters without a shape or without values, or of a dtype that safetensors does not know.
+    """
+    known, weights = architectures.describe_weights(tree.uncompiled(model))
+    size = sum(w.nbytes for w in weights.values())
+
+    def fill(staged: Path) -> None:
+        write_tensors(staged, track_reads(weights, advance(size)))
+        write_card(staged, {**(facts or {}), **known})
+
+    write_files(Path(folder), fill, size)
+
+
+def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
+    """Fill a network from a folder of `save_weights` or `save`, or from one file; returns the card, {} for a file.
+
+    Nothing is cast: `tree.move(model, dtype=...)` first. Files are safetensors or PyTorch's, of which nothing is
+    executed. Raises ValueError, and changes nothing, if a file differs from the card's digest, or if names,
+    shapes, dtypes, ties or, with a card, the classes and settings of modules differ; it names the differences.
+    """
+    model, path = tree.uncompiled(model), Path(path)
+    tree.require_shapes(model)
+    if not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file or folder")
+        _fill(model, tensors(path), {}, path)
+        return {}
+
+    def read(readable: Path) -> dict[str, Any]:
+        folder = readable_folder(readable)
+        card = verified_card(folder)
+        if not has_own_form(card):
+            raise ValueError(f"{folder / CARD}: no card of a network; load its file of weights")
+        _fill(model, own_weights(folder), card, folder / CARD)
+        return card
+
+    return read_consistently(path, read)
+
+
+def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path) -> None:
+    """Put the values into the network, after all comparisons."""
+    anything = Architecture("", None, function=type(model))
+    if card:
+        differences = architectures.compare_structure(model, anything, card, files, path)
+    else:
+        files, tied = _without_ties(model, files)
+        differences = list(architectures.tensor_differences(model, files, tied, anything))
+        card = {"structure": {"tied": tied}}
+    if differences:
+        hint = "; for weights alone, load its model.safetensors"
+        hint = hint if all(d.kind == "structure" for d in differences) else ""
+        raise ValueError(f"{path}: does not fit this {type(model).__name__}: {summarize(differences)}{hint}")
+    state = model.state_dict()
+    if lost := next((name for name, b in model.named_buffers() if b.is_meta and name not in state), None):
+        raise ValueError(f"{lost} has no values, and no file has them: it is a buffer that is not persistent")
+    architectures.fill(model, files, card)
+
+
+def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
+    """The tensors of a file without those that a tied name repeats, and the ties. Raises ValueError for others."""
+    tied = architectures.tied_names(model)
+    for name, first in tied.items():
+        if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):
+            raise ValueError(str(Difference("tied", name, f"the same tensor as {first}", "a tensor of its own")))
+    repeated = {name for name, first in tied.items() if first in files}
+    return {name: tensor for name, tensor in files.items() if name not in repeated}, tied

@@ -1,0 +1,276 @@
+"""Any network on disk: its weights, and the function that builds it, imported only where that is allowed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dunes import checkpoint, tree
+from dunes.checkpoint.forms.function_import import import_build
+from dunes.cli.main import main
+from own_networks import NETWORKS, ConvNet, Rows, Tied, empty
+
+Architecture = checkpoint.Architecture
+
+
+def other(build):
+    """The network with other numbers in everything that is saved."""
+    torch.manual_seed(1)
+    network = build()
+    with torch.no_grad():
+        for tensor in network.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape) * 3)
+    return network.eval()
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_weights_are_the_same_bits_again_and_ties_hold(name, tmp_path):
+    build, example = NETWORKS[name]
+    network, x = other(build), example()
+    checkpoint.save_weights(network, tmp_path / "w", {"accuracy": 0.9})
+    loaded = build().eval()
+    before = {k: id(p) for k, p in loaded.named_parameters()}
+    card = checkpoint.load_weights(loaded, tmp_path / "w")
+    assert card["accuracy"] == 0.9
+    assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["dunes.json", "model.safetensors"]
+    assert same(network.state_dict(), loaded.state_dict())
+    assert same(network(x), loaded(x))
+    assert {k: id(p) for k, p in loaded.named_parameters()} == before
+    again = build().eval()
+    assert checkpoint.load_weights(again, tmp_path / "w" / "model.safetensors") == {}
+    assert same(network(x), again(x))
+
+
+def test_a_network_and_its_function_are_one_folder(tmp_path):
+    network = other(lambda: ConvNet(classes=3))
+    checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(ConvNet, classes=3))
+    loaded = checkpoint.load_network(tmp_path / "net", build=ConvNet)
+    x = torch.rand(2, 1, 28, 28)
+    assert torch.equal(loaded(x), network(x))
+    assert not loaded.training
+    with pytest.raises(
+        ValueError, match=r"a network that is no language model; load it with checkpoint\.load_network"
+    ):
+        checkpoint.load(tmp_path / "net", build=ConvNet)
+    fresh = ConvNet(classes=3)
+    checkpoint.load_weights(fresh, tmp_path / "net")
+    assert same(fresh.state_dict(), network.state_dict())
+
+
+def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "strange.py").write_text(
+        "from pathlib import Path\nfrom torch import nn\nPath('ran').touch()\n\ndef make(width):\n"
+        "    return nn.Sequential(nn.Linear(4, width), nn.ReLU())\n"
+    )
+    network = other(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU()))
+    build = lambda width: nn.Sequential(nn.Linear(4, width), nn.ReLU())
+    checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(build, width=5))
+    rename(tmp_path / "net", "strange:make")
+    with pytest.raises(ValueError, match="built by strange:make, which is not imported automatically"):
+        checkpoint.load_network(tmp_path / "net")
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", "net"])
+    with pytest.raises(SystemExit):
+        main()
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "--trust-code" in error
+    assert not (tmp_path / "ran").exists()
+    x = torch.rand(2, 4)
+    assert torch.equal(checkpoint.load_network(tmp_path / "net", trust_code=True)(x), network(x))
+    assert (tmp_path / "ran").exists()
+    rename(tmp_path / "net", "strange.py:make")
+    assert torch.equal(checkpoint.load_network(tmp_path / "net", trust_code=True)(x), network(x))
+    assert str(tmp_path) not in sys.path
+    flags = ["--trust-code", "--layers", "--example", "2", "4"]
+    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", "net", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    assert "config      width 5" in shown
+    assert "parameters  25 (25) in 2 modules" in shown
+    assert "2x4" in shown
+    sys.modules.pop("strange")
+
+
+def rename(folder, name):
+    card = json.loads((folder / "dunes.json").read_text())
+    card["family"]["function"] = name
+    (folder / "dunes.json").write_text(json.dumps(card))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("own_networks:Gone", "own_networks has no Gone"),
+        ("no_such_module:make", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("gone.py:make", "no file gone.py in the current folder"),
+        ("own_networks:NETWORKS", "NETWORKS builds no network"),
+        ("test_network:test.<locals>.make", "expected module:name"),
+        ("../up.py:make", "expected module:name"),
+        ("dunes.models.gone:make", "ModuleNotFoundError: No module named 'dunes.models.gone'"),
+        ("dunes.models.llama:nn", "nn builds no network"),
+        ("dunes.models.llama:Config", "Config builds no network"),
+        ("dunes.models.meta:build_on_meta", None),
+    ],
+)
+def test_a_card_that_names_no_function_is_refused_in_one_line(name, reason, tmp_path):
+    if reason is None:
+        assert import_build(name, tmp_path)
+        return
+    with pytest.raises(ValueError, match="cannot be imported") as caught:
+        import_build(name, tmp_path)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_networks_of_the_package_are_imported_without_trust(tmp_path):
+    checkpoint.save(other(empty), tmp_path, architecture=Architecture.of_function(empty))
+    for name in (
+        "dunes.models.names.re:compile",
+        "dunes.models.meta:torch.load",
+        "dunes.staging:rmtree",
+        "os:system",
+    ):
+        rename(tmp_path, name)
+        with pytest.raises(ValueError, match="not imported automatically"):
+            checkpoint.load_network(tmp_path)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from dunes import checkpoint
+
+def make():
+    return nn.Linear(3, 2)
+
+if __name__ == "__main__":
+    checkpoint.save(make(), "kept", architecture=checkpoint.Architecture.of_function(make))
+    checkpoint.load_network("kept", trust_code=True)
+    print("loaded")
+"""
+
+
+def test_a_script_loads_what_it_saved(tmp_path):
+    (tmp_path / "own-script.py").write_text(SCRIPT)
+    env = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "DUNES_HOME": str(tmp_path / "home")}
+    line = [sys.executable, "own-script.py"]
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("loaded\n", "")
+
+
+def test_every_difference_is_named_and_nothing_is_changed(tmp_path):
+    checkpoint.save_weights(other(ConvNet), tmp_path)
+    network = ConvNet(classes=4, dropout=0.1)
+    network.extra = nn.Linear(2, 2)
+    del network.unused
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    with pytest.raises(ValueError, match="does not fit this ConvNet") as caught:
+        checkpoint.load_weights(network, tmp_path)
+    for words in (
+        "head.weight is (10, 128), not (4, 128)",
+        "extra.weight (2, 2) is missing",
+        "unused.weight (2, 2) is not a weight of this model",
+        "dropout has another class or other settings",
+    ):
+        assert words in str(caught.value)
+    assert same(before, network.state_dict())
+    with pytest.raises(
+        ValueError, match=r"dropout has another .*; for weights alone, load its model\.safetensors"
+    ):
+        checkpoint.load_weights(ConvNet(dropout=0.1), tmp_path)
+    with pytest.raises(ValueError, match=r"conv1\.bias is torch\.float32, not torch\.bfloat16"):
+        checkpoint.load_weights(ConvNet().bfloat16(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"the weights of 'own_networks:ConvNet' .*load_weights\(network"):
+        checkpoint.load_network(tmp_path)
+    assert checkpoint.load_network(tmp_path, build=ConvNet)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    checkpoint.save_weights(other(Rows), tmp_path / "w")
+    with pytest.raises(ValueError, match="no such file or folder"):
+        checkpoint.load_weights(Rows(), tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no card of a network"):
+        checkpoint.load_weights(Rows(), tmp_path / "empty")
+    file = tmp_path / "w" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: not the bytes that were written \(another SHA-256\)"
+    ):
+        checkpoint.load_weights(Rows(), tmp_path / "w")
+
+
+def test_a_file_may_repeat_a_tied_weight_but_not_with_other_values(tmp_path):
+    network = other(Tied)
+    state = {k: v.clone() for k, v in network.state_dict().items()}
+    torch.save(state, tmp_path / "all.pt")
+    loaded = Tied()
+    checkpoint.load_weights(loaded, tmp_path / "all.pt")
+    assert same(loaded.state_dict(), network.state_dict())
+    assert loaded.out.weight is loaded.first.weight
+    save_file(state | {"out.weight": state["out.weight"] + 1}, tmp_path / "other.safetensors")
+    with pytest.raises(
+        ValueError, match=r"out\.weight is a tensor of its own, not the same tensor as first\.weight"
+    ):
+        checkpoint.load_weights(Tied(), tmp_path / "other.safetensors")
+
+
+def test_networks_without_shapes_or_values_are_refused_by_the_name_of_a_tensor(tmp_path):
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with torch.device("meta"):
+        meta = Rows()
+    checkpoint.save_weights(other(Rows), tmp_path / "rows")
+    for work in (
+        lambda: checkpoint.save_weights(lazy, tmp_path / "w"),
+        lambda: checkpoint.load_weights(lazy, tmp_path / "rows"),
+        lambda: tree.count(lazy),
+        lambda: tree.layers(lazy),
+        lambda: tree.move(lazy, dtype=torch.float64),
+    ):
+        with pytest.raises(ValueError, match=r"0\.weight has no shape yet; run the network once on an example"):
+            work()
+    with pytest.raises(ValueError, match=r"lstm\.weight_ih_l0 has no values: it is on the meta device"):
+        checkpoint.save_weights(meta, tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+    checkpoint.load_weights(meta, tmp_path / "rows")  # which gives it values
+    assert same(meta.state_dict(), other(Rows).state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_module_has_weights_but_no_parts_to_change(tmp_path):
+    network = other(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
+    script = torch.jit.script(network)
+    checkpoint.save_weights(script, tmp_path)
+    fresh = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
+    checkpoint.load_weights(fresh, tmp_path)
+    x = torch.rand(2, 3)
+    assert torch.equal(fresh(x), network(x))
+    assert [row.type for row in tree.layers(script)] == ["Sequential", "Linear", "ReLU"]
+    with pytest.raises(ValueError, match="0: a ScriptModule, whose parts call no hooks"), tree.statistics(script):
+        pass
+    with pytest.raises(ValueError, match="0: a part of a ScriptModule"):
+        tree.replace(script, "0", lambda m: nn.Identity())
+
+
+def test_a_compiled_network_is_saved_under_its_own_names(tmp_path):
+    network = other(Tied)
+    checkpoint.save_weights(torch.compile(network, backend="eager"), tmp_path)
+    loaded = Tied()
+    checkpoint.load_weights(loaded, tmp_path)
+    assert same(loaded.state_dict(), network.state_dict())

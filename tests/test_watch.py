@@ -1,0 +1,237 @@
+"""Watching networks, without a trace; tables of their modules; moving their tensors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from dunes import tree
+from own_networks import NETWORKS, ConvNet, Rows, Tied
+
+
+def hook_tables(network):
+    names = [name for name in vars(nn.Module()) if "hook" in name]
+    plain = lambda value: dict(value) if hasattr(value, "items") else value
+    return [{name: plain(vars(m)[name]) for name in names} for m in network.modules()]
+
+
+def first(output):
+    return tree_leaves(output)[0]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_watching_changes_no_bit_and_leaves_nothing(name):
+    build, example = NETWORKS[name]
+    torch.manual_seed(0)
+    network, x = build().eval(), example()
+    before, tables = first(network(x)), hook_tables(network)
+    before.sum().backward() if before.requires_grad else None
+    grads = [None if p.grad is None else p.grad.clone() for p in network.parameters()]
+    network.zero_grad()
+    if name == "torch's own":
+        network = nn.Sequential(network)
+        tables = hook_tables(network)
+    with tree.statistics(network) as seen:
+        output = first(network(x))
+        output.sum().backward() if output.requires_grad else None
+    assert any(record.calls for record in seen.values())
+    assert torch.equal(output, before)
+    after = [p.grad for p in network.parameters()]
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(after, grads, strict=True))
+    assert hook_tables(network) == tables
+    assert not output._backward_hooks
+    kept = weakref.ref(network), weakref.ref(output)
+    del network, output
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None], "the statistics keep nothing alive"
+
+
+def test_statistics_are_those_of_all_calls_together():
+    torch.manual_seed(0)
+    network = ConvNet().eval()
+    outputs, gradients = [], []
+    forward, backward = lambda _, y: outputs.append(y.detach().clone()), lambda *a: gradients.append(a[2])
+    with tree.statistics(network) as seen, tree.hooks(network, "relu", forward, backward):
+        for _ in range(2):
+            network(torch.randn(3, 1, 28, 28)).square().sum().backward()
+    assert seen["relu"].calls == 4
+    assert "unused" in seen
+    assert not seen["unused"].calls
+    for values, record in ((outputs, seen["relu"].output), (gradients, seen["relu"].gradient)):
+        values = torch.cat([v.flatten() for v in values]).double()
+        assert record.count == values.numel()
+        expected = values.mean(), values.std(correction=0), values.abs().max(), (values == 0).double().mean()
+        actual = record.mean, record.std, record.largest, record.zeros
+        torch.testing.assert_close(torch.tensor(actual), torch.stack(expected).float(), rtol=1e-5, atol=1e-7)
+
+
+def test_values_that_are_not_finite_are_counted_apart():
+    record = tree.Statistics()
+    record.add(torch.tensor([1.0, float("nan"), 3.0, 0.0]))
+    record.add(torch.tensor([float("inf"), -float("inf")], dtype=torch.bfloat16))
+    assert (record.count, record.nonfinite, record.largest, record.zeros) == (6, 3, 3.0, 1 / 6)
+    assert record.mean == pytest.approx(4 / 3)
+    assert tree.Statistics().std != tree.Statistics().std
+
+
+def test_several_outputs_have_an_entry_each():
+    with tree.statistics(Rows()) as seen:
+        pass
+    assert [*seen] == ["lstm", "head"]
+    network = Rows()
+    with tree.statistics(network) as seen:
+        network(torch.rand(2, 28, 28)).sum().backward()
+    assert {*seen} == {"lstm[0]", "lstm[1][0]", "lstm[1][1]", "head['scores']", "head['hidden']"}
+    assert seen["head['scores']"].gradient.mean == 1
+    assert not seen["lstm[1][0]"].gradient.count
+
+
+def test_a_module_at_several_places_is_one_and_counts_all_calls():
+    network = Tied()
+    with tree.statistics(network) as seen:
+        network(torch.rand(2, 6))
+    assert {k: v.calls for k, v in seen.items()} == {"first": 2, "out": 1}
+    assert [p.name for p in tree.places(network)] == ["first", "again", "out"]
+    tree.replace(network, ["first", "again"], lambda m: nn.Linear(6, 6))
+    assert network.first is network.again
+    twice = nn.Sequential(*[nn.Linear(2, 2)] * 2)
+    assert tree.replace(twice, "*", lambda m: nn.Tanh()) == ["0", "1"]
+    assert twice[0] is twice[1]
+
+
+def test_hooks_are_gone_after_an_error_and_do_nothing_afterwards():
+    network = ConvNet()
+    tables = hook_tables(network)
+    outputs = []
+
+    def interrupted():
+        with tree.statistics(network) as seen:
+            outputs.extend([seen, network(torch.rand(2, 1, 28, 28))])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    seen, output = outputs
+    output.sum().backward()
+    assert hook_tables(network) == tables
+    assert not seen["head"].gradient.count
+    with pytest.raises(RuntimeError), tree.statistics(network):
+        network(torch.rand(2, 3, 28, 28))
+    assert hook_tables(network) == tables
+    with pytest.raises(ValueError, match="'gone' selects nothing"), tree.statistics(network, "gone"):
+        pass
+
+
+def test_recomputation_is_no_call():
+    network = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with tree.statistics(network) as seen:
+        recomputed(network, torch.rand(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen["0"].calls == 1
+    assert seen["1"].gradient.mean == 1
+
+
+def test_compiled_code_runs_as_it_was_written_while_it_is_watched():
+    network = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    graphs = []
+    compiled = torch.compile(network, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    x = torch.rand(2, 3)
+    with tree.statistics(compiled) as seen:
+        compiled(x)
+    assert seen["0"].calls == 1
+    assert not graphs
+    compiled(x)
+    assert len(graphs) == 1
+    with tree.statistics(compiled) as seen:
+        compiled(x)
+    assert [*seen] == ["0", "1"]
+    assert seen["0"].calls == 1
+    compiled(x)
+    assert len(graphs) == 1, "the compiled form is still there"
+    assert seen["0"].calls == 1
+    torch._dynamo.reset()
+
+
+def test_a_table_has_shapes_flops_and_memory_and_leaves_no_trace(capsys):
+    network = ConvNet()
+    before, tables = {k: v.clone() for k, v in network.state_dict().items()}, hook_tables(network)
+    torch.manual_seed(0)
+    rows = {row.name: row for row in tree.layers(network, torch.rand(3, 1, 28, 28))}
+    conv = 2 * 3 * 4 * 24 * 24 * 25 + 2 * 3 * 8 * 8 * 8 * 100
+    assert rows[""].flops == conv + 2 * 3 * 128 * 10
+    assert rows[""].parameters == tree.count(network)
+    assert (rows["conv1"].inputs, rows["conv1"].outputs) == ("3x1x28x28", "3x4x24x24")
+    assert (rows["relu"].calls, rows["unused"].calls) == (2, 0)
+    assert rows["head"].bytes == 4 * 1290
+    assert rows[""].kept >= rows["norm"].kept >= 4 * 3 * 4 * 24 * 24
+    assert network.training
+    assert hook_tables(network) == tables
+    assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
+    tree.print_layers([*rows.values()])
+    shown = capsys.readouterr().out
+    assert "not called" in shown
+    assert "3x4x12x12, 2 times" in shown
+    lstm = {row.name: row for row in tree.layers(Rows(), torch.rand(3, 28, 28))}["lstm"]
+    assert lstm.flops == 2 * 3 * 28 * 4 * 16 * (28 + 16 + 16 + 16)
+    assert tree.layers(network)[0].flops is None
+
+
+def test_long_stacks_are_folded(capsys):
+    network = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(30)], nn.Linear(4, 2))
+    tree.print_layers(tree.layers(network, torch.rand(2, 4)))
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 6
+    assert lines[2].split()[:4] == ["0", "to", "29,", "each"]
+    tree.print_layers(tree.layers(network))
+    assert "FLOPs" not in capsys.readouterr().out
+
+
+class Picky(nn.Module):
+    """Its shapes depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.inside(x[x.sum(1) > 0])
+
+
+def test_tables_of_odd_networks():
+    rows = tree.layers(Picky(), torch.tensor([[1.0, 1, 1], [-1, -1, -1]]))
+    assert rows[1].outputs == "1x3"
+    with torch.device("meta"):
+        meta = ConvNet()
+    assert tree.layers(meta, torch.rand(3, 1, 28, 28))[0].outputs == "3x10"
+    with pytest.raises(ValueError, match=r"the example does not fit at conv1: .*expected input"):
+        tree.layers(ConvNet(), torch.rand(3, 2, 28, 28))
+    with pytest.raises(ValueError, match=r"the example does not fit at the network: .*unexpected keyword"):
+        tree.layers(ConvNet(), other=1)
+    assert tree.layers(nn.Sequential(nn.ReLU()), torch.rand(2, 2))[0].parameters == 0
+
+
+def test_what_is_selected_moves_and_stays_the_same_object():
+    network = Tied()
+    network.register_buffer("seen", torch.zeros(2, dtype=torch.long))
+    network(torch.rand(2, 6)).sum().backward()
+    before = {k: id(p) for k, p in network.named_parameters()}
+    assert "out.weight" in tree.move(network, dtype=torch.float64)
+    assert {k: id(p) for k, p in network.named_parameters()} == before
+    assert network.out.weight is network.first.weight
+    assert (
+        {p.dtype for p in network.parameters()} == {p.grad.dtype for p in network.parameters()} == {torch.float64}
+    )
+    assert network.seen.dtype == torch.long
+    assert tree.move(network, "out.bias", dtype=torch.bfloat16) == ["out.bias"]
+    assert (network.out.bias.dtype, network.first.bias.dtype) == (torch.bfloat16, torch.float64)
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8; expected a floating-point dtype"):
+        tree.move(network, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"first\.weight: nothing moves from or to the meta device"):
+        tree.move(network, device="meta")
+    with pytest.raises(ValueError, match="'gone' selects no parameter and no buffer"):
+        tree.move(network, "gone", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"selects no parameter; out\.weight is first\.weight"):
+        tree.freeze(network, "out.weight")
