@@ -201,7 +201,7 @@ def _kept_units(
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
     """The experts that each mixture keeps: those whose neurons matter most together."""
-    kept = {}
+    kept: dict[str, dict[str, Any]] = {}
     for place in tree.places(model):
         if isinstance(moe := place.module, MoE):
             if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
