@@ -23,6 +23,12 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 
 
 @pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs that are called in this process neither measure nor change its number of threads."""
+    monkeypatch.setattr("dunes.measure.use_best_threads", lambda: None)
+
+
+@pytest.fixture(autouse=True)
 def _denormal_numbers():
     """Runs flush them to zero for the whole process; a test finds them as they usually are."""
     yield

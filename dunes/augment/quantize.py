@@ -370,6 +370,11 @@ def _dense_layers(
 
     Raises ValueError for a glob that selects nothing.
     """
+    wanted = [globs, *(glob for glob, other in overrides if other != DENSE)]
+    if getattr(model, "head", True) is None and any(_names_head(glob) for glob in wanted):
+        raise ValueError(
+            "head: has the embedding's matrix, which is not quantized; omit it, or exclude it ('!head')"
+        )
     selected = {p.name: tree.innermost(p.module) for p in tree.find(model, globs, _quantizable)}
     kinds = dict.fromkeys(selected, kind)
     for glob, other in overrides:
@@ -383,6 +388,11 @@ def _dense_layers(
     if not layers:
         raise ValueError(f"override leaves all of {', '.join(globs)} dense; nothing is left to quantize")
     return layers, kinds
+
+
+def _names_head(globs: tree.Where) -> bool:
+    """Whether the head is selected by its name, and not by a wildcard."""
+    return "head" in ([globs] if isinstance(globs, str) else globs) and tree.matches(globs, "head")
 
 
 def _require_text(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> None:

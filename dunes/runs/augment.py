@@ -1,5 +1,6 @@
 """Change the model of a folder and write another: measured, verified, with a report."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,6 +121,8 @@ def _augment(
             request["ids"] = calibration_ids(loaded, calibration, tokens)
     with step(show, "measuring", 0.05, 0.1):
         size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
+        if not before.isfinite().all():
+            raise ValueError(f"{folder}: its logits are not finite; dunes inspect --values lists such weights")
     with step(show, "hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with step(show, name, *CHANGING):
@@ -182,14 +185,17 @@ def quantize_folder(
     ValueError as that does, and for sources together with a method that reads none.
     """
     if target is not None:
-        if kind or method or any(request.get(name) for name in ("symmetric", "sparsity", "pattern")):
+        if kind or method or any(request.get(name) for name in ("symmetric", "sparsity", "pattern", "double")):
             raise ValueError(
-                "--target chooses kind and method; omit --kind, --method, --symmetric, --sparsity and --pattern"
+                "--target chooses kind and method; omit --kind, --method, --symmetric, --sparsity, --pattern and "
+                "--double"
             )
+        if math.isnan(target):
+            raise ValueError("--target is no number; expected an increase of the loss in nats/token, such as 0.01")
         require_new_folder(readable_folder(folder), out)
         frontier = Frontier(readable_folder(folder), calibration, validation or ())
         form, tried = smallest_form(frontier, target, request, show)
-        settings = request | dict(form.request) | {"calibration": calibration if form.needs_text else ()}
+        settings = form.with_settings(request) | {"calibration": calibration if form.needs_text else ()}
         return [*tried, *quantize_folder(folder, out, validation=validation, show=show, **settings)]
     kind = kind or "nf4"
     card = read_card(readable_folder(folder))
